@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import WeightAnchor, run_forward, run_split
 from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
 from autosplit.autograd.parameter_hooks import hooks_text
-from autosplit.autograd.pending_queue import PendingQueue, checked
+from autosplit.autograd.pending_queue import PendingBound, PendingQueue, checked
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
 from autosplit.dynamo.fallback import Fallback
@@ -96,6 +97,7 @@ class SplitModule(ModuleProxy):
     _options: SplitOptions
     _accumulation: Accumulation
     _max_graphs: int
+    _bound: PendingBound
     _fullgraph: bool
     _dynamic: bool | None
     _graphs: Specializations
@@ -116,6 +118,7 @@ class SplitModule(ModuleProxy):
         fullgraph: bool = False,
         dynamic: bool | None = None,
         max_graphs: int = 64,
+        max_pending: float | None = None,
     ) -> None:
         super().__init__(model)
         self.__dict__["_options"] = SplitOptions(backend, memory, overlap=overlap)
@@ -132,6 +135,9 @@ class SplitModule(ModuleProxy):
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_dynamic"] = dynamic
         self.__dict__["_max_graphs"] = max_graphs
+        if max_pending is None:
+            max_pending = math.inf if accumulation == "concatenated" else 1
+        self.__dict__["_bound"] = PendingBound(max_pending)
         self._attach()
 
     def _attach(self) -> None:
@@ -140,19 +146,22 @@ class SplitModule(ModuleProxy):
         options, insist = own["_options"], own["_fullgraph"]
         own["_sharded"] = sharded = _sharded(self.unsplit, options, dynamic=own["_dynamic"])
         own["_flatten"] = CallFlattening()
+        own["_bound"] = PendingBound(own["_bound"].limit)
         deliver: Delivery
         view: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if sharded is None:
             deliver = Delivery(own["_accumulation"])
-            own["_queue"] = PendingQueue(deliver.all)
+            own["_queue"] = PendingQueue(deliver.all, own["_bound"])
         else:  # FSDP's hooks do not run inside of parts
             from autosplit.autograd.sharded_delivery import ShardedDelivery, ShardedQueue
 
             deliver, view = ShardedDelivery(own["_accumulation"], sharded), sharded.plain
-            own["_queue"], insist = ShardedQueue(deliver), True
+            own["_queue"], insist = ShardedQueue(deliver, own["_bound"]), True
         dynamic = own["_dynamic"]
         by_graphs = bool(dynamic) and not options.holds_open_sizes
-        own["_fallback"] = Fallback(self.unsplit, options, insist, dynamic=by_graphs)
+        own["_fallback"] = Fallback(
+            self.unsplit, options, insist, dynamic=by_graphs, bound=own["_bound"]
+        )
         limit, hidden = own["_max_graphs"], own["_queue"].hidden
         own["_graphs"] = Specializations(
             self.unsplit, options, limit, insist, hidden, view=view, dynamic=dynamic
@@ -181,6 +190,7 @@ class SplitModule(ModuleProxy):
             )
         if self._sharded is None and is_fsdp_managed(self.unsplit):  # by now; no guard looks for it
             self._attach()
+        self._queue.make_room()
         if self._sharded is not None:
             with self._sharded.forward():
                 return self._call(args, kwargs)
@@ -260,7 +270,7 @@ class SplitModule(ModuleProxy):
             return
         # What whole graphs left is older: once in parts, always in parts.
         whole = self._queue.pending
-        count = checked(microbatches, self.pending)
+        count = checked(microbatches, self.pending, self._bound)
         if whole:
             self._queue.compute(min(count, whole))
         if partial is not None and count > whole:
@@ -280,6 +290,15 @@ class SplitModule(ModuleProxy):
         """Microbatches whose weight gradients have not been computed."""
         partial = self._fallback.partial
         return self._queue.pending + (partial.pending if partial else 0)
+
+    @property
+    def max_pending(self) -> float:
+        """How many microbatches may wait, see ``autosplit.split``; may be set."""
+        return self._bound.limit
+
+    @max_pending.setter
+    def max_pending(self, limit: float) -> None:
+        self._bound.limit = PendingBound(limit).limit
 
     @property
     def pending_bytes(self) -> int:
@@ -340,7 +359,7 @@ class SplitModule(ModuleProxy):
             f"A graph is captured for each combination of input sizes: {reason}"
             for reason in self._graphs.static_because
         ]
-        return "\n\n".join([tables, *static, *hooks, *unsplit])
+        return "\n\n".join([tables, *self._bound.text(), *static, *hooks, *unsplit])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the latest graphs as readable, runnable code, with boundary and drawing.

@@ -36,6 +36,7 @@ def split(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     max_graphs: int = 64,
+    max_pending: float | None = None,
 ) -> SplitModule:
     """Split a model's backward into input gradients and weight gradients.
 
@@ -87,12 +88,18 @@ def split(
             the model branches on, 0 and 1 get graphs of their own. Other backends than ``"eager"``
             need all sizes: there True splits graph by graph, as torch.compile finds them.
         max_graphs: how many graphs to keep (see ``SplitModule``).
+        max_pending: how many microbatches (``backward()`` calls) may wait for their weight
+            gradients, at least 1. Those of the oldest are computed where the next forward starts,
+            so that its own may wait, or at the end of a ``backward()`` that leaves more. None: 1,
+            or any number with ``accumulation="concatenated"``. Raise it, up to ``math.inf``, if
+            you choose yourself when ``backward_weight()`` runs: each one that waits holds memory.
 
     Raises:
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
             setting, the accumulation or the overlap is unknown; a memory budget cannot be met;
+            ``max_pending`` is less than 1;
             ``dynamic`` comes with options and a backend that it does not go with; or this is no
             module, no inputs.
         ShardedError: the model is sharded in a way that cannot be taken apart, or a parameter is a
@@ -119,6 +126,7 @@ def split(
         fullgraph=fullgraph,
         dynamic=dynamic,
         max_graphs=max_graphs,
+        max_pending=max_pending,
     )
     if (args or kwargs) and module._fallback.takes_over is None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 
 import pytest
@@ -45,7 +46,7 @@ def test_equals_autograd(name: str, training: bool, count: int) -> None:
     case = CASES[name]
     model = case.build().train(training)
     reference = copy.deepcopy(model)
-    split = autosplit.split(model)
+    split = autosplit.split(model, max_pending=math.inf)
     batches = [case.batch() for _ in range(count)]
     losses, grads = gradients(split, case, batches)
     assert split.pending == count
@@ -83,7 +84,7 @@ def test_dropout_draws_as_autograd_does_and_backward_leaves_the_generator_alone(
 
 
 def test_backward_weight_takes_the_oldest_first() -> None:
-    split = autosplit.split(nn.Linear(2, 1, bias=False))
+    split = autosplit.split(nn.Linear(2, 1, bias=False), max_pending=math.inf)
     for value in (1.0, 10.0, 100.0):
         split(torch.full((1, 2), value)).sum().backward()
     split.backward_weight(microbatches=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -22,15 +23,53 @@ from .step_guard import StepGuard
 W = TypeVar("W", bound=PendingWork)
 
 
+@dataclass
+class PendingBound:
+    """How many microbatches may wait for W.
+
+    Attributes:
+        limit: the number; ``math.inf`` for no bound.
+        early: how many had W computed because of it.
+
+    Raises:
+        SplitError: the limit is less than 1 or no number.
+    """
+
+    limit: float = 1
+    early: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.limit, bool) or not self.limit >= 1:
+            raise SplitError(
+                f"max_pending must be at least 1, or math.inf for no bound; got {self.limit!r}"
+            )
+
+    def text(self) -> list[str]:
+        """For a report."""
+        if not self.early:
+            return []
+        return [
+            f"{self.early} microbatch(es) had their weight gradients computed by the next forward, "
+            f"because {self.limit} may wait; max_pending= lets more."
+        ]
+
+
 class PendingQueue(Generic[W]):
     """Microbatches between I and W, behind lazy gradients. Several threads may add and compute.
 
     Args:
         deliver: computes the gradients of microbatches, in their order, and adds them to ``.grad``.
+        bound: how many may wait.
+
+    Attributes:
+        bound: as given.
     """
 
-    def __init__(self, deliver: Callable[[Iterable[Sequence[W]]], None]) -> None:
+    def __init__(
+        self, deliver: Callable[[Iterable[Sequence[W]]], None], bound: PendingBound
+    ) -> None:
         self._deliver = deliver
+        self.bound = bound
         self._lock = threading.RLock()  # never held while anything is computed
         self._computing = threading.RLock()
         self._microbatches: dict[Hashable, list[W]] = {}
@@ -73,6 +112,24 @@ class PendingQueue(Generic[W]):
             blocking.compute()
         if held:  # whoever holds a sum reads it without asking us
             at_end_of_backward(self.compute)
+        elif len(self._microbatches) > self.bound.limit:
+            at_end_of_backward(lambda: self._leave(self.bound.limit))
+
+    def make_room(self) -> None:
+        """Before a forward: compute the oldest microbatches, so that its own may wait."""
+        if self._microbatches and torch.is_grad_enabled() and current_backward() < 0:
+            self._leave(self.bound.limit - 1)
+
+    def _leave(self, waiting: float) -> None:
+        """Compute the oldest microbatches until so many wait, unless another thread computes."""
+        if self._computing.acquire(blocking=False):
+            try:
+                excess = self.pending - waiting
+                if excess > 0:
+                    self.compute(int(excess))
+                    self.bound.early += int(excess)
+            finally:
+                self._computing.release()
 
     def compute(self, microbatches: int | None = None) -> None:
         """Compute the oldest microbatches, all where None, and accumulate them into ``.grad``.
@@ -171,12 +228,17 @@ class PendingQueue(Generic[W]):
             SplitError: fewer than asked for are pending.
         """
         keys = list(self._microbatches)
-        count = len(keys) if microbatches is None else checked(microbatches, len(keys))
+        count = len(keys) if microbatches is None else checked(microbatches, len(keys), self.bound)
         return [self._microbatches.pop(key) for key in keys[:count]]
 
 
-def checked(microbatches: int, pending: int) -> int:
+def checked(microbatches: int, pending: int, bound: PendingBound) -> int:
     """Validate a number of microbatches to compute.
+
+    Args:
+        microbatches: how many are asked for.
+        pending: how many there are.
+        bound: how many may wait.
 
     Raises:
         SplitError: fewer are pending.
@@ -188,5 +250,7 @@ def checked(microbatches: int, pending: int) -> int:
                 "call loss.backward() first (each is one pending microbatch); without a number, "
                 "backward_weight() computes what there is"
             )
+        if bound.early:
+            ask += f". max_pending={bound.limit} had {bound.early} computed before; raise it"
         raise SplitError(f"backward_weight(microbatches={microbatches}): {pending} pending; {ask}")
     return microbatches

@@ -25,7 +25,7 @@ from autosplit.torch_internals.autograd.backward_task import without_autocast
 
 from .deferred_backward import DeferredBackward
 from .delivery import Delivery
-from .pending_queue import PendingQueue
+from .pending_queue import PendingBound, PendingQueue
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
@@ -36,12 +36,16 @@ class ShardedQueue(PendingQueue[DeferredBackward]):
 
     Args:
         delivery: computes their gradients.
+        bound: how many may wait.
     """
 
-    def __init__(self, delivery: ShardedDelivery) -> None:
-        super().__init__(delivery.all)
+    def __init__(self, delivery: ShardedDelivery, bound: PendingBound) -> None:
+        super().__init__(delivery.all, bound)
         self._sharded = delivery.sharded
         delivery.queue = weakref.ref(self)
+
+    def make_room(self) -> None:
+        """Nothing: the last one that is left is what reduces."""
 
     def drop(self, parameters: Collection[int]) -> None:
         """Of microbatches whose W has run and that are not reduced yet, too."""

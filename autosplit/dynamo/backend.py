@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from autosplit.autograd.pending_queue import PendingBound
 from autosplit.capture.aot_session import traced_modules
 from autosplit.errors import SplitError
 from autosplit.runtime.split_options import SplitOptions
@@ -22,7 +23,7 @@ from .pending_weights import PendingOnParameters
 
 __all__ = ["SplittingBackend", "backend"]
 
-_OPTIONS = ("backend", "overlap")
+_OPTIONS = ("backend", "overlap", "max_pending")
 
 
 class SplittingBackend:
@@ -36,7 +37,7 @@ class SplittingBackend:
     def __init__(
         self, owner: DeferredGraphOwner | None = None, options: SplitOptions | None = None
     ) -> None:
-        self._owner = PendingOnParameters() if owner is None else owner
+        self._owner = owner or PendingOnParameters(PendingBound())
         self._options = options or SplitOptions()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplittingBackend:
@@ -67,8 +68,9 @@ def backend(
     Args:
         module: the graph.
         example_inputs: what Dynamo calls it with.
-        options: ``{"backend": name, "overlap": what}``, either or both: how the split graphs are
-            run, and what weight gradients hide, see ``autosplit.split``.
+        options: some of ``{"backend": name, "overlap": what, "max_pending": number}``: how the
+            split graphs are run, what weight gradients hide, and how many microbatches of each
+            graph may wait for them, see ``autosplit.split``.
 
     Raises:
         SplitError: an option, a backend or an overlap is unknown; lists the known ones.
@@ -77,4 +79,5 @@ def backend(
     if unknown := chosen.keys() - set(_OPTIONS):
         known = ", ".join(map(repr, _OPTIONS))
         raise SplitError(f"unknown option {min(unknown)!r}; known options: {known}")
-    return SplittingBackend(options=SplitOptions(**chosen))(module, example_inputs)
+    owner = PendingOnParameters(PendingBound(chosen.pop("max_pending", 1)))
+    return SplittingBackend(owner, SplitOptions(**chosen))(module, example_inputs)

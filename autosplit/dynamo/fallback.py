@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autosplit.autograd.pending_queue import PendingBound
 from autosplit.device import GeneratorStates
 from autosplit.errors import AutosplitError, CaptureError, FailingCallError
 from autosplit.runtime.split_options import SplitOptions
@@ -25,15 +26,22 @@ class Fallback:
         options: how it is split; models split graph by graph have no memory setting.
         fullgraph: whether to raise instead.
         dynamic: whether every call is split graph by graph.
+        bound: how many microbatches may wait for W.
 
     Attributes:
         partial: the model split graph by graph; None until it is needed.
     """
 
     def __init__(
-        self, model: nn.Module, options: SplitOptions, fullgraph: bool, *, dynamic: bool
+        self,
+        model: nn.Module,
+        options: SplitOptions,
+        fullgraph: bool,
+        *,
+        dynamic: bool,
+        bound: PendingBound,
     ) -> None:
-        self._model = model
+        self._model, self._bound = model, bound
         self._options, self._fullgraph = options, fullgraph
         self.partial: Partial | None = self._by_graphs("dynamic=True") if dynamic else None
         self._captures_again = False  # whether the next call is to be captured whole all the same
@@ -136,7 +144,7 @@ class Fallback:
     def _by_graphs(self, reason: str, because: str = "") -> Partial:
         from .partial_model import Partial  # Dynamo takes over a second to import
 
-        return Partial(self._model, self._options, reason, because)
+        return Partial(self._model, self._options, reason, because, self._bound)
 
 
 def _restoring(model: nn.Module) -> Callable[[], None]:

@@ -7,6 +7,7 @@ symbolic shapes are Dynamo's, as users of ``torch.compile`` know them.
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.autograd.pending_queue import PendingQueue
+from autosplit.autograd.pending_queue import PendingBound, PendingQueue
 from autosplit.capture.aot_session import compile_model
 from autosplit.dump.tables import short_source
 from autosplit.errors import DeferralWarning, SplitError
@@ -64,6 +65,7 @@ class Partial:
         options: how graphs are split and run; each is split as ``memory="balanced"``.
         reason: why no single graph holds it, for the report.
         because: the same in a line, for a warning.
+        bound: how many microbatches may wait for W; any number where None.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Partial:
         options: SplitOptions | None = None,
         reason: str = "",
         because: str = "",
+        bound: PendingBound | None = None,
     ) -> None:
         self._model = model
+        self._bound = bound or PendingBound(math.inf)
         self._options = options or SplitOptions()
         self.reason = reason
         self._because = because
@@ -85,7 +89,7 @@ class Partial:
         self._names: dict[nn.Parameter, str] = {}
         self._running = threading.local()
         self._latest = Microbatch()
-        self._queue: PendingQueue[DeferredGraphBackward] = PendingQueue(deliver)
+        self._queue: PendingQueue[DeferredGraphBackward] = PendingQueue(deliver, self._bound)
         self._warned = False
         self._passed = False  # the history is of a call unlike those after it
 
@@ -112,6 +116,7 @@ class Partial:
         unsplit = synchronises() or has_gradient_hooks([*self._model.parameters()])
         if unsplit:
             self.backward_weight()
+        self._queue.make_room()
         microbatch = self._running.microbatch = Microbatch(unsplit)
         try:
             with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
@@ -221,7 +226,8 @@ class Partial:
             raise SplitError(
                 "nothing captured yet: call the module, which is split graph by graph" + because
             )
-        return partial_report(self, type(self._model).__name__)
+        text = partial_report(self, type(self._model).__name__)
+        return "\n\n".join([text, *self._bound.text()])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the graphs of every part as readable, runnable code, a folder each.
@@ -268,7 +274,8 @@ class Partial:
         self._latest = microbatch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Partial, (self._model, self._options, self.reason, self._because)
+        given = (self._model, self._options, self.reason, self._because, self._bound)
+        return Partial, given
 
 
 class _Begin:

@@ -7,6 +7,7 @@ deferred work waits on the parameters that it is for.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.autograd.lazy.gradient_slot import GradientSlot
-from autosplit.autograd.pending_queue import PendingQueue, checked
+from autosplit.autograd.pending_queue import PendingBound, PendingQueue, checked
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
 from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 class PendingOnParameters(PendingQueue[DeferredGraphBackward]):
     """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
 
-    def __init__(self) -> None:
-        super().__init__(deliver)
+    def __init__(self, bound: PendingBound) -> None:
+        super().__init__(deliver, bound)
 
     def name_of(self, parameter: nn.Parameter) -> None:
         """No name: parameters are known by Dynamo's source only."""
@@ -49,14 +50,16 @@ class PendingOnParameters(PendingQueue[DeferredGraphBackward]):
         unsplit = torch.is_grad_enabled() and has_gradient_hooks(parameters)
         if unsplit:
             Deferral(parameters).backward_weight()
+        self.make_room()
         return GraphCall(unsplit)
 
     def deferred(self, work: DeferredGraphBackward, call: GraphCall) -> None:
         self.add(work.backward, work)
 
     def compute(self, microbatches: int | None = None) -> None:
-        """Compute all pending work of these parameters, that of other graphs too."""
-        Deferral([parameter for _, parameter in self.named_parameters()]).backward_weight()
+        """Compute pending work of these parameters, that of other graphs too."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        Deferral(parameters).backward_weight(microbatches)
 
     def compute_for(self, parameter: Tensor) -> None:
         """Compute all pending work of a parameter, of any graph."""
@@ -127,8 +130,10 @@ class Deferral:
             for owner in owners:
                 stack.enter_context(owner.computing())
             waiting = self._microbatches(owners)
-            count = len(waiting) if microbatches is None else checked(microbatches, len(waiting))
-            taken = waiting[:count]
+            if microbatches is not None:
+                bounds = [owner.bound for owner in owners] or [PendingBound(math.inf)]
+                checked(microbatches, len(waiting), max(bounds, key=lambda each: each.early))
+            taken = waiting[:microbatches]
             works = list(chain.from_iterable(taken))
             for owner in owners if taken else ():
                 lifted = owner.lazies.lift()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from autosplit.errors import PipelineError
@@ -18,7 +19,8 @@ def dw_builder(module: SplitModule) -> Callable[[], Callable[[], None]]:
     frozen or hooks had the gradients computed at once, computes nothing.
 
     Args:
-        module: what ``autosplit.split`` returned, the stage's module itself.
+        module: what ``autosplit.split`` returned, the stage's module itself. Its ``max_pending`` is
+            lifted: the schedule says how many wait.
 
     Raises:
         PipelineError: it is no split module, or is sharded.
@@ -35,6 +37,8 @@ def dw_builder(module: SplitModule) -> Callable[[], Callable[[], None]]:
             "sharded out of autograd, where those of a split module are not. Give the module "
             "itself, split or not, to autosplit.pipelining.SplitPipelineStage"
         )
+
+    module.max_pending = math.inf
 
     def run() -> None:
         if module.pending:

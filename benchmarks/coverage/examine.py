@@ -69,7 +69,11 @@ class Split(Protocol):
 Splitter = Callable[[nn.Module], Any]
 
 
-def examine(subject: Subject, splitter: Splitter = autosplit.split) -> Finding:
+def split_for_rounds(model: nn.Module) -> autosplit.SplitModule:
+    return autosplit.split(model, max_pending=max(ROUNDS))
+
+
+def examine(subject: Subject, splitter: Splitter = split_for_rounds) -> Finding:
     """Two microbatches pending, then one, with a step of descent in between."""
     start = time.perf_counter()
     torch.compiler.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -104,7 +105,7 @@ def measure_whole(
 
 
 def _ways(subject: Whole) -> dict[str, Way]:
-    exact = autosplit.split(subject.module, fullgraph=True)
+    exact = autosplit.split(subject.module, fullgraph=True, max_pending=math.inf)
     together = autosplit.split(subject.module, fullgraph=True, accumulation="concatenated")
 
     def backward(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
 import warnings
 import weakref
@@ -177,7 +178,7 @@ def test_functions_in_c_are_refused_its_memory(function: Callable[[Tensor], Any]
 
 
 def test_shape_and_the_like_are_known_before() -> None:
-    split = autosplit.split(Net())
+    split = autosplit.split(Net(), max_pending=math.inf)
     backward(split, *batches())
     grad = split.a.weight.grad
     assert grad.shape == (5, 4)
@@ -515,7 +516,10 @@ def test_two_split_modules_with_a_parameter_in_common() -> None:
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), shared).double()
     plain = copy.deepcopy(model)
-    first, second = autosplit.split(model[:3]), autosplit.split(model[3:])
+    first, second = (
+        autosplit.split(model[:3], max_pending=math.inf),
+        autosplit.split(model[3:], max_pending=math.inf),
+    )
     given = [x.double() for x in batches()]
     for step in range(3):
         for each in (model, plain):
@@ -628,9 +632,8 @@ def test_moved_module_takes_its_gradients_along(pair: tuple[Net, Net]) -> None:
 
 def test_copies_have_no_gradients() -> None:
     """As of any module: parameters are copied and pickled without ``.grad``."""
-    for face in (autosplit.split, Partial):
-        model = Net() if face is autosplit.split else Broken()
-        module = face(model)
+    for face in ("whole", "parts"):
+        module = FACES[face](model_for(face))
         backward(module, *batches())
         file = io.BytesIO()
         torch.save(module, file)
@@ -646,7 +649,7 @@ def test_copies_have_no_gradients() -> None:
             assert twin.pending == 1
         assert module.pending == 2
         plain_file = io.BytesIO()
-        torch.save(list(model.parameters()), plain_file)
+        torch.save([parameter for _, parameter in module.named_parameters()], plain_file)
         plain_file.seek(0)
         assert len(torch.load(plain_file)) == 4
         assert module.pending == 2

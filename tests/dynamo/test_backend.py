@@ -81,7 +81,7 @@ def test_dropout_draws_as_aot_eager_does() -> None:
 
 def test_weight_gradients_wait() -> None:
     model = TwoLayers()
-    forward = compiled(model)
+    forward = compiled(model, options={"max_pending": 3})
     waiting = Deferral(model)
     assert (waiting.pending, waiting.pending_bytes) == (0, 0)
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_weight_gradients_wait() -> None:
 
 def test_oldest_backward_first() -> None:
     model = nn.Linear(2, 1, bias=False)
-    forward = compiled(model)
+    forward = compiled(model, options={"max_pending": 3})
     outputs = [forward(torch.full((1, 2), value)) for value in (1.0, 10.0, 100.0)]
     for output in reversed(outputs):
         output.sum().backward()
@@ -237,14 +237,15 @@ def test_guard_goes_with_the_model() -> None:
 
 def test_pending_gradient_is_neither_pickled_nor_lost() -> None:
     model = TwoLayers()
-    compiled(model)(torch.randn(3, 4)).sum().backward()
+    several = {"max_pending": 3}  # models of one class share their graphs
+    compiled(model, options=several)(torch.randn(3, 4)).sum().backward()
     file = io.BytesIO()
     torch.save(model, file)
     torch.save(model.state_dict(), io.BytesIO())
     file.seek(0)
     for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert Deferral(twin).pending == 0
-        compiled(twin)(torch.randn(3, 4)).sum().backward()
+        compiled(twin, options=several)(torch.randn(3, 4)).sum().backward()
         assert Deferral(twin).pending == 1
     assert Deferral(model).pending == 1
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from autosplit import CollectiveCosts, DeviceSpeed, Link
-from autosplit.dynamo.fallback import Fallback
+from autosplit.dynamo.partial_model import Partial
 from autosplit.mesh.collective_costs import Overlap
 from autosplit.passes.analysis.collectives import is_start, is_wait
 from autosplit.passes.analysis.operator_cost import flops
@@ -24,8 +24,7 @@ def products_under_way(overlap: Overlap) -> int:
         plan = {str(at): (ColwiseParallel, RowwiseParallel)[at % 2]() for at in range(4)}
         torch._dynamo.reset()
         model = parallelize_module(nn.Sequential(*layers), mesh, plan)
-        partial = Fallback(model, SplitOptions(overlap=overlap), False, dynamic=True).partial
-        assert partial is not None
+        partial = Partial(model, SplitOptions(overlap=overlap))
         partial(torch.randn(4, 8, requires_grad=True))
         (part,) = partial._parts
     assert part.graphs is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,7 @@ class Run:
         family = FAMILIES[name](**{**TINY[name], **LAYERS[name]})
         torch.manual_seed(0)
         self.plain = family.build()
-        self.split = autosplit.split(copy.deepcopy(self.plain), **options)
+        self.split = autosplit.split(copy.deepcopy(self.plain), max_pending=math.inf, **options)
         self.batches = [family.batch_fn(step, family.microbatch_size) for step in range(3)]
         self.loss_fn = family.loss_fn
 

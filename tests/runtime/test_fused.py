@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import weakref
 from collections import Counter
@@ -47,7 +48,7 @@ def test_equals_autograd_but_for_rounding(name: str) -> None:
     case = CASES[name]
     model = case.build()
     plain = copy.deepcopy(model)
-    split = autosplit.split(model, accumulation="fused")
+    split = autosplit.split(model, accumulation="fused", max_pending=math.inf)
     batches = [case.batch() for _ in range(3)]
     backward(split, case, batches)
     assert not INSIDE & weights(split, 1).keys()  # there is nothing to add into yet
@@ -90,7 +91,7 @@ def test_tied_weights_add_both_contributions() -> None:
 def test_what_the_input_gradients_made_already_is_added_too() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], nn.Linear(8, 2))
     plain = copy.deepcopy(model)
-    split = autosplit.split(model, memory="lean", accumulation="fused")
+    split = autosplit.split(model, memory="lean", accumulation="fused", max_pending=math.inf)
     case = Case(lambda: model, lambda: torch.randn(64, 8))
     batches = [case.batch() for _ in range(3)]
     backward(split, case, batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ def assert_equals_autograd(
     compare = compare or assert_same
     model.zero_grad()
     plain = copy.deepcopy(model)
-    split = autosplit.split(model, **options)
+    split = autosplit.split(model, **{"max_pending": math.inf, **options})
     for order in (one_by_one, forwards_first):
         mine = order(split, microbatches, loss)
         assert split.pending in (0, len(microbatches))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ def test_several_optimizer_steps(training: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
     model.train(training)
     plain = copy.deepcopy(model)
-    split = autosplit.split(model)
+    split = autosplit.split(model, max_pending=math.inf)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
     batches = [torch.randn(3, 4) for _ in range(9)]
     for step in range(3):
@@ -49,7 +50,7 @@ def test_parameter_shared_with_a_module_that_is_not_split() -> None:
 def test_two_split_modules_in_a_row() -> None:
     first, last = nn.Linear(4, 4), nn.Linear(4, 2)
     plain = copy.deepcopy(nn.Sequential(first, last))
-    a, b = autosplit.split(first), autosplit.split(last)
+    a, b = autosplit.split(first, max_pending=math.inf), autosplit.split(last, max_pending=math.inf)
     x = torch.randn(3, 4)
     for _ in range(2):
         b(a(x)).square().sum().backward()

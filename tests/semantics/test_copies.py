@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable
 
@@ -31,7 +32,9 @@ COPIES: dict[str, Callable[[SplitModule], SplitModule]] = {
 
 @pytest.mark.parametrize("name", COPIES)
 def test_copy_is_a_split_module_of_its_own(name: str) -> None:
-    split = autosplit.split(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), max_graphs=3)
+    split = autosplit.split(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), max_graphs=3, max_pending=math.inf
+    )
     x = torch.randn(3, 4)
     split(x)
     other = COPIES[name](split)
@@ -51,7 +54,7 @@ def test_copy_is_a_split_module_of_its_own(name: str) -> None:
 @pytest.mark.parametrize("name", COPIES)
 def test_pending_microbatches_stay_with_the_original(name: str) -> None:
     """As ``.grad`` does, which no copy of a parameter has."""
-    split = autosplit.split(nn.Linear(4, 4))
+    split = autosplit.split(nn.Linear(4, 4), max_pending=math.inf)
     for _ in range(2):
         split(torch.randn(3, 4)).sum().backward()
     other = COPIES[name](split)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import pickle
 from collections.abc import Callable
 from types import MethodType
@@ -72,7 +73,7 @@ def test_forward_under_mixed_precision_of_accelerate() -> None:
         return forward
 
     model = Model()
-    split, plain = autosplit.split(model), copy.deepcopy(model)
+    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
     for module in (split, plain):
         module._original_forward = module.forward
         autocast = torch.autocast("cpu", dtype=torch.bfloat16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +99,7 @@ strict.register_autograd(lambda ctx, grad: grad * 2)
 def test_a_call_that_only_fails_where_it_is_traced() -> None:
     """It runs as plain autograd, says so once, and adds to what is pending."""
     model = Strict(4, 2)
-    split, plain = autosplit.split(model), copy.deepcopy(model)
+    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
     odd, even = torch.randn(3, 4), torch.randn(4, 4)
     with pytest.warns(UserWarning, match=r"(?s)runs calls like this one unsplit.*even number"):
         split(odd).sum().backward()
@@ -110,7 +111,7 @@ def test_a_call_that_only_fails_where_it_is_traced() -> None:
     torch.testing.assert_close(model.weight.grad, plain.weight.grad)
     assert "2 call(s) of Strict ran unsplit, by plain autograd" in split.report()
     with pytest.raises(FailingCallError, match="even number"):
-        autosplit.split(model, fullgraph=True)(odd)
+        autosplit.split(model, fullgraph=True, max_pending=math.inf)(odd)
 
 
 @pytest.mark.parametrize("call", [(), (torch.ones(3, 4), torch.ones(3, 4))], ids=["few", "many"])
@@ -180,7 +181,7 @@ def test_double_backward() -> None:
 def test_retain_graph() -> None:
     """Two backwards are two microbatches; a third, without anything retained, is refused."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    split, plain = autosplit.split(model), copy.deepcopy(model)
+    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
     grads = []
     x = torch.randn(3, 4, requires_grad=True)
     for module in (split, plain):
@@ -233,7 +234,7 @@ def test_parameters_cannot_be_asked_for() -> None:
 def test_sparse_embedding_gradients() -> None:
     """They are deferred as they are."""
     model = nn.Embedding(7, 4, sparse=True)
-    split, plain = autosplit.split(model), copy.deepcopy(model)
+    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
     for tokens in (torch.tensor([1, 1, 5]), torch.tensor([0, 5, 6])):
         split(tokens).square().sum().backward()
         plain(tokens).square().sum().backward()
@@ -251,7 +252,7 @@ def test_wrong_limit() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_a_split_module(reentrant: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
-    split, plain = autosplit.split(model), copy.deepcopy(model)
+    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
     grads = []
     for module in (split, plain):
         torch.manual_seed(0)
@@ -279,7 +280,7 @@ def test_torch_compile_leaves_it_alone() -> None:
             return self.inner(self.first(x)).relu()
 
     plain = Outer(nn.Linear(4, 4))
-    outer = Outer(autosplit.split(copy.deepcopy(plain.inner)))
+    outer = Outer(autosplit.split(copy.deepcopy(plain.inner), max_pending=math.inf))
     outer.first = copy.deepcopy(plain.first)
     compiled = torch.compile(outer, backend="eager")
     x = torch.randn(3, 4)

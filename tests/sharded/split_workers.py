@@ -221,7 +221,7 @@ def gradients_are_computed_where_they_are_used() -> list[str]:
 
 @case
 def the_users_own_order_of_w_and_of_reductions() -> list[str]:
-    pair, found = Pair(sharded), []
+    pair, found = Pair(sharded, max_pending=2), []
     for _ in range(2):
         batches = pair.words(3)
         pair.plain_step(batches)

@@ -8,9 +8,7 @@ from collections import Counter
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
-import autosplit
-
-from ..examine import Finding, Splitter, Verdict, examine
+from ..examine import Finding, Splitter, Verdict, examine, split_for_rounds
 from .plan import Plan
 from .strategies import plans
 
@@ -52,7 +50,7 @@ def sweep(
     examples: int,
     *,
     seed: int = 0,
-    splitter: Splitter = autosplit.split,
+    splitter: Splitter = split_for_rounds,
     bad: frozenset[Verdict] = BAD,
 ) -> Sweep:
     """Examine ``examples`` plans, or as many as there are up to the first failure."""

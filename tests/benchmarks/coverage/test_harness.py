@@ -124,7 +124,7 @@ def test_gradient_that_accumulates_wrongly_over_microbatches_is_noticed() -> Non
             if count:
                 self.model.linear.weight.grad.div_(count)
 
-    finding = examine(small(), Averaging)
+    finding = examine(small(), lambda model: Averaging(model, max_pending=2))
     assert finding.verdict is Verdict.WRONG
     assert "gradient of linear.weight [0]: off by" in finding.detail
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -14,7 +15,7 @@ import autosplit
 def test_threads_share_one_queue() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     plain = copy.deepcopy(model)
-    split = autosplit.split(model)
+    split = autosplit.split(model, max_pending=math.inf)
     batches = [torch.randn(4 + index % 2, 8, dtype=torch.float64) for index in range(24)]
 
     def work(batch: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The formulas are wrong on purpose, so that a gradient shows which one was used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_gradients_that_may_be_absent_are_refused() -> None:
         r"set_materialize_grads\(False\), at .*test_custom_ops.py:\d+ .*torch.compiler.disable"
     )
     with pytest.raises(CaptureError, match=expected):
-        autosplit.split(model, fullgraph=True)(torch.randn(2, 4))
+        autosplit.split(model, fullgraph=True, max_pending=math.inf)(torch.randn(2, 4))
     compiled = torch.compile(model, backend=SplittingBackend(), fullgraph=True)
     with pytest.raises(BackendCompilerFailed, match=expected):
         compiled(torch.randn(2, 4))
