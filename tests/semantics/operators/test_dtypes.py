@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -100,7 +101,10 @@ def under_autocast(
         assert torch.equal(mine[1].grad, theirs.grad), mine[0]
 
 
-FACES: dict[str, Callable[[nn.Module], Any]] = {"whole": autosplit.split, "parts": Partial}
+FACES: dict[str, Callable[[nn.Module], Any]] = {
+    "whole": partial(autosplit.split, max_pending=math.inf),
+    "parts": Partial,
+}
 
 
 @both_modes
