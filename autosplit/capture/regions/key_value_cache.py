@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ARGUMENTS = ("past_key_values", "layer_past")
+_ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
-# What filling a place sets, and what a window has besides.
-_FILLED = {"dtype", "device", "is_initialized", "keys", "values"}
+# What filling a place sets, and what a window and older versions have besides.
+_FILLED = {"device", "is_initialized", "keys", "values"}
+_OLDER = {"dtype"}
 _WINDOW = {"sliding_window", "_sliding_window_tensor", "cumulative_length", "record_past"}
 
 
@@ -96,11 +97,10 @@ def caching(
             if type(layer) is kind and not layer.is_initialized:
                 others, named = _with_cache(None, name, at, args, kwargs)
                 results, keys, values = cached(*others, **named)
-                layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+                layer.lazy_initialization(keys, values)
                 layer.keys, layer.values = keys, values
                 if window is not None:
                     layer.cumulative_length = args[0].shape[1]
-                    layer._sliding_window_tensor = layer._sliding_window_tensor.to(keys.device)
                 return results
         return plain(*args, **kwargs)
 
@@ -128,7 +128,7 @@ def _is_known(layer: Any) -> bool:
 
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
         return False
-    sets = _FILLED | (_WINDOW if type(layer) is DynamicSlidingWindowLayer else set())
+    sets = _FILLED | _OLDER | (_WINDOW if type(layer) is DynamicSlidingWindowLayer else set())
     layer.lazy_initialization(torch.empty(0), torch.empty(0))
     return _FILLED <= {*vars(layer)} <= sets
 
