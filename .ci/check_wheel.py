@@ -16,7 +16,7 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WANTED = (
     "autosplit/passes/manager.py",
-    "autosplit/pipeline/builders/gpipe.py",
+    "autosplit/pipeline/builders/families.py",
     "autosplit/py.typed",
     "autosplit/report/timeline_page.html",
 )

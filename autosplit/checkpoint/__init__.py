@@ -5,8 +5,7 @@ from __future__ import annotations
 from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
 
 from .loading import Loaded, load_checkpoint, read_progress
-from .pending_save import PendingSave
-from .saving import save_checkpoint
+from .saving import PendingSave, save_checkpoint
 
 __all__ = [
     "Loaded",

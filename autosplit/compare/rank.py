@@ -1,4 +1,11 @@
-"""What each rank of a comparison does. Every rank makes the same calls in the same order."""
+"""What each rank of a comparison does. Every rank makes the same calls in the same order.
+
+The most bytes of tensors that one call holds at any time.
+
+How a comparison's trainers get their stages: built one by one, or cut from a whole model.
+
+Gradients of the whole pipeline by plain autograd in one process.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +13,12 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
@@ -25,15 +33,142 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Timeline, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.planner.costs.block_costs import ModelCosts
+from autosplit.planner.costs.block_costs import ModelCosts, average
+from autosplit.planner.costs.profile import profile
+from autosplit.planner.cuts.rank_measurement import device_of_trainer
+from autosplit.planner.model.block_instance import StageOptions
+from autosplit.planner.model.captured_model import WholeModel
+from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.text.quartiles import spread
+from autosplit.torch_internals.allocations import HostAllocations
+from autosplit.torch_internals.storage import distinct_storage_bytes
 
-from .cutting import measured_costs, stages_for
-from .peak_memory import peak_bytes
-from .reference import Gradients, largest_difference, on_cpu, single_process_gradients, united
 from .settings import Comparison, Row, Settings
 from .workload import Workload, load_workload
+
+Gradients = dict[int, dict[str, Tensor]]
+
+
+def single_process_gradients(
+    workload: Workload,
+    stages: int,
+    microbatches: int,
+    batch: tuple[Any, Any],
+    device: torch.device,
+) -> Gradients:
+    """Gradients of the mean loss over the microbatches, by stage and parameter name, on the CPU.
+
+    The stages run one after another in this process, on ``device``; gradients of shared parameters
+    are summed over their holders.
+    """
+    modules = [workload.stage_fn(index, stages).to(device) for index in range(stages)]
+    inputs, targets = (part.to(device).chunk(microbatches) for part in batch)
+    for value, target in zip(inputs, targets, strict=True):
+        for module in modules:
+            value = module(*value) if isinstance(value, tuple) else module(value)
+        loss = workload.loss_fn(value, target)
+        loss.backward(torch.full_like(loss, 1.0 / microbatches))
+    found = {
+        index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        for index, module in enumerate(modules)
+    }
+    _sum_shared(found, workload.shared_parameters(stages))
+    return on_cpu(found)
+
+
+def on_cpu(gradients: Gradients) -> Gradients:
+    """As they can be sent to another rank and compared there."""
+    return {
+        index: {name: grad.cpu() for name, grad in named.items()}
+        for index, named in gradients.items()
+    }
+
+
+def united(mine: Gradients, names: Iterable[str]) -> Gradients:
+    """Gradients of stages, whose parameters have the names of the whole model, as those of one.
+
+    Of a parameter that several stages hold, under names that the whole model has for it, each has
+    the sum; only ``names`` are kept.
+    """
+    every = {name: grad for grads in mine.values() for name, grad in grads.items()}
+    wanted = set(names)
+    return {0: {name: grad for name, grad in every.items() if name in wanted}}
+
+
+def largest_difference(mine: Gradients, reference: Gradients) -> float:
+    """The largest absolute difference; infinite where one side has a gradient the other lacks."""
+    if {k: v.keys() for k, v in mine.items()} != {k: v.keys() for k, v in reference.items()}:
+        return float("inf")
+    differences = [
+        (mine[index][name] - grad).abs().max().item()
+        for index, grads in reference.items()
+        for name, grad in grads.items()
+    ]
+    return max(differences, default=0.0)
+
+
+def _sum_shared(found: Gradients, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
+    for group in groups:
+        total = torch.stack([found[stage][name] for stage, name in group]).sum(0)
+        for stage, name in group:
+            found[stage][name] = total
+
+
+def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
+    """What the blocks of the whole model cost, measured on all ranks at once; None where the
+    workload has stages of its own.
+    """
+    if workload.model_fn is None:
+        return None
+    inputs, targets = workload.batch_fn(0, workload.microbatch_size)
+    whole = WholeModel.capture(workload.model_fn(), inputs)
+    options = StageOptions(
+        split=SplitOptions(settings.backend),
+        loss_fn=workload.loss_fn,
+        targets=targets,
+        device=device_of_trainer(alone=False),
+    )
+    costs = profile(whole, options, seconds=settings.profiling)
+    if not dist.is_initialized():
+        return costs
+    return average(gather(costs))
+
+
+def stages_for(workload: Workload, settings: Settings, costs: ModelCosts | None) -> dict[str, Any]:
+    """Arguments of a trainer: the stages, or the whole model that it cuts for what it runs."""
+    if workload.model_fn is None:
+        return {
+            "model": lambda index: workload.stage_fn(index, settings.stages),
+            "shared_parameters": workload.shared_parameters(settings.stages),
+        }
+    inputs, _ = workload.batch_fn(0, workload.microbatch_size)
+    return {"model": workload.model_fn(), "example": inputs, "planning": {"costs": costs}}
+
+
+def peak_bytes(call: Callable[[], Any], resident: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of ``resident`` tensors plus the peak of what ``call`` allocates.
+
+    On CUDA the allocator's own peak. On the CPU torch keeps none, so the profiler's record of
+    every allocation and release is added up; the call is slower meanwhile, not larger.
+
+    Args:
+        call: what to measure; it should release what it allocates.
+        resident: tensors that exist throughout (parameters, optimizer state).
+        device: where the call runs.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        grown = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with HostAllocations() as allocations:
+            allocations.mark()
+            call()
+        grown = allocations.stretches()[0].highest
+    return distinct_storage_bytes(resident) + grown
+
 
 _Summary = tuple[Row, Timeline, Timeline, list[StageMemory]]
 """A row, the step nearest to its median, the ideal one, and what each stage keeps."""

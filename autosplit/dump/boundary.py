@@ -16,7 +16,7 @@ class BoundaryTensor:
     """A saved or deferred tensor.
 
     Attributes:
-        name: module and use, see ``passes/partition/tensor_names.py``.
+        name: module and use, see ``passes/partition/forward_backward.py``.
         shape: dtype and shape.
         bytes: storage it keeps alive; 0 where a tensor above it in the table counts it.
         source: the user's line that made it, or an empty string.

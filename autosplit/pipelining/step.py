@@ -1,16 +1,31 @@
-"""One stage's part in a step of torch's runtime: what is known of the schedule, and scaling."""
+"""One stage's part in a step of torch's runtime: what is known of the schedule, and scaling.
+
+A rank that fails inside of a step: its neighbours raise too, and say why.
+
+What a stage does better as it knows which action follows: I and W as a B, several W as one.
+"""
 
 from __future__ import annotations
 
+import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.errors import PipelineError
+from autosplit.errors import PipelineError, ScheduleError
+from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
+from autosplit.pipeline.engine.faults.first_error import Board, Fault, RankError, describe_error
+from autosplit.pipeline.engine.messages.process_groups import disconnect
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.runtime.gradient_graphs import Call
 from autosplit.torch_internals.ddp_reducer import average_gradients
 from autosplit.torch_internals.pipelining.schedules import (
@@ -21,12 +36,169 @@ from autosplit.torch_internals.pipelining.schedules import (
     running_schedule,
 )
 
-from .action_plan import ActionPlan
-from .first_failure import FirstFailure
 from .gradient_scaling import StepGradients
 
 if TYPE_CHECKING:
     from .stage import SplitPipelineStage
+
+
+_UNIT = (1.0, 1.0, 1.0)
+_CALLS = {
+    ActionKind.BACKWARD_INPUT: "backward_input",
+    ActionKind.BACKWARD_WEIGHT: "backward_weight",
+    ActionKind.BACKWARD: "backward",
+}
+
+
+@dataclass(frozen=True)
+class ActionPlan:
+    """How one rank's actions are run.
+
+    Attributes:
+        fused: stage and microbatch of each I that is run with its W, which follows it, as one B.
+        joined: those of each W whose next action on this rank is W of the same stage.
+        row: the actions.
+    """
+
+    fused: frozenset[tuple[int, int]] = frozenset()
+    joined: frozenset[tuple[int, int]] = frozenset()
+    row: Sequence[Action] = ()
+
+    @classmethod
+    def of(cls, running: RunningSchedule, rank: int) -> ActionPlan:
+        """The plan for one rank of a schedule that runs."""
+        if not running.rows:
+            return cls()
+        rows = tuple(tuple(map(Action.parse, row)) for row in running.rows)
+        mine = rows[rank]
+        return cls(_fused(running, rows, rank), frozenset(_joined(mine)), mine)
+
+    def calls(self, stage: int, *, joined: bool) -> list[Call]:
+        """The calls of a stage's graphs in one step, in their order.
+
+        Args:
+            stage: the stage.
+            joined: whether Ws that follow each other are one call.
+        """
+        found: list[Call] = []
+        together = 1
+        for action in self.row:
+            place = (action.stage, action.microbatch)
+            if action.stage != stage or action.kind not in _CALLS:
+                continue
+            if action.kind is ActionKind.BACKWARD_WEIGHT:
+                if place in self.fused:
+                    continue
+                if joined and place in self.joined:
+                    together += 1
+                    continue
+                found.append(("backward_weight", together))
+                together = 1
+            else:
+                found.append("backward" if place in self.fused else _CALLS[action.kind])
+        return found or ["backward"] * 2
+
+
+def _fused(
+    running: RunningSchedule, rows: tuple[tuple[Action, ...], ...], rank: int
+) -> frozenset[tuple[int, int]]:
+    """Is that become a B where no other rank waits for their gradient, by unit times."""
+    count = len(running.placement)
+    placement = tuple(running.placement[stage] for stage in range(count))
+    split = any(a.kind is ActionKind.BACKWARD_INPUT for row in rows for a in row)
+    if not split:
+        return frozenset()
+    schedule = Schedule(running.name, count, running.microbatches, rows, placement, split)
+    costs = Costs([_UNIT] * count, [StageMemory(1.0, 1.0)] * count)
+    try:
+        fused = fuse_adjacent(schedule, costs)
+    except ScheduleError:  # such as one that torch's own lowering will refuse
+        return frozenset()
+    before = _wholes(rows[rank])
+    return frozenset(_wholes(fused.ranks[rank]) - before)
+
+
+def _wholes(row: Sequence[Action]) -> set[tuple[int, int]]:
+    return {(a.stage, a.microbatch) for a in row if a.kind is ActionKind.BACKWARD}
+
+
+def _joined(row: Sequence[Action]) -> set[tuple[int, int]]:
+    pairs = pairwise(row)
+    return {
+        (a.stage, a.microbatch)
+        for a, b in pairs
+        if a.kind is b.kind is ActionKind.BACKWARD_WEIGHT and a.stage == b.stage
+    }
+
+
+class FirstFailure:
+    """Ends a pipeline's steps on all ranks where one rank's step raises.
+
+    The rank leaves its error in the store of the process group and closes its connections to the
+    neighbouring stages, which would wait for its messages. Their waits end, they find the error,
+    and close theirs. Over other backends than Gloo connections stay open: the neighbours' waits end
+    at the group's timeout, and then say the same.
+
+    Args:
+        schedule: its name.
+        group: of the pipeline; None for all ranks.
+        neighbours: global ranks that have a stage next to one of this rank.
+    """
+
+    def __init__(
+        self, schedule: str, group: dist.ProcessGroup | None, neighbours: Iterable[int]
+    ) -> None:
+        self._schedule = schedule
+        self._group = dist.group.WORLD if group is None else group
+        self._neighbours = sorted({*neighbours} - {dist.get_rank()})
+        self._ended: Fault | None = None
+
+    def run(self, microbatches: Callable[[], Any], is_told: Callable[[], bool]) -> Any:
+        """A step's microbatches.
+
+        Args:
+            microbatches: runs them.
+            is_told: whether the error that they ended with came before the first of them, while
+                stages agreed on shapes: then neighbours know of it, and a next step may go well.
+
+        Raises:
+            RankError: another rank failed; with its error and traceback.
+            PipelineError: a step has failed before.
+            Exception: as it was raised on this rank.
+        """
+        if self._ended is not None:
+            raise PipelineError(
+                f"{self._schedule} has ended, as {self._ended.headline}. Its process group has no "
+                "connections any more: start anew, from a checkpoint, with new process groups"
+            )
+        try:
+            return microbatches()
+        except Exception as error:
+            board = self._board()
+            fault = None if board is None else board.first()
+            if fault is None and is_told():
+                raise
+            mine = _fault(f"a step of {self._schedule}", error)
+            if fault is None:
+                fault = mine if board is None else board.post(mine)
+            self._end(fault)
+            if fault.rank == dist.get_rank():
+                raise
+            raise RankError(fault.report, fault) from error
+
+    def _board(self) -> Board | None:
+        return None if self._group is None else Board(self._group.get_group_store())
+
+    def _end(self, fault: Fault) -> None:
+        self._ended = fault
+        if self._group is not None and dist.get_backend(self._group) == "gloo":
+            for rank in self._neighbours:
+                disconnect(self._group, rank)
+
+
+def _fault(where: str, error: Exception) -> Fault:
+    trace = "".join(traceback.format_exception(error))
+    return Fault(dist.get_rank(), where, describe_error(error), trace)
 
 
 class StageStep:

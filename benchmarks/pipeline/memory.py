@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.compare.peak_memory import peak_bytes
+from autosplit.compare.rank import peak_bytes
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.engine.execution.stage_assembly import footprint
 from autosplit.pipeline.engine.processes.launch import launch

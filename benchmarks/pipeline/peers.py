@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autosplit.compare.peak_memory import peak_bytes
+from autosplit.compare.rank import peak_bytes
 from autosplit.compare.workload import load_workload
 from autosplit.pipeline.engine.processes.launch import launch
 from autosplit.text.quartiles import quartiles, ratios, spread

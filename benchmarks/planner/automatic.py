@@ -21,7 +21,7 @@ from autosplit.planner.costs.limits import Limits
 from autosplit.planner.costs.links import measure_links
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.costs.trial_run import TrialRun, run_trial
-from autosplit.planner.cuts.refine import refine_by_trial_runs
+from autosplit.planner.cuts.rank_measurement import refine_by_trial_runs
 from autosplit.planner.cuts.solve import Solution, solve, weigh
 from autosplit.planner.model.block_instance import StageOptions, distinct
 from autosplit.planner.model.captured_model import WholeModel

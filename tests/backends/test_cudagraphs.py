@@ -16,8 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import autosplit
 from autosplit import Stage
 from autosplit.backends.compiled_graph import BACKENDS
-from autosplit.backends.cudagraph_slots import CudaGraphSlot, Recording
-from autosplit.backends.cudagraphs import CudaGraphs
+from autosplit.backends.cudagraphs import CudaGraphs, CudaGraphSlot, Recording
 from autosplit.errors import BackendError
 from autosplit.passes.graph import Kind, Role, set_outputs
 from autosplit.pipeline import PipelineTrainer

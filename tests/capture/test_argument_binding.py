@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.capture.argument_binding import Binding
+from autosplit.capture.forward_scope import Binding
 
 
 def plain(a: Any, b: Any, c: Any = 3) -> None: ...

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import autosplit
 from autosplit import DeferralWarning, SplitError
 from autosplit.capture import aot_convention
+from autosplit.dynamo.autograd_history import WeightProducts
 from autosplit.dynamo.partial_model import Partial
-from autosplit.dynamo.weight_products import WeightProducts
 from autosplit.passes import PassError
 from tests.dynamo.breaking import DisabledMiddle, TwoLayers, Unbreakable
 

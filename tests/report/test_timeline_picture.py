@@ -10,8 +10,7 @@ import pytest
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import Action, JoinedWeights
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.bar_labels import choose_labels
-from autosplit.report.timeline_picture import draw_timelines, timeline_figure
+from autosplit.report.timeline_picture import choose_labels, draw_timelines, timeline_figure
 from tests.interpreters import printed_by
 
 pytest.importorskip("matplotlib")

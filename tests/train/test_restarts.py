@@ -30,8 +30,8 @@ def settings(folder: str, name: str) -> Any:
 def rank(folder: str, name: str) -> None:
     """Train; where the agent has started the ranks for the first time, one dies at a step."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    from autosplit.train.rank import StepLog
     from autosplit.train.run import train
-    from autosplit.train.step_log import StepLog
 
     tell = StepLog.tell
 

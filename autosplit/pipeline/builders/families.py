@@ -1,25 +1,354 @@
-"""The pipeline schedules by name, and which options each of them admits."""
+"""The pipeline schedules by name, and which options each of them admits.
+
+V-Half: half of 1F1B's activations for about half of its bubble.
+
+ZB-H1: 1F1B with the weight gradients in its gaps.
+
+V-Min: the least activations of the V-shapes, a third of 1F1B's.
+
+ZB-V: two stages a rank in a V, hardly a gap, and the activations of 1F1B.
+
+GPipe: all forwards, then all backwards.
+
+ZB-H2: a deeper warm-up and steps that overlap, so that hardly a gap is left.
+
+Naive model parallelism: one microbatch at a time.
+
+1F1B: one forward, one backward, so that few microbatches are in flight.
+
+Interleaved 1F1B: several small stages a rank, dealt out in turns.
+
+Chimera: two copies of the stages, through which microbatches go in opposite directions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autosplit.pipeline.builders.placement.template import ScheduleTemplate
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.placement.template import (
+    Row,
+    ScheduleTemplate,
+    backward,
+    forward,
+    most_in_flight,
+)
 from autosplit.pipeline.builders.placement.weights import WEIGHTS
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.list_scheduling import ListScheduler
+from autosplit.pipeline.simulation.step_graph import StepGraph
 
-from .chimera import chimera
 from .dual_pipe import dual_pipe, dual_pipe_v
-from .gpipe import gpipe
-from .interleaved import interleaved
-from .naive import naive
-from .one_f_one_b import one_f_one_b
-from .v_half import v_half
-from .v_min import v_min
-from .zb_h1 import zb_h1
-from .zb_h2 import zb_h2
-from .zb_v import zb_v
+from .v_shape import v_shape
+
+_UNITS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2}
+
+
+def chimera(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """Rank r of P holds stage r of one copy and stage P-1-r of the other; each runs half of M.
+
+    Source: Li and Hoefler, arXiv 2107.06925, figure 3. P microbatches are a unit: half of them go
+    each way, in the order of 1F1B, and a rank runs what can start first, a backward before a
+    forward. Units follow each other on every rank (the paper's direct concatenation).
+
+    Bubble for like stages, full backwards of B = I + W >= F and M = kP: each rank idles k(P-2)B,
+    against 1F1B's (P-1)(F+B). Split, for F = I = W: (P/2-1)F whatever k. Parameters are held twice.
+
+    Activation memory for M >= P: with full backwards from P/2+1 microbatches on the first and the
+    last rank to P on those in the middle; split, at most P on every rank.
+
+    Raises:
+        ScheduleError: an odd count.
+    """
+    if ranks % 2 or microbatches % 2:
+        raise ScheduleError(
+            "'chimera' needs an even number of ranks and of microbatches; got "
+            f"{ranks} ranks and {microbatches} microbatches"
+        )
+    rows: list[Row] = [()] * ranks
+    for first in range(0, microbatches, ranks):
+        unit = _unit(ranks, first, min(ranks, microbatches - first))
+        rows = [row + more for row, more in zip(rows, unit, strict=True)]
+    return ScheduleTemplate(
+        tuple(rows),
+        tuple(range(ranks)),
+        budgets=(max(map(most_in_flight, rows)),) * ranks,
+        mirror=tuple(reversed(range(ranks))),
+    )
+
+
+def _unit(ranks: int, first: int, count: int) -> tuple[Row, ...]:
+    """The rows of ``count`` microbatches from ``first`` on, half of them each way."""
+    ways = [list(range(first + odd, first + count, 2)) for odd in (0, 1)]
+    there, back = ([_lane(ranks, way, stage) for stage in range(ranks)] for way in ways)
+    return _merged(list(zip(there, reversed(back), strict=True)))
+
+
+def _lane(ranks: int, numbers: list[int], stage: int) -> Row:
+    """What ``stage`` of one copy runs, in the order of 1F1B."""
+    ahead = min(ranks - 1 - stage, len(numbers))
+    forwards = [forward(stage, number) for number in numbers]
+    row = forwards[:ahead]
+    for place, number in enumerate(numbers):
+        row += [*forwards[place + ahead : place + ahead + 1], backward(stage, number)]
+    return tuple(row)
+
+
+def _merged(lanes: Sequence[tuple[Row, Row]]) -> tuple[Row, ...]:
+    """Each rank's two lanes as one row, by list scheduling with B = 2F.
+
+    A rank runs what can start first: a backward before a forward, then the lane with more left.
+    """
+    ranks = range(len(lanes))
+    rows = tuple(one + other for one, other in lanes)
+    graph = StepGraph(Schedule("chimera", len(ranks), 1, rows, tuple(ranks), split_backward=False))
+    scheduler = ListScheduler(graph, [_UNITS[each.kind] for each in graph.actions], len(ranks))
+    numbers = itertools.count()
+    left = [[deque(zip(lane, numbers, strict=False)) for lane in own] for own in lanes]
+
+    def choose(rank: int, now: float) -> int | None:
+        heads = [lane for lane in left[rank] if lane and scheduler.ready(lane[0][1]) <= now]
+        if not heads:
+            return None
+        _, number = min(heads, key=_urgency).popleft()
+        return number
+
+    scheduler.run(choose)
+    return tuple(tuple(graph.actions[number] for number in row) for row in scheduler.rows)
+
+
+def _urgency(lane: deque[tuple[Action, int]]) -> tuple[bool, int]:
+    """Backwards first, then the lane that has more left."""
+    return lane[0][0].kind is ActionKind.FORWARD, -len(lane)
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:
+    """Rank r of P holds the stages r, P+r, 2P+r, ...; microbatches go round in groups of P.
+
+    Source: Narayanan et al., arXiv 2104.04473, figure 4. Where P does not divide M, the groups are
+    larger than P and as even as can be.
+
+    Bubble with full backwards for C like stages a rank and P dividing M: each rank idles
+    (P-1)(F+I+W), where F, I and W are those of one stage: 1/C of 1F1B's, whose stages are C times
+    as large. Split, if no W is longer than an F or an I: (P-1)(F+I-W).
+
+    Activation memory of rank r, P dividing M > P: (C-1)P + 2(P-1-r) + 1 pairs of a stage and a
+    microbatch, so on rank 0 (P-1)/C microbatches more than 1F1B. Split, the same on every rank as
+    on rank 0.
+    """
+    rows = tuple(_row(rank, ranks, microbatches, chunks) for rank in range(ranks))
+    return ScheduleTemplate(
+        rows,
+        tuple(stage % ranks for stage in range(ranks * chunks)),
+        budgets=(max(map(most_in_flight, rows)),) * ranks,
+    )
+
+
+def _row(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
+    sizes = _groups(ranks, microbatches)
+    places = list(_rounds(sizes, chunks))
+    forwards = [forward(chunk * ranks + rank, m) for chunk, m in places]
+    backwards = [backward((chunks - 1 - chunk) * ranks + rank, m) for chunk, m in places]
+    warm_up = min((chunks - 1) * sizes[0] + 2 * (ranks - 1 - rank), len(forwards))
+    order = forwards[:warm_up]
+    for pair in zip(forwards[warm_up:], backwards, strict=False):
+        order += pair
+    return (*order, *backwards[len(backwards) - warm_up :])
+
+
+def _groups(ranks: int, microbatches: int) -> list[int]:
+    """Sizes of the groups, the larger ones first; a group of fewer than P would leave gaps."""
+    count = max(microbatches // ranks, 1)
+    size, larger = divmod(microbatches, count)
+    return [size + 1 if group < larger else size for group in range(count)]
+
+
+def _rounds(sizes: list[int], chunks: int) -> Iterator[tuple[int, int]]:
+    """Chunk and microbatch in the order in which the groups pass a rank."""
+    first = 0
+    for size in sizes:
+        for chunk in range(chunks):
+            for microbatch in range(first, first + size):
+                yield chunk, microbatch
+        first += size
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """Stage r runs N-1-r forwards to warm up, then one forward and one backward in turn.
+
+    Source: PipeDream-Flush (Narayanan et al., arXiv 2006.09503). ``weights="2bp"`` is the
+    placement of 2BP (Rae, Lee and Richings, arXiv 2405.18047): one W after each of the last N-r
+    Is of stage r. ``"fill"`` is ZB-H1, see ``zb_h1``.
+
+    Bubble ratio for F = I = W, N stages: (N-1)/(M+N-1) with full backwards, (N-1)/(3M+N-1) split
+    and M >= N, so (N-1)/(4N-1) for M = N and (N-1)/(7N-1) for M = 2N. Split, with like stages and
+    either placement, each rank idles (N-1)(F+I-min(F,I,W)) for M >= N, which is ZB-H1's
+    (N-1)(F+I-W) unless a W is longer than an F or I. For M < N a step takes (M+N-1)(F+I) + W.
+
+    Activation memory of stage r: min(N-r, M) microbatches with full backwards. Split, a microbatch
+    counts until its W: at most min(N, M) on every stage with ``"fill"``, 1F1B's maximum over the
+    stages; up to M with ``"2bp"``.
+    """
+    return ScheduleTemplate(
+        tuple(
+            alternating(stage, microbatches, warm_up=ranks - 1 - stage) for stage in range(ranks)
+        ),
+        tuple(range(ranks)),
+        budgets=(min(ranks, microbatches),) * ranks,
+        paced=tuple(ranks - stage for stage in range(ranks)),
+    )
+
+
+def alternating(stage: int, microbatches: int, *, warm_up: int) -> Row:
+    """``warm_up`` forwards, then one forward and one backward in turn, then what is left."""
+    warm_up = min(warm_up, microbatches)
+    forwards = [forward(stage, m) for m in range(microbatches)]
+    backwards = [backward(stage, m) for m in range(microbatches)]
+    order = forwards[:warm_up]
+    for pair in zip(forwards[warm_up:], backwards, strict=False):
+        order += pair
+    return (*order, *backwards[microbatches - warm_up :])
+
+
+def naive(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """Each microbatch goes forward and backward through all stages before the next one starts.
+
+    Source: the baseline of 2BP (Rae, Lee and Richings, arXiv 2405.18047); with one microbatch it
+    is plain model parallelism.
+
+    Bubble ratio for F = I = W, N stages, any M: (N-1)/N with full backwards, 2(N-1)/(2N+1) with
+    ``weights="2bp"``. ``"fill"`` runs the Ws of all but the last microbatch while other stages
+    work: 2NM + 1 units of time for N >= 2, where ``"2bp"`` takes 2NM + M.
+
+    Activation memory per stage: one microbatch with full backwards. Split, a microbatch counts
+    until its W: all M with ``"2bp"``, at most two with ``"fill"`` for F = I = W and N >= 2.
+    """
+    rows = tuple(
+        tuple(
+            make(stage, microbatch)
+            for microbatch in range(microbatches)
+            for make in (forward, backward)
+        )
+        for stage in range(ranks)
+    )
+    return ScheduleTemplate(
+        rows, tuple(range(ranks)), budgets=(microbatches,) * ranks, paced=(0,) * ranks
+    )
+
+
+def zb_h2(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """Stage r warms up with 2(N-r)-1 forwards; a rank that is done starts the next step.
+
+    Source: ZB-H2 of Zero Bubble (Qi et al., arXiv 2401.10241). Crossing the step needs an
+    optimizer that does not wait for all ranks: it steps at once and is undone should a check of
+    the whole gradient say so afterwards (the paper's post-validation).
+
+    Bubble for like stages and M >= 2N-1: each rank idles (N-1)(F+I-2W) between its own first and
+    last action, if no W is longer than an F or an I; nothing for F = I = W.
+
+    Activation memory: at most min(2N-1, M) microbatches between F and W on every stage.
+    """
+    rows = tuple(
+        alternating(stage, microbatches, warm_up=2 * (ranks - 1 - stage)) for stage in range(ranks)
+    )
+    return ScheduleTemplate(
+        rows,
+        tuple(range(ranks)),
+        budgets=(min(2 * ranks - 1, microbatches),) * ranks,
+        crosses_step=True,
+    )
+
+
+def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """Every microbatch goes forward before the first one goes backward.
+
+    Source: GPipe (Huang et al., arXiv 1811.06965), with the backwards oldest microbatch first.
+    The split placement is that of 2BP (Rae, Lee and Richings, arXiv 2405.18047).
+
+    Bubble ratio for F = I = W, N stages: (N-1)/(M+N-1) with full backwards, 2(N-1)/(3M+2(N-1))
+    split; for M = N that is (N-1)/(2N-1) and 2(N-1)/(5N-2). Both placements of W give the same
+    order while all stages are alike, for then the Is arrive without a gap.
+
+    Activation memory per stage: all M microbatches. Split, what a W needs stays until the end.
+    """
+    rows = tuple(
+        tuple(
+            make(stage, microbatch)
+            for make in (forward, backward)
+            for microbatch in range(microbatches)
+        )
+        for stage in range(ranks)
+    )
+    return ScheduleTemplate(
+        rows, tuple(range(ranks)), budgets=(microbatches,) * ranks, paced=(0,) * ranks
+    )
+
+
+def zb_v(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """The V-shape with rank-to-rank distances 4, 2, 4 and 2.
+
+    Source: ZB-V of Zero Bubble (Qi et al., arXiv 2401.10241, section 6), as V-ZB of arXiv
+    2405.15362.
+
+    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles (P-1)F,
+    where F is that of one stage: the time until the last rank has work at all, and a sixth of
+    1F1B's bubble.
+
+    Activation memory: at most 2P pairs of a stage and a microbatch between F and W on every rank,
+    as much as 1F1B on its first.
+    """
+    return v_shape(ranks, microbatches, (4, 2, 4, 2))
+
+
+def v_min(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """The V-shape with all rank-to-rank distances 1.
+
+    Source: V-Min of Qi et al., arXiv 2405.15362.
+
+    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles
+    4(P-1)F + F if 3 divides P and F less than 4(P-1)F if not, where F is that of one stage: two
+    thirds of 1F1B's bubble, which is 6(P-1)F. With other ratios of F, I and W ranks also wait for
+    each other within every microbatch, so that the bubble grows with M.
+
+    Activation memory: at most 2 ceil((P+2)/3) pairs of a stage and a microbatch between F and W on
+    every rank, where 1F1B's first has 2P: a third of it for many ranks.
+    """
+    return v_shape(ranks, microbatches, (1, 1, 1, 1))
+
+
+def zb_h1(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """F and I in the order of 1F1B, and a W wherever a rank would wait.
+
+    Source: ZB-H1 of Zero Bubble (Qi et al., arXiv 2401.10241). The same as 1F1B with
+    ``weights="fill"``, under the name by which the literature knows it.
+
+    Bubble for like stages and M >= N: each rank idles (N-1)(F+I-W), if no W is longer than an F
+    or an I; a third of 1F1B's (N-1)(F+I+W) for F = I = W.
+
+    Activation memory: at most min(N, M) microbatches between F and W on every stage, the maximum
+    of 1F1B over its stages.
+    """
+    return one_f_one_b(ranks, microbatches)
+
+
+def v_half(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """The V-shape with rank-to-rank distances 1, 2, 1 and 2.
+
+    Source: V-Half of Qi et al., arXiv 2405.15362.
+
+    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles 3(P-1)F for
+    even P and F less for odd P >= 3, where F is that of one stage: half of 1F1B's bubble, which is
+    6(P-1)F. Other ratios, and smaller M, leave more.
+
+    Activation memory: at most 2(floor(P/2)+1) pairs of a stage and a microbatch between F and W on
+    every rank, where 1F1B's first has 2P: half of it for many ranks.
+    """
+    return v_shape(ranks, microbatches, (1, 2, 1, 2))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,155 @@
-"""What calls of stages hold while they run: liveness of their graphs, kernel workspace included."""
+"""What calls of stages hold while they run: liveness of their graphs, kernel workspace included.
+
+Kernel workspace: what operators take beyond their results while they run, measured.
+
+No graph tells of it: a kernel copies an operand that does not lie as it wants it, converts one to
+another dtype, or keeps partial sums for each thread. So each distinct operator is run once, on
+tensors of its own that lie in memory as those of the graph will.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, fx
 
-from autosplit.passes.lowering.live_bytes import LiveBytes
+from autosplit.device import generators_kept
+from autosplit.passes.analysis.aliasing import is_view, storage_bytes
+from autosplit.passes.analysis.operators import is_accumulation, is_effect, overload
+from autosplit.passes.analysis.symbolic_sizes import concrete
+from autosplit.passes.graph import tensor_of
+from autosplit.passes.lowering.live_bytes import LiveBytes, allocated
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
+from autosplit.torch_internals.allocations import allocations_on, countable
 
-from .kernel_workspace import KernelWorkspace
+# What takes a factorization trusts that its values are one.
+_FACTORIZATIONS = ("aten::linalg_", "aten::_linalg_", "aten::lu_")
+
+
+class KernelWorkspace:
+    """Measures operators of graphs, each once.
+
+    Args:
+        device: where they run. On the CPU nothing is measured, and nothing known, while another
+            profiler runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[Hashable, int] = {}
+
+    @property
+    def measurable(self) -> bool:
+        """Whether allocations can be counted now."""
+        return countable(self._device)
+
+    def of(self, graph: fx.Graph) -> dict[fx.Node, int]:
+        """Bytes by operator of a graph, of those that take some beside what the graph says.
+
+        What cannot be run by itself (a collective, a custom operator, one that refuses made-up
+        values) is not known and not in it.
+        """
+        signatures = {node: _signature(node) for node in graph.nodes if _is_measurable(node)}
+        unknown = {
+            signature: node
+            for node, signature in signatures.items()
+            if signature not in self._known
+        }
+        if unknown and self.measurable:
+            self._known |= self._measure(unknown)
+        taken = {node: self._known.get(each, 0) for node, each in signatures.items()}
+        found = {node: size - _result_bytes(node) for node, size in taken.items()}
+        return {node: size for node, size in found.items() if size > 0}
+
+    def _measure(self, nodes: Mapping[Hashable, fx.Node]) -> dict[Hashable, int]:
+        """The most bytes that each has at any time, its results included; 0 where it fails."""
+        failed: set[Hashable] = set()
+        with torch.no_grad(), generators_kept(), allocations_on(self._device) as allocations:
+            for signature, node in nodes.items():
+                args, kwargs = _made_up((node.args, node.kwargs), {})
+                allocations.mark()
+                try:
+                    node.target(*args, **kwargs)  # type: ignore[operator]
+                except Exception:  # of values that mean nothing
+                    failed.add(signature)
+                allocations.mark()
+                del args, kwargs
+        runs = allocations.stretches()[::2]
+        before = [0, *(each.end for each in allocations.stretches()[1::2])]
+        return {
+            signature: 0 if signature in failed else run.highest - start
+            for signature, run, start in zip(nodes, runs, before, strict=False)
+        }
+
+
+def _is_measurable(node: fx.Node) -> bool:
+    op = overload(node)
+    if op is None or op.namespace != "aten" or is_view(node):
+        return False
+    if op._schema.name.startswith(_FACTORIZATIONS) or (
+        is_effect(node) and not is_accumulation(node)
+    ):
+        return False
+    given = [tensor_of(each) for each in node.all_input_nodes]
+    return all(each is None or each.layout is torch.strided for each in given)
+
+
+def _signature(node: fx.Node) -> Hashable:
+    """What the kernel and its sizes depend on."""
+    return node.target, _described(node.args), _described(node.kwargs)
+
+
+def _described(value: Any) -> Hashable:
+    match value:
+        case fx.Node():
+            return _described(value.meta.get("val"))
+        case Tensor():
+            shape, strides = map(concrete, value.shape), map(concrete, value.stride())
+            return value.dtype, value.device, tuple(shape), tuple(strides)
+        case torch.SymInt():
+            return concrete(value)
+        case list() | tuple():
+            return tuple(_described(each) for each in value)
+        case dict():
+            return tuple((key, _described(each)) for key, each in value.items())
+    return repr(value)
+
+
+def _result_bytes(node: fx.Node) -> int:
+    """Bytes that the graph counts as allocated."""
+    return 0 if is_accumulation(node) else sum(map(storage_bytes, allocated(node)))
+
+
+def _made_up(value: Any, made: dict[fx.Node, Any]) -> Any:
+    """Arguments with a tensor for each node that yields one."""
+    match value:
+        case fx.Node():
+            if value not in made:
+                made[value] = _made_up(value.meta.get("val"), made)
+            return made[value]
+        case Tensor():
+            return _like(value)
+        case torch.SymInt():
+            return concrete(value)
+        case list() | tuple():
+            return type(value)(_made_up(each, made) for each in value)
+        case dict():
+            return {key: _made_up(each, made) for key, each in value.items()}
+    return value
+
+
+def _like(fake: Tensor) -> Tensor:
+    """A tensor that lies in memory as another: ones, but zeros for what may be a place."""
+    sizes, strides = [*map(concrete, fake.shape)], [*map(concrete, fake.stride())]
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    count = last + 1 if all(sizes) else 0
+    fill = torch.ones if fake.is_floating_point() or fake.is_complex() else torch.zeros
+    return fill(count, dtype=fake.dtype, device=fake.device).as_strided(sizes, strides)
+
 
 _Call = tuple[str, int, bool]
 

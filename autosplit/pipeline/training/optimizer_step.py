@@ -1,11 +1,14 @@
-"""One rank's optimizer steps: clipped, on every rank or on none, and early where that is asked."""
+"""One rank's optimizer steps: clipped, on every rank or on none, and early where that is asked.
+
+Clipping of a model's gradients, whose norm all ranks know.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +22,31 @@ from autosplit.pipeline.training.state.snapshot import (
     changed,
     group_settings,
 )
+from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.storage import versions
 
-from .gradient_norm import clip_gradients, leaves_alone
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
+    """Scale gradients in place by max_norm / norm if ``norm``, that of the model, is greater.
+
+    The same rule as ``torch.nn.utils.clip_grad_norm_``, applied to this rank's share.
+    """
+    total: Tensor = torch.tensor(norm)
+    # Of DTensors this rank's parts, which the plain number can be multiplied with.
+    parts: Any = [_Part(local_tensor(each.grad)) for each in parameters if each.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(parts, max_norm, total)
+
+
+class _Part(NamedTuple):
+    grad: Tensor
+
+
+def leaves_alone(max_norm: float, norm: float) -> bool:
+    """Whether ``clip_gradients`` would multiply by exactly 1; not so for a norm that is no number.
+
+    The formula is that of ``torch.nn.utils.clip_grads_with_norm_``, in its precision.
+    """
+    return bool(max_norm / (torch.tensor(norm) + 1e-6) >= 1.0)
 
 
 @dataclass

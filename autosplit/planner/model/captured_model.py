@@ -1,27 +1,187 @@
-"""A whole model, captured, as a sequence of blocks."""
+"""A whole model, captured, as a sequence of blocks.
+
+A model in the mode, training or evaluation, in which it was not captured.
+
+Copies of models without the memory of their parameters.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import difflib
+import gc
 import inspect
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from autosplit.capture.module_paths import stack
-from autosplit.errors import PlanError
-from autosplit.planner.meta_init.meta_model import named_tensors
-from autosplit.torch_internals.module_state import hold_state
+from autosplit.errors import AutosplitError, PlanError
+from autosplit.planner.meta_init.meta_model import alike, named_tensors
+from autosplit.torch_internals.module_state import hold_state, modes_kept
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 
 from .blocks import find_cuts, make_blocks
 from .capture_model import capture_model
 from .operation_sequence import OperationSequence
-from .other_mode import OtherMode
 from .subgraph_module import StageModule, make_stage_graph
+
+
+class NotCopiedError(Exception):
+    """A model cannot be copied so that the copy stands for it."""
+
+
+def bare_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model as it is now, to be traced later: parameters are on the meta device, all
+    other tensors are the model's own. It holds nothing of the model's parameters.
+
+    Raises:
+        NotCopiedError: something that hangs on the model cannot be copied, or leads back to it.
+    """
+    parameters = {id(p): p for p in model.parameters()}
+    memo: dict[int, Any] = {key: _without_values(p) for key, p in parameters.items()}
+    try:
+        with _OwnTensors():
+            copied = copy.deepcopy(model, memo)
+    except Exception as error:  # whatever the user's objects raise
+        raise NotCopiedError(f"{type(model).__name__} cannot be copied: {error}") from error
+    originals = parameters.keys() | {id(module) for module in model.modules()}
+    if not isinstance(copied, nn.Module) or _reaches(copied, originals):
+        raise NotCopiedError(f"a copy of {type(model).__name__} leads back to what it is of")
+    return copied
+
+
+def _without_values(parameter: nn.Parameter) -> Tensor:
+    if is_lazy(parameter) or type(parameter) is not nn.Parameter or _is_subclass(parameter.data):
+        raise NotCopiedError(f"a parameter is a {type(parameter.data).__name__}")
+    return alike(torch.empty_like(parameter, device="meta"), parameter)
+
+
+def _is_subclass(tensor: Tensor) -> bool:
+    return type(tensor) is not Tensor
+
+
+class _OwnTensors(TorchFunctionMode):
+    """Inside, a copy has the tensors that what it is of has; nothing computes with any."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__:
+            return args[0]
+        raise NotCopiedError(f"copying it calls {getattr(func, '__name__', func)}")
+
+
+# What code can read in them belongs to the process, not to the object that is looked at.
+_SHARED = (type, ModuleType, CodeType, BuiltinFunctionType, logging.Logger, str, bytes, int, float)
+
+
+def _reaches(start: object, wanted: set[int]) -> bool:
+    """Whether one leads from an object to one of these, by attributes, items and closures."""
+    seen: dict[int, object] = {}  # alive, so that no other object gets its number
+    waiting = [start]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in wanted:
+            return True
+        if id(found) in seen or isinstance(found, _SHARED):
+            continue
+        seen[id(found)] = found
+        if isinstance(found, FunctionType):
+            waiting += [found.__closure__, found.__defaults__, found.__kwdefaults__, vars(found)]
+        elif not isinstance(found, Tensor):
+            waiting += gc.get_referents(found)
+    return False
+
+
+Capture = Callable[[nn.Module], OperationSequence]
+_Later = Callable[[], OperationSequence]
+
+
+class OtherMode:
+    """A model in its other mode, captured when that is asked for: a run that never evaluates does
+    not pay for it. Until then this holds a copy of the model as it is now, without parameters.
+
+    A model that cannot be copied so is captured at once.
+
+    Args:
+        model: as it shall be but for its mode.
+        training: whether that mode is training.
+        capture: traces a model.
+
+    Attributes:
+        training: whether that mode is training.
+    """
+
+    def __init__(self, model: nn.Module, training: bool, capture: Capture) -> None:
+        self.training = training
+        self._outcome: _Later | OperationSequence | AutosplitError
+        try:
+            self._outcome = partial(_of_copy, bare_copy(model), training, capture)
+        except NotCopiedError:
+            self._outcome = _outcome(partial(_in_mode, model, training, capture))
+
+    def line(self) -> OperationSequence:
+        """Its operations.
+
+        Raises:
+            CaptureError: in that mode it cannot be captured.
+            PlanError: it can be, but no later than in the other mode.
+        """
+        outcome = self._outcome
+        if not isinstance(outcome, OperationSequence | AutosplitError):
+            outcome = self._outcome = _outcome(outcome)
+        if isinstance(outcome, AutosplitError):
+            raise outcome
+        return outcome
+
+
+def _outcome(make: _Later) -> OperationSequence | AutosplitError:
+    try:
+        return make()
+    except AutosplitError as error:
+        return error
+
+
+def _in_mode(model: nn.Module, training: bool, capture: Capture) -> OperationSequence:
+    with modes_kept([model]):
+        if model.training is not training:
+            model.train(training)
+        return capture(model)
+
+
+def _of_copy(copied: nn.Module, training: bool, capture: Capture) -> OperationSequence:
+    """The operations of a copy, whatever surrounds the call that asked for them.
+
+    Raises:
+        CaptureError: it cannot be captured.
+        PlanError: it reads parameters that are not its own: those of what it is a copy of.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        for device in _devices():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        line = _in_mode(copied, training, capture)
+    if any(isinstance(tensor, nn.Parameter) for tensor in line.forward.constants.values()):
+        raise PlanError(
+            f"in that mode {type(copied).__name__} reads parameters that are not registered in it; "
+            "build the stages of a model that is in that mode"
+        )
+    return line
+
+
+def _devices() -> Iterator[str]:
+    yield "cpu"
+    if accelerator := torch.accelerator.current_accelerator():
+        yield accelerator.type
 
 
 class WholeModel:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autosplit
-from autosplit.compare.peak_memory import peak_bytes
+from autosplit.compare.rank import peak_bytes
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.planner import Plan

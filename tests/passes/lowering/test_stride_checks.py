@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from autosplit.passes.errors import StrideError
-from autosplit.passes.lowering.stride_checks import stride_check
+from autosplit.passes.lowering.codegen import stride_check
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ import networkx as nx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.passes.partition.max_flow import FlowNetwork
+from autosplit.passes.partition.min_cut import FlowNetwork
 
 SIZE = 7
 SOURCE, SINK = 0, SIZE - 1

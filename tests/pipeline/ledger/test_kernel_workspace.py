@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.autograd import profiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autosplit.pipeline.ledger.kernel_workspace import KernelWorkspace
+from autosplit.pipeline.ledger.call_memory import KernelWorkspace
 from autosplit.torch_internals.version import TORCH
 
 CPU = torch.device("cpu")

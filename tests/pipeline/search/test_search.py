@@ -19,12 +19,11 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search import named as named_search
 from autosplit.pipeline.search.bound import lower_bound
-from autosplit.pipeline.search.defer_weights import defer_weights
 from autosplit.pipeline.search.improve import improve
 from autosplit.pipeline.search.named import named_schedules
 from autosplit.pipeline.search.order_changes import adds_in_order
 from autosplit.pipeline.search.problem import Problem
-from autosplit.pipeline.search.search import search
+from autosplit.pipeline.search.search import defer_weights, search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs

@@ -13,7 +13,7 @@ from autosplit.pipeline import build
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
 from autosplit.planner.costs.trial_run import TrialRun, can_run_trial, run_trial, trial_steps
-from autosplit.planner.cuts.refine import corrected, refine_by_trial_runs
+from autosplit.planner.cuts.rank_measurement import corrected, refine_by_trial_runs
 from autosplit.planner.cuts.solve import Solution
 from autosplit.planner.model.block_instance import StageOptions
 from autosplit.planner.model.captured_model import WholeModel

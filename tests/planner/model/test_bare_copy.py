@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.planner.model.bare_copy import NotCopiedError, bare_copy
+from autosplit.planner.model.captured_model import NotCopiedError, bare_copy
 
 
 class Tied(nn.Module):

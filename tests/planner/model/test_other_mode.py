@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autosplit.errors import PlanError
 from autosplit.planner import WholeModel, cut
 from autosplit.planner.model import capture_model
-from autosplit.planner.model.bare_copy import bare_copy
+from autosplit.planner.model.captured_model import bare_copy
 from tests.planner.whole_models import (
     Case,
     bert,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
-from autosplit.dynamo.backend import SplittingBackend
-from autosplit.dynamo.pending_weights import Deferral
+from autosplit.dynamo.backend import Deferral, SplittingBackend
 
 
 class Broken(nn.Sequential):

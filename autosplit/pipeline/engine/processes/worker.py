@@ -1,4 +1,7 @@
-"""What happens in a process that ``launch`` starts, and the process group of any rank."""
+"""What happens in a process that ``launch`` starts, and the process group of any rank.
+
+Ranks that torchrun starts, and starts again, find those of the same start.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import os
 import pickle
 import signal
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,14 +23,61 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.faults.first_error import describe_error
+from autosplit.pipeline.engine.faults.first_error import KeyValueStore, describe_error
 from autosplit.pipeline.engine.faults.rank_process import Process
 from autosplit.pipeline.engine.faults.store_register import RETURNED
 from autosplit.pipeline.engine.messages.default_group import register_of_world
 
-from .attempt import agree_on_attempt
 from .loopback import on_loopback
 from .outcome import Failure, Success
+
+_LOOK_EVERY = 0.01
+
+
+def agree_on_attempt(store: KeyValueStore, rank: int, world: int, timeout: timedelta) -> str:
+    """A name of this start of all ranks, the same on all of them, which no earlier start had.
+
+    torchrun's agents may keep one store for all starts, and count restarts each for itself: one
+    whose ranks were stopped because those of another host had failed has not restarted them. So
+    rank 0 chooses, and answers every rank by a token that is new with its process; what it found of
+    a process that is gone, it answers in vain. Agents start no rank before all earlier ones have
+    ended.
+
+    Args:
+        store: of all starts.
+        rank: of this process.
+        world: how many ranks there are.
+        timeout: for the others to start.
+
+    Raises:
+        PipelineError: on rank 0, of ranks that did not start in time.
+        DistStoreError: on the others, where rank 0 did not.
+    """
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"token of {rank}", name)
+        name = store.get(name).decode()
+        store.set(f"{name} {rank}", "")
+        return name
+    answered: dict[int, bytes] = {}
+    missing = set(range(1, world))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        missing = {other for other in missing if not store.check([f"{name} {other}"])}
+        if not missing:
+            return name
+        if time.monotonic() > deadline:
+            said = ", ".join(map(str, sorted(missing)))
+            seconds = timeout.total_seconds()
+            raise PipelineError(f"ranks {said} of {world} did not start within {seconds:g} s")
+        for other in missing:
+            if not store.check([f"token of {other}"]):
+                continue
+            token = store.get(f"token of {other}")
+            if answered.get(other) != token:
+                store.set(token.decode(), name)
+                answered[other] = token
+        time.sleep(_LOOK_EVERY)
 
 
 @dataclass(frozen=True)
