@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import weakref
@@ -135,9 +136,9 @@ class SplitModule(ModuleProxy):
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_dynamic"] = dynamic
         self.__dict__["_max_graphs"] = max_graphs
-        if max_pending is None:
-            max_pending = math.inf if accumulation == "concatenated" else 1
-        self.__dict__["_bound"] = PendingBound(max_pending)
+        default = math.inf if accumulation == "concatenated" else 1
+        given = max_pending is not None
+        self.__dict__["_bound"] = PendingBound(default if max_pending is None else max_pending, given)
         self._attach()
 
     def _attach(self) -> None:
@@ -146,7 +147,7 @@ class SplitModule(ModuleProxy):
         options, insist = own["_options"], own["_fullgraph"]
         own["_sharded"] = sharded = _sharded(self.unsplit, options, dynamic=own["_dynamic"])
         own["_flatten"] = CallFlattening()
-        own["_bound"] = PendingBound(own["_bound"].limit)
+        own["_bound"] = dataclasses.replace(own["_bound"], early=0)
         deliver: Delivery
         view: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if sharded is None:
@@ -298,7 +299,7 @@ class SplitModule(ModuleProxy):
 
     @max_pending.setter
     def max_pending(self, limit: float) -> None:
-        self._bound.limit = PendingBound(limit).limit
+        self._bound.limit, self._bound.given = PendingBound(limit).limit, True
 
     @property
     def pending_bytes(self) -> int:

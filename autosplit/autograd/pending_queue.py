@@ -82,6 +82,9 @@ class PendingBound:
 
     Attributes:
         limit: the number; ``math.inf`` for no bound.
+        given: whether the caller chose it, who then says when W runs. Where nobody did, a W that
+            writes more than gradients runs at the end of its backward: no lazy gradient stands
+            before what it writes.
         early: how many had W computed because of it.
 
     Raises:
@@ -89,6 +92,7 @@ class PendingBound:
     """
 
     limit: float = 1
+    given: bool = False
     early: int = 0
 
     def __post_init__(self) -> None:
@@ -163,7 +167,7 @@ class PendingQueue(Generic[W]):
                     held, self.lazies.held = self.lazies.held, False
                     break
             blocking.compute()
-        if held:  # whoever holds a sum reads it without asking us
+        if held or (work.due and not self.bound.given):  # read without asking us
             at_end_of_backward(self.compute)
         elif len(self._microbatches) > self.bound.limit:
             at_end_of_backward(lambda: self._leave(self.bound.limit))
