@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from autosplit.dynamo.backend import backward_weight
+from autosplit.dynamo.pending_weights import backward_weight
 
 from .errors import (
     AutosplitError,

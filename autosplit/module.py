@@ -137,8 +137,8 @@ class SplitModule(ModuleProxy):
         self.__dict__["_dynamic"] = dynamic
         self.__dict__["_max_graphs"] = max_graphs
         default = math.inf if accumulation == "concatenated" else 1
-        given = max_pending is not None
-        self.__dict__["_bound"] = PendingBound(default if max_pending is None else max_pending, given)
+        bound = default if max_pending is None else max_pending
+        self.__dict__["_bound"] = PendingBound(bound, max_pending is not None)
         self._attach()
 
     def _attach(self) -> None:

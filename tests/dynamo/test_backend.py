@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from autosplit import SplitError
-from autosplit.dynamo.backend import Deferral, backend, backward_weight
+from autosplit.dynamo.backend import backend
+from autosplit.dynamo.pending_weights import Deferral, backward_weight
 from autosplit.torch_internals.version import TORCH
 from tests.dynamo.breaking import MODELS, Nested, Statistics, Tied, TwoLayers, loss_of
 

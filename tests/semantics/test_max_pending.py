@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import SplitError, split
-from autosplit.dynamo.backend import Deferral
+from autosplit.dynamo.pending_weights import Deferral
 from benchmarks.issues.meters import LiveBytes
 
 

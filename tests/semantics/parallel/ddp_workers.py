@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
-from autosplit.dynamo.backend import Deferral, SplittingBackend
+from autosplit.dynamo.backend import SplittingBackend
+from autosplit.dynamo.pending_weights import Deferral
 
 
 class Broken(nn.Sequential):

@@ -1,0 +1,180 @@
+"""Pending weight gradients of compiled models: ``autosplit.backward_weight(model)``.
+
+``torch.compile(model, backend="autosplit")`` leaves no object of ours in the user's hands, so
+deferred work waits on the parameters that it is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.autograd.lazy.gradient_slot import GradientSlot
+from autosplit.autograd.pending_queue import PendingBound, PendingQueue, checked
+from autosplit.errors import SplitError
+from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
+from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
+from autosplit.torch_internals.distributed import data_parallel
+from autosplit.torch_internals.storage import distinct_storage_bytes
+
+from .deferred_graph_backward import DeferredGraphBackward, deliver
+
+if TYPE_CHECKING:
+    from .graph_outcome import Part
+
+
+class PendingOnParameters(PendingQueue[DeferredGraphBackward]):
+    """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
+
+    def __init__(self, bound: PendingBound) -> None:
+        super().__init__(deliver, bound)
+
+    def name_of(self, parameter: nn.Parameter) -> None:
+        """No name: parameters are known by Dynamo's source only."""
+
+    def compiled(self, part: Part) -> None:
+        """Nothing: there is no report."""
+
+    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> GraphCall:
+        """Microbatches are told apart by their backward alone."""
+        wrapper = data_parallel()
+        if wrapper is not None and synchronises():
+            Deferral(wrapper).backward_weight()
+            return GraphCall(True)
+        unsplit = torch.is_grad_enabled() and has_gradient_hooks(parameters)
+        if unsplit:
+            Deferral(parameters).backward_weight()
+        self.make_room()
+        return GraphCall(unsplit)
+
+    def deferred(self, work: DeferredGraphBackward, call: GraphCall) -> None:
+        self.add(work.backward, work)
+
+    def compute(self, microbatches: int | None = None) -> None:
+        """Compute pending work of these parameters, that of other graphs too."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        Deferral(parameters).backward_weight(microbatches)
+
+    def compute_for(self, parameter: Tensor) -> None:
+        """Compute all pending work of a parameter, of any graph."""
+        Deferral(parameter).backward_weight()
+
+
+class GraphCall(NamedTuple):
+    """One call of a compiled graph.
+
+    Attributes:
+        unsplit: whether its backward is I and W in one.
+    """
+
+    unsplit: bool
+
+
+class Deferral:
+    """Weight gradients that ``torch.compile(model, backend="autosplit")`` has deferred.
+
+    The face is that of ``SplitModule``, lazy gradients included. One microbatch is what one
+    ``backward()`` left.
+
+    Args:
+        model_or_parameters: the model, compiled or not, or some of its parameters.
+
+    Raises:
+        SplitError: it is something else.
+        ShardedError: FSDP manages the model or a part of it.
+    """
+
+    def __init__(self, model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
+        given = model_or_parameters
+        if isinstance(given, Tensor):
+            given = [given]
+        if isinstance(given, nn.Module):
+            refuse_sharded(given)  # some of its graphs never came to us
+        self._parameters = list(given.parameters() if isinstance(given, nn.Module) else given)
+        for each in self._parameters:
+            if not isinstance(each, Tensor):
+                raise SplitError(f"expected a module or parameters, got a {type(each).__name__}")
+
+    @property
+    def pending(self) -> int:
+        """Microbatches whose weight gradients have not been computed."""
+        return len(self._microbatches(self._owners()))
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of distinct storage that pending microbatches hold."""
+        works = chain.from_iterable(self._microbatches(self._owners()))
+        return distinct_storage_bytes(tensor for work in works for tensor in work.tensors)
+
+    def backward_weight(self, microbatches: int | None = None) -> None:
+        """Compute pending weight gradients and accumulate them into ``.grad``.
+
+        They are of backwards that were before any hook on the parameters: none fires. The weight
+        gradients of one graph are computed together: asked for some parameters, this also delivers
+        those of others that share a graph with them.
+
+        Args:
+            microbatches: how many, the oldest ``backward()`` first; all where None.
+
+        Raises:
+            SplitError: fewer than asked for are pending.
+        """
+        owners = self._owners()
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                stack.enter_context(owner.computing())
+            waiting = self._microbatches(owners)
+            if microbatches is not None:
+                bounds = [owner.bound for owner in owners] or [PendingBound(math.inf)]
+                checked(microbatches, len(waiting), max(bounds, key=lambda each: each.early))
+            taken = waiting[:microbatches]
+            works = list(chain.from_iterable(taken))
+            for owner in owners if taken else ():
+                lifted = owner.lazies.lift()
+                owner.forget(works)
+                stack.enter_context(owner.settling(lifted))
+            deliver(taken)
+
+    def discard(self) -> None:
+        """Forget what is pending, as ``SplitModule.discard`` does, for these parameters and others
+        that share a graph with them.
+        """
+        for owner in self._owners():
+            owner.discard()
+
+    def _owners(self) -> list[PendingOnParameters]:
+        """Owners of pending work for the parameters."""
+        slots = [GradientSlot.of(parameter) for parameter in self._parameters]
+        found = dict.fromkeys(each for slot in slots if slot for each in slot.sources)
+        owners = [each for each in found if isinstance(each, PendingOnParameters)]
+        for owner in owners:
+            owner.sweep()
+        return owners
+
+    def _microbatches(
+        self, owners: Iterable[PendingOnParameters]
+    ) -> list[list[DeferredGraphBackward]]:
+        """Pending work by backward, oldest first."""
+        wanted = set(map(id, self._parameters))
+        works = [work for owner in owners for work in owner.works()]
+        found = [work for work in works if wanted.intersection(map(id, work.parameters))]
+        found.sort(key=lambda work: (work.backward, -work.sequence))
+        return [list(group) for _, group in groupby(found, lambda work: work.backward)]
+
+
+def backward_weight(
+    model_or_parameters: nn.Module | Tensor | Iterable[Tensor], microbatches: int | None = None
+) -> None:
+    """Compute the weight gradients that a model compiled with ``backend="autosplit"`` has
+    deferred: ``Deferral(model_or_parameters).backward_weight(microbatches)``.
+
+    Raises:
+        SplitError: fewer microbatches than asked for are pending.
+    """
+    Deferral(model_or_parameters).backward_weight(microbatches)
