@@ -25,20 +25,19 @@ from autosplit.torch_internals.autograd.backward_task import without_autocast
 from autosplit.torch_internals.pipelining.stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
-from .arguments import (
+from .refusals import (
     check_group,
     checked_examples,
+    failed_call,
     no_context,
     refuse_arguments,
     refuse_difference,
     refuse_unfit_call,
+    refused_capture,
     unwrapped,
 )
-from .forward_errors import failed_call, refused_capture
-from .gradient_scaling import StepGradients
-from .loss_boundary import LossBoundary
-from .results import Results, as_received
-from .step import StageStep
+from .results import LossBoundary, Results, as_received
+from .step import StageStep, StepGradients
 from .weight_gradients import DeferredWeights, WeightGradients
 
 T = TypeVar("T")

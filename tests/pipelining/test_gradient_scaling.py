@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.pipelining.gradient_scaling import StepGradients
+from autosplit.pipelining.step import StepGradients
 
 
 class Operators(TorchDispatchMode):

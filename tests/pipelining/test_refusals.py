@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, _utils
 
 from autosplit.errors import PipelineError
 from autosplit.pipelining import SplitPipelineStage
-from autosplit.pipelining.arguments import refuse_difference
+from autosplit.pipelining.refusals import refuse_difference
 from autosplit.torch_internals import version
 from autosplit.torch_internals.pipelining import versions
 from tests.pipelining.refusal_workers import all_refusals
