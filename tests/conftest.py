@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from tests import devices
 from tests.by_folder import by_folder
 from tests.cheap_tracing import seed_cheaply, trace_cheaply

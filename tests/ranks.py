@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.processes.loopback import serve_store
-from autosplit.pipeline.engine.processes.outcome import Failure, Success, first_cause
-from autosplit.pipeline.engine.processes.worker import Job, work
+from autosplit.pipeline.engine.default_group import serve_store
+from autosplit.pipeline.engine.launch import Failure, Job, Success, first_cause, work
 from autosplit.pipeline.search import limit_search
 from autosplit.pipeline.search.search import search
 from tests import devices

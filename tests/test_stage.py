@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import CaptureError, SplitError, Stage
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.stages import footprint
 from autosplit.runtime import gradient_graphs
 from tests.microbatches import reference
 from tests.zoo import CASES, Attention, Counter, PlainParameters, SwiGLU

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.engine.messages.control import Control
+from autosplit.pipeline.engine.control import Control
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 
 T = TypeVar("T")

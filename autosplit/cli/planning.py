@@ -16,7 +16,7 @@ from torch import nn
 
 from autosplit.compare.workload import example_of
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.links import measure_links, profile_transfer
 from autosplit.planner.cuts.rank_measurement import grouped, with_host

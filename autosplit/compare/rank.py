@@ -26,8 +26,8 @@ from autosplit.dump.dump import dump
 from autosplit.mesh.dimensions import REPLICATE
 from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
-from autosplit.pipeline.engine.messages.default_group import gather
+from autosplit.pipeline.engine.default_group import gather
+from autosplit.pipeline.engine.stages import footprint
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate

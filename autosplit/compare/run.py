@@ -9,8 +9,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from autosplit.pipeline.engine.processes.launch import launch
-from autosplit.pipeline.engine.processes.worker import process_group
+from autosplit.pipeline.engine.default_group import process_group
+from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.activation_memory import memory_over_time
 from autosplit.report.timeline_page import Panel, write_page
 from autosplit.report.timeline_picture import draw_timelines

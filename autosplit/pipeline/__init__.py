@@ -1,8 +1,8 @@
 """Schedules and the engine that drives split stages through them over several processes."""
 
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
-from autosplit.pipeline.engine.processes.launch import launch
-from autosplit.pipeline.engine.processes.worker import process_group
+from autosplit.pipeline.engine.default_group import process_group
+from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory

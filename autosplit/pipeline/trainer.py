@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autosplit.errors import PipelineError
 from autosplit.mesh.collective_costs import Overlap
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
-from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
+from autosplit.pipeline.engine.stages import SplitStage, StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.memory.rank_ledger import Record
 from autosplit.pipeline.training.options import TrainerOptions, schedule_request, stage_factory_of

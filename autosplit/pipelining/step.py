@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
-from autosplit.pipeline.engine.faults.first_error import Board, Fault, RankError, describe_error
-from autosplit.pipeline.engine.messages.process_groups import disconnect
+from autosplit.pipeline.engine.first_error import Board, Fault, RankError, describe_error
+from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from autosplit.checkpoint import read_progress
 from autosplit.checkpoint.storage.manifest import METADATA
 from autosplit.errors import AutosplitError, CheckpointError, PipelineError
-from autosplit.pipeline.engine.messages.default_group import gather
+from autosplit.pipeline.engine.default_group import gather
 
 from .language_model import LanguageModel, load_model
 from .settings import TrainSettings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from autosplit.errors import AutosplitError, PipelineError
-from autosplit.pipeline.engine.processes.launch import launch
-from autosplit.pipeline.engine.processes.worker import process_group
+from autosplit.pipeline.engine.default_group import process_group
+from autosplit.pipeline.engine.launch import launch
 
 from .rank import train_on_rank
 from .settings import TrainSettings

@@ -17,7 +17,7 @@ import torch
 import autosplit
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build as build_schedule
-from autosplit.pipeline.engine.execution.stage_assembly import stage_memory
+from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.memory.balance import balance
 from autosplit.pipeline.memory.recompute import recompute
 from autosplit.pipeline.schedule.schedule import Schedule

@@ -12,9 +12,9 @@ import torch
 
 import autosplit
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.execution.stage_assembly import stage_memory
-from autosplit.pipeline.engine.messages.link_times import measure_transfer
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
+from autosplit.pipeline.engine.stages import stage_memory
+from autosplit.pipeline.engine.timing import measure_transfer
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.rank_time import undisturbed
 from autosplit.pipeline.simulation.step_costs import Costs

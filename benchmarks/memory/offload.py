@@ -13,7 +13,7 @@ import torch
 from autosplit.errors import ScheduleError
 from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.memory.host_store import open_store
+from autosplit.pipeline.engine.host_store import open_store
 from autosplit.pipeline.memory.offload import offload
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import peak_memory

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.report.memory_picture import draw_memory

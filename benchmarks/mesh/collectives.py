@@ -20,7 +20,7 @@ from autosplit import CollectiveCosts
 from autosplit.passes.analysis.collectives import is_exchange, is_start
 from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import calls
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from autosplit.torch_internals.dtensor import local_tensor
 
 from ..results import Rows, table

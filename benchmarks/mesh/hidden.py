@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autosplit.mesh.link import Link
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.simulate import simulate

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autosplit.mesh.link import Link
 from autosplit.pipeline import PipelineTrainer
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import simulate

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autosplit.pipeline import PipelineTrainer
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from autosplit.stage import Stage
 
 from ..results import Rows, table

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.stages import footprint
 from examples.families import FAMILIES
 
 from ..split.clock import interleave

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from autosplit.compare.workload import Workload, load_workload
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Timeline, median_durations

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.trainer import PipelineTrainer
 
 from ..results import Rows, table

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from autosplit.compare.rank import peak_bytes
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
+from autosplit.pipeline.engine.stages import footprint
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.trainer import PipelineTrainer

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from autosplit.compare import Workload
-from autosplit.pipeline.engine.execution.stage_assembly import (
+from autosplit.pipeline.engine.groups import disconnect
+from autosplit.pipeline.engine.stages import (
     SplitStage,
     StageFactory,
     TrainableStage,
 )
-from autosplit.pipeline.engine.messages.process_groups import disconnect
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.text.quartiles import spread
 from autosplit.torch_internals.storage import distinct_storage_bytes

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autosplit.mesh.device_speed import measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.block_costs import ModelCosts, average
 from autosplit.planner.costs.estimate import estimate

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autosplit.compare.workload import Workload, load_workload
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 
 from ..pipeline.turns import (
     RANKS,

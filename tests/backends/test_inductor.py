@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 import autosplit
 from autosplit import SplitError, Stage
 from autosplit.dynamo.pending_weights import backward_weight
-from autosplit.pipeline.engine.execution.executor import Executor
+from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError
 from autosplit.pipeline import PipelineTrainer
-from autosplit.pipeline.engine.messages.gradient_buckets import Bucket
+from autosplit.pipeline.engine.results import Bucket
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.stage import Stage
 from tests.pipeline.reference_stage import ReferenceStage

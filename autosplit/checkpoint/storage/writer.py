@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from autosplit.pipeline.engine.messages.control import Control
+from autosplit.pipeline.engine.control import Control
 
 
 class _StagedWriter(FileSystemWriter):

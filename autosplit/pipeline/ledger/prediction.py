@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from autosplit.passes import Kind, Role
 from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
 from autosplit.passes.lowering.live_bytes import LiveBytes
-from autosplit.pipeline.engine.execution.joint_weights import join_adjacent_weights
-from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
+from autosplit.pipeline.engine.executor import join_adjacent_weights
+from autosplit.pipeline.engine.shapes import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import result_of
 from autosplit.pipeline.schedule.level_by_order import LevelByOrder

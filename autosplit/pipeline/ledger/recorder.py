@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from autosplit.pipeline.engine.execution.recorder import Recorder
+from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.torch_internals.allocations import Stretch, allocations_on

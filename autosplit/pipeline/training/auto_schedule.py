@@ -9,8 +9,8 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.placement.fill import StageTimes
 from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
-from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage, sizes, stage_memory
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.stages import TrainableStage, sizes, stage_memory
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring

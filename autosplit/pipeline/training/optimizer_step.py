@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.engine.results import Agreement
 from autosplit.pipeline.training.state.snapshot import (
     OptimizerSnapshot,
     Settings,

@@ -16,10 +16,10 @@ from autosplit.mesh.buckets import CAP
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
-from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled, early_weights
-from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
-from autosplit.pipeline.engine.memory.host_store import HostStore, offloads, open_store
-from autosplit.pipeline.engine.messages.default_group import process_count
+from autosplit.pipeline.engine.default_group import process_count
+from autosplit.pipeline.engine.executor import Order, as_scheduled, early_weights
+from autosplit.pipeline.engine.host_store import HostStore, offloads, open_store
+from autosplit.pipeline.engine.stages import SplitStage, StageFactory
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.schedule import Schedule
 

@@ -13,22 +13,20 @@ from torch import Tensor
 
 from autosplit.errors import BatchError, PipelineError
 from autosplit.mesh.link import Link
-from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled
-from autosplit.pipeline.engine.execution.evaluation import forward_only
-from autosplit.pipeline.engine.execution.executor import Executor
-from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
-from autosplit.pipeline.engine.execution.mode import Mode
-from autosplit.pipeline.engine.execution.mode_by_shape import Modes
-from autosplit.pipeline.engine.execution.recorder import Recorder, recorder_on
-from autosplit.pipeline.engine.execution.stage_assembly import (
+from autosplit.pipeline.engine.executor import Executor, Order, as_scheduled
+from autosplit.pipeline.engine.first_error import Guard
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.host_store import HostStore
+from autosplit.pipeline.engine.mode import Mode, Modes
+from autosplit.pipeline.engine.results import Agreement
+from autosplit.pipeline.engine.shapes import Batch, Microbatches
+from autosplit.pipeline.engine.stages import (
     SplitStage,
     StageFactory,
     TrainableStage,
+    forward_only,
 )
-from autosplit.pipeline.engine.faults.first_error import Guard
-from autosplit.pipeline.engine.memory.host_store import HostStore
-from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.engine.timing import Recorder, recorder_on
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds

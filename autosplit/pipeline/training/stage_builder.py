@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from autosplit.pipeline.engine.execution.evaluation import ModuleStage
-from autosplit.pipeline.engine.execution.executor import Executor
-from autosplit.pipeline.engine.execution.microbatch import Batch, Microbatches
-from autosplit.pipeline.engine.execution.mode import Mode
-from autosplit.pipeline.engine.execution.stage_assembly import (
+from autosplit.pipeline.engine.executor import Executor
+from autosplit.pipeline.engine.mode import Mode
+from autosplit.pipeline.engine.shapes import Batch, Microbatches
+from autosplit.pipeline.engine.stages import (
+    ModuleStage,
     StageFactory,
     TrainableStage,
     build_stages,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.execution.microbatch import Part
+from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.training.state.tied_parameters import Holder
 from autosplit.torch_internals.dtensor import dtensor_class

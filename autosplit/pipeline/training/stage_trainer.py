@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.mesh.link import Link
-from autosplit.pipeline.engine.execution.evaluation import eval_mode
-from autosplit.pipeline.engine.execution.microbatch import Batch
-from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, TrainableStage
-from autosplit.pipeline.engine.faults.first_error import Board, Guard
-from autosplit.pipeline.engine.faults.watch import watch_over
-from autosplit.pipeline.engine.messages.nccl import await_device
-from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.messages.step_results import Agreement
+from autosplit.pipeline.engine.first_error import Board, Guard
+from autosplit.pipeline.engine.groups import Groups, await_device
+from autosplit.pipeline.engine.results import Agreement
+from autosplit.pipeline.engine.shapes import Batch
+from autosplit.pipeline.engine.stages import SplitStage, TrainableStage, eval_mode
+from autosplit.pipeline.engine.watch import watch_over
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline

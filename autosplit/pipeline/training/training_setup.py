@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.pipeline.engine.execution.stage_assembly import StageFactory
+from autosplit.pipeline.engine.stages import StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .options import TrainerOptions

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autosplit.pipeline.engine.messages.link_times import measure_transfer
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.timing import measure_transfer
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.training.memory.limited_schedule import LimitTuner

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from autosplit.mesh.device_speed import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.stages import footprint
 from autosplit.planner.model.block_instance import (
     BlockSequence,
     StageOptions,

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from autosplit.errors import PlanError
 from autosplit.mesh.group_device import device_of_group
-from autosplit.pipeline.engine.messages.link_times import measure_transfer, ring
-from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.launch import launch
+from autosplit.pipeline.engine.timing import measure_transfer, ring
 from autosplit.pipeline.simulation.transfer import Transfer
 
 _TIMEOUT = 60.0

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from autosplit.device import generators_kept
 from autosplit.passes.analysis.operator_cost import value_bytes
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.stages import footprint
 from autosplit.planner.model.block_instance import (
     BlockInstance,
     BlockSequence,

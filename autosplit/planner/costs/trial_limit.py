@@ -13,7 +13,7 @@ from torch import nn
 
 from autosplit.device import generators_kept
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
-from autosplit.pipeline.engine.execution.stage_assembly import SplitStage
+from autosplit.pipeline.engine.stages import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.options import TrainerOptions
 from autosplit.pipeline.training.stage_trainer import StageTrainer

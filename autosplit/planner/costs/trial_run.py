@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from autosplit.device import generators_kept
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
-from autosplit.pipeline.engine.execution.stage_assembly import SplitStage
-from autosplit.pipeline.engine.messages.default_group import gather
+from autosplit.pipeline.engine.default_group import gather
+from autosplit.pipeline.engine.stages import SplitStage
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span, median_durations

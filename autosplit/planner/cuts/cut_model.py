@@ -11,7 +11,7 @@ from torch import nn
 
 from autosplit.errors import PipelineError, PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
-from autosplit.pipeline.engine.execution.microbatch import Part
+from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.estimate import estimate

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.group_device import device_of_group
 from autosplit.mesh.link import Link
-from autosplit.pipeline.engine.memory.host_store import measure_store, open_store
-from autosplit.pipeline.engine.messages.default_group import gather, tell
+from autosplit.pipeline.engine.default_group import gather, tell
+from autosplit.pipeline.engine.host_store import open_store
+from autosplit.pipeline.engine.timing import measure_store
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.memory.limited_schedule import MemoryLimitError

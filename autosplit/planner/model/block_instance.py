@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from autosplit.pipeline.engine.execution.microbatch import Part
+from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
 from autosplit.runtime.activations.saved_tensors import TensorSpec
 from autosplit.runtime.split_options import SplitOptions

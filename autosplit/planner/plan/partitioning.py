@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
-from autosplit.pipeline.engine.execution.microbatch import Part
+from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.costs.block_costs import ModelCosts

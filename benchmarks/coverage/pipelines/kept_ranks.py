@@ -11,9 +11,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.processes.loopback import serve_store
-from autosplit.pipeline.engine.processes.outcome import Failure, first_cause
-from autosplit.pipeline.engine.processes.worker import Job, work
+from autosplit.pipeline.engine.default_group import serve_store
+from autosplit.pipeline.engine.launch import Failure, Job, first_cause, work
 
 T = TypeVar("T")
 

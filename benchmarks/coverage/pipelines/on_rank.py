@@ -14,7 +14,7 @@ from torch import Tensor
 
 import autosplit
 from autosplit import errors
-from autosplit.pipeline.engine.faults.first_error import RankError
+from autosplit.pipeline.engine.first_error import RankError
 
 from ..examine import Verdict
 from ..observe import Observed, seed_everything

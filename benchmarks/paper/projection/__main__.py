@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import autosplit
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.stages import footprint
 
 from ...environment import describe
 from ...split.clock import interleave

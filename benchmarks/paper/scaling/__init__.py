@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.processes.launch import launch
+from autosplit.pipeline.engine.launch import launch
 
 from ...pipeline.standin import Case, Times, batch_of, makespans, trainer_of
 from ...results import Rows, table

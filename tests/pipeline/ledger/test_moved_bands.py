@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.execution.recorder import recorder_on
-from autosplit.pipeline.engine.execution.stage_assembly import stage_memory
-from autosplit.pipeline.engine.memory.host_store import HostFileStore
-from autosplit.pipeline.engine.memory.moves import MicrobatchMoves
-from autosplit.pipeline.engine.memory.transferred_bytes import TransferredBytes
+from autosplit.pipeline.engine.host_store import HostFileStore
+from autosplit.pipeline.engine.moves import MicrobatchMoves
+from autosplit.pipeline.engine.stages import stage_memory
+from autosplit.pipeline.engine.timing import recorder_on
+from autosplit.pipeline.engine.transfers import TransferredBytes
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.ledger.bytes_by_owner import BytesByOwner
 from autosplit.pipeline.ledger.prediction import RankReplay

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.engine.execution.action_order import Order, as_scheduled, early_weights
-from autosplit.pipeline.engine.execution.executor import Executor
-from autosplit.pipeline.engine.messages.nccl import greet
-from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.engine.executor import Executor, Order, as_scheduled, early_weights
+from autosplit.pipeline.engine.groups import Groups, greet
+from autosplit.pipeline.engine.shapes import Negotiation, TensorMeta
+from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule

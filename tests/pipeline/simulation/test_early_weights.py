@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.engine.execution.action_order import Step, early_weights
+from autosplit.pipeline.engine.executor import Step, early_weights
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule

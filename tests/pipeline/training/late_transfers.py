@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from autosplit.pipeline.engine.memory.host_store import HostFileStore
-from autosplit.pipeline.engine.memory.lane import Lane, RunningMove
-from autosplit.pipeline.engine.memory.partner_link import PartnerLink
+from autosplit.pipeline.engine.host_store import HostFileStore
+from autosplit.pipeline.engine.transfers import Lane, PartnerLink, RunningMove
 from autosplit.pipeline.ledger.recorder import MemoryRecorder
 from autosplit.pipeline.schedule.action import ActionKind
 

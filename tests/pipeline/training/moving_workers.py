@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from autosplit import PipelineError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.memory.host_store import HostFileStore
-from autosplit.pipeline.engine.memory.partner_link import PartnerLink
+from autosplit.pipeline.engine.host_store import HostFileStore
+from autosplit.pipeline.engine.transfers import PartnerLink
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.memory import limited_schedule
 from tests.pipeline.training.late_transfers import late_transfers

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.memory.host_store import HostFileStore
+from autosplit.pipeline.engine.host_store import HostFileStore
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.training import moving_workers
 from tests.pipeline.training.moving import evicting, offloading, recomputing

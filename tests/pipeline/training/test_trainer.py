@@ -11,7 +11,7 @@ from torch import nn
 
 from autosplit.errors import PipelineError, ScheduleError, SplitError
 from autosplit.passes.graph import calls
-from autosplit.pipeline.engine.execution import stage_assembly
+from autosplit.pipeline.engine import stages
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
@@ -219,7 +219,7 @@ def test_whether_a_first_stage_has_an_input_half(
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr(stage_assembly, "Stage", Seen)
+    monkeypatch.setattr(stages, "Stage", Seen)
     inputs, targets = workers.data(8)
     model = workers.whole(2)
     workers.single_process(model, inputs, targets, 4)

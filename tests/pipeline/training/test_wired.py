@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.execution.action_order import as_scheduled, early_weights
-from autosplit.pipeline.engine.execution.executor import Executor
-from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.engine.executor import Executor, as_scheduled, early_weights
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.shapes import Negotiation, TensorMeta
+from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.pipeline.engine.messages.gradient_buckets import Bucket
+from autosplit.pipeline.engine.results import Bucket
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer

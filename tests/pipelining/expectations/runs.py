@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autosplit.pipeline.engine.messages.process_groups import disconnect
+from autosplit.pipeline.engine.groups import disconnect
 
 from . import neighbours, one_rank, own_orders, stages, two_ranks
 from .bench import CASES, Bench

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autosplit.pipeline.engine.messages.link_times import measure_transfer, ring
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.timing import measure_transfer, ring
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.links import profile_transfer
 from tests.ranks import Ranks

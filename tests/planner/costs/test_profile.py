@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autosplit.pipeline.engine.execution.stage_assembly import footprint
+from autosplit.pipeline.engine.stages import footprint
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.costs.timing import Rounds, error
 from autosplit.planner.model.block_instance import StageOptions, prepare_blocks

@@ -8,9 +8,8 @@ from typing import TypeAlias
 import torch
 
 from autosplit.errors import BatchError, PipelineError
-from autosplit.pipeline.engine.execution.microbatch import listed
-from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.shapes import TensorMeta, listed
 
 Parts: TypeAlias = "Mapping[str, Sequence[TensorMeta | None]]"
 """What a rank was given: ``inputs`` and ``targets``, each if it was; None for a tensor left out."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, StageFactory
-from autosplit.pipeline.engine.messages.default_group import gather
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.default_group import gather
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.stages import SplitStage, StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 

@@ -10,8 +10,8 @@ from operator import itemgetter
 from typing import NoReturn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.stages import TrainableStage
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.execution.mode import Mode
-from autosplit.pipeline.engine.execution.recorder import Recorder
+from autosplit.pipeline.engine.mode import Mode
+from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.ledger.bands import Band
 from autosplit.pipeline.ledger.bytes_by_owner import BytesByOwner, state_of
 from autosplit.pipeline.ledger.recorder import MemoryRecorder

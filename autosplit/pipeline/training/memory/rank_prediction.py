@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from autosplit.pipeline.engine.execution.mode import Mode
-from autosplit.pipeline.engine.execution.stage_assembly import all_traced
+from autosplit.pipeline.engine.mode import Mode
+from autosplit.pipeline.engine.stages import all_traced
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.sharding import without_sharding

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.link import Link
-from autosplit.pipeline.engine.execution.stage_assembly import (
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.host_store import HostFileStore, HostStore
+from autosplit.pipeline.engine.shapes import TensorMeta
+from autosplit.pipeline.engine.stages import (
     TrainableStage,
     all_traced,
     stage_memory,
 )
-from autosplit.pipeline.engine.memory.copy_slowing import measure_slowing
-from autosplit.pipeline.engine.memory.host_store import HostFileStore, HostStore, measure_store
-from autosplit.pipeline.engine.memory.move_times import MoveTimes
-from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
+from autosplit.pipeline.engine.timing import measure_slowing, measure_store
+from autosplit.pipeline.engine.transfers import MoveTimes
 from autosplit.pipeline.ledger.bytes_by_owner import state_of
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import RankReplay

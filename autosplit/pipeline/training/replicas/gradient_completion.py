@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from autosplit.pipeline.engine.execution.stage_assembly import TrainableStage
-from autosplit.pipeline.engine.execution.stage_protocols import PartlyPublishedStage
+from autosplit.pipeline.engine.executor import PartlyPublishedStage
+from autosplit.pipeline.engine.stages import TrainableStage
 
 from .model_replicas import Completion
 

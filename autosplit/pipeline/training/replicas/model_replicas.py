@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.mesh.reduction import ReductionQueue
-from autosplit.pipeline.engine.messages.gradient_buckets import Bucket, Member, buckets_of
-from autosplit.pipeline.engine.messages.link_times import measure_sum
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.results import Bucket, Member, buckets_of
+from autosplit.pipeline.engine.timing import measure_sum
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage

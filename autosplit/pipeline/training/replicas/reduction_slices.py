@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import SplitError
 from autosplit.passes.errors import SliceCountError
-from autosplit.pipeline.engine.execution.stage_assembly import SplitStage, TrainableStage
+from autosplit.pipeline.engine.stages import SplitStage, TrainableStage
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 

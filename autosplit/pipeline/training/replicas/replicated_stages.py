@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.storage import versions
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autosplit.pipeline.engine.messages.control import Losing
+from autosplit.pipeline.engine.control import Losing
 from autosplit.torch_internals.autograd.accumulate_grad import has_accumulate_hooks
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import nn
 
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import PIPELINE, REPLICATE, SHARD
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.groups import Groups
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.torch_internals.dtensor import local_tensor
 

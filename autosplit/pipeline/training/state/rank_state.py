@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import SHARD, TENSOR
 from autosplit.mesh.exact_norm import sum_of_squares
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.replicas.model_replicas import Completion, ModelReplicas
 from autosplit.pipeline.training.replicas.replicated_stages import ReplicatedStages

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.execution.action_order import (
+from autosplit.pipeline.engine.executor import (
     Order,
     Step,
     as_scheduled,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import autosplit
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.execution.joint_weights import join_adjacent_weights
-from autosplit.pipeline.engine.execution.stage_assembly import compile_stages
+from autosplit.pipeline.engine.executor import join_adjacent_weights
+from autosplit.pipeline.engine.stages import compile_stages
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights, numbered
 from autosplit.pipeline.schedule.dependency import needs_of
 from autosplit.pipeline.schedule.schedule import Schedule

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosplit.pipeline.engine.execution.recorder import DeviceRecorder, HostRecorder, recorder_on
+from autosplit.pipeline.engine.timing import DeviceRecorder, HostRecorder, recorder_on
 from autosplit.pipeline.schedule.action import Action
 
 F0, W0 = Action.parse("0F0"), Action.parse("0W0")

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from autosplit.errors import SplitError
-from autosplit.pipeline.engine.faults.first_error import (
+from autosplit.pipeline.engine.first_error import (
     ActionError,
     Board,
     Fault,

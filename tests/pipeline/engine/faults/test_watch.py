@@ -12,12 +12,23 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from autosplit.pipeline.engine.faults import watch as watch_module
-from autosplit.pipeline.engine.faults.first_error import Board, Guard, LostPeerError, RankError
-from autosplit.pipeline.engine.faults.rank_activity import AROUND, RankActivity
-from autosplit.pipeline.engine.faults.rank_process import Process, ended
-from autosplit.pipeline.engine.faults.store_register import RETURNED, Register, await_ending
-from autosplit.pipeline.engine.faults.watch import PeerWatch
+from autosplit.pipeline.engine import watch as watch_module
+from autosplit.pipeline.engine.first_error import (
+    AROUND,
+    Board,
+    Guard,
+    LostPeerError,
+    RankActivity,
+    RankError,
+)
+from autosplit.pipeline.engine.watch import (
+    RETURNED,
+    PeerWatch,
+    Process,
+    Register,
+    await_ending,
+    ended,
+)
 from autosplit.pipeline.schedule.action import Action
 
 CLOSED = LostPeerError("lost the other ranks: Connection closed by peer")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import OutputError, PipelineError
-from autosplit.pipeline.engine.memory import copy_slowing
-from autosplit.pipeline.engine.memory.copy_slowing import measure_slowing
-from autosplit.pipeline.engine.memory.host_store import HostFileStore, measure_store, open_store
+from autosplit.pipeline.engine import timing
+from autosplit.pipeline.engine.host_store import HostFileStore, open_store
+from autosplit.pipeline.engine.timing import measure_slowing, measure_store
 
 
 def _bytes(size: int, value: int) -> torch.Tensor:
@@ -82,8 +82,8 @@ def test_how_much_copies_slow_down(
     def in_a_second(_: object, meanwhile: Callable[[], Any]) -> tuple[float, Any]:
         return next(copies), meanwhile()
 
-    monkeypatch.setattr(copy_slowing, "_products", lambda: next(products))
-    monkeypatch.setattr(copy_slowing._Copies, "in_a_second", in_a_second)
+    monkeypatch.setattr(timing, "_products", lambda: next(products))
+    monkeypatch.setattr(timing._Copies, "in_a_second", in_a_second)
     assert measure_slowing(HostFileStore(tmp_path), 5000) == slowing
 
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from autosplit.pipeline.engine.messages import control
-from autosplit.pipeline.engine.messages.control import OTHERS, Control
+from autosplit.pipeline.engine import control
+from autosplit.pipeline.engine.control import OTHERS, Control
 
 
 def test_whoever_announces_loses_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,7 @@ def test_whoever_announces_loses_the_others(monkeypatch: pytest.MonkeyPatch) -> 
         lost.append(whom)
         yield
 
-    monkeypatch.setattr(control.plain_messages, "tell_in", lambda value, source, group: value)
+    monkeypatch.setattr(control, "tell_in", lambda value, source, group: value)
     group = cast("Any", object())
     for source in (0, 1):
         assert Control([3, 5], 5, group, losing).announce("plan", source) == "plan"

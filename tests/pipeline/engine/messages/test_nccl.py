@@ -11,9 +11,8 @@ import torch.distributed as dist
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.faults.first_error import Board, Fault, Guard, LostPeerError
-from autosplit.pipeline.engine.messages.nccl import abort, await_device
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from autosplit.pipeline.engine.first_error import Board, Fault, Guard, LostPeerError
+from autosplit.pipeline.engine.groups import Groups, abort, await_device
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.training.options import choose_device

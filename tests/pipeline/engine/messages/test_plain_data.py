@@ -12,8 +12,8 @@ import torch
 from autosplit.errors import CheckpointError, PipelineError
 from autosplit.mesh.link import Link
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.messages.plain_data import read, written
-from autosplit.pipeline.engine.messages.shape_negotiation import TensorMeta
+from autosplit.pipeline.engine.control import read, written
+from autosplit.pipeline.engine.shapes import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.timeline import Span
 
@@ -70,8 +70,8 @@ def test_what_is_no_plain_data_is_not_sent(value: object) -> None:
 HOSTILE = [
     {"data": [["os", "system"], {"command": "true"}]},
     {"data": [["builtins", "eval"], {}]},
-    {"data": [["autosplit.pipeline.engine.processes.launch", "launch"], {}]},
-    {"data": [["autosplit.pipeline.engine.processes.launch", "pickle"], {}]},
+    {"data": [["autosplit.pipeline.engine.launch", "launch"], {}]},
+    {"data": [["autosplit.pipeline.engine.launch", "pickle"], {}]},
     {"data": [["autosplit.pipeline.simulation.timeline", "dataclass"], {}]},
     {"data": [["autosplit.pipeline.simulation.timeline", "Span"], {"rank": 0, "__class__": 1}]},
     {"data": [["autosplit.nowhere", "Span"], {}]},

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.messages.process_groups import Groups
-from autosplit.pipeline.engine.messages.shape_negotiation import Negotiation, TensorMeta
-from autosplit.pipeline.engine.messages.transport import Transport
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.shapes import Negotiation, TensorMeta
+from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import Parcel, routes_of
 from tests.pipeline.engine.messages import transport_workers

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.processes.worker import agree_on_attempt
+from autosplit.pipeline.engine.default_group import agree_on_attempt
 
 SOON = timedelta(seconds=30)
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from autosplit.errors import PipelineError, ScheduleError
-from autosplit.pipeline.engine.processes import launch as launching
-from autosplit.pipeline.engine.processes.launch import launch
-from autosplit.pipeline.engine.processes.outcome import Failure, first_cause
-from autosplit.pipeline.engine.processes.worker import process_group
+from autosplit.pipeline.engine import launch as launching
+from autosplit.pipeline.engine.default_group import process_group
+from autosplit.pipeline.engine.launch import Failure, first_cause, launch
 from tests.interpreters import Servers, rank_processes
 from tests.pipeline import workers
 from tests.pipeline.engine.processes import sockets

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from autosplit.pipeline.engine.processes.loopback import on_loopback
+from autosplit.pipeline.engine.default_group import on_loopback
 from tests.pipeline.engine.processes import sockets
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import BatchError
-from autosplit.pipeline.engine.faults.rank_activity import AROUND
+from autosplit.pipeline.engine.first_error import AROUND
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline import workers
 from tests.pipeline.training.agreement import batch_workers

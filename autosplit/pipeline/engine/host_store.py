@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import statistics
 import tempfile
-import time
 import weakref
 from collections import defaultdict
 from pathlib import Path
@@ -17,14 +15,8 @@ from torch import Tensor
 
 from autosplit.device import settle
 from autosplit.errors import OutputError, PipelineError
-from autosplit.mesh.link import Link
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-
-_LARGE = 2**23  # bytes, in all
-_PIECES = 32  # at most
-_ROUNDS = 3
-_SWEPT = 2**25  # bytes, of which no core has a cache
 
 
 class HostStore(Protocol):
@@ -162,54 +154,6 @@ class PinnedStore:
         data.copy_(ticket, non_blocking=True)
         settle(self._device)
         self._free[ticket.numel()].append(ticket)
-
-
-def measure_store(store: HostStore, piece: int = _LARGE) -> Link:
-    """How long it takes to put and to take, the slower of the two. As in a step, what is copied has
-    left the core's own cache by then: hot, it would be copied in half the time.
-
-    Args:
-        store: which.
-        piece: bytes of a storage, of which several go out before they come back, as in a step. Of
-            small ones the bandwidth is less, for each is a call of its own.
-    """
-    small = torch.zeros(1, dtype=torch.uint8)
-    latency = min(max(_out_and_back(store, [small])) for _ in range(_ROUNDS))
-    piece = min(max(piece, 1), _LARGE)
-    count = min(_LARGE // piece, _PIECES)
-    seconds = []
-    sweeping = torch.zeros(_SWEPT, dtype=torch.uint8)
-    for _ in range(_ROUNDS):
-        data = [torch.ones(piece, dtype=torch.uint8) for _ in range(count)]
-        seconds.append(max(_out_and_back(store, data, sweeping)))
-    return Link(latency, count * piece / max(statistics.median(seconds), 1e-9))
-
-
-def _out_and_back(
-    store: HostStore, data: list[Tensor], sweeping: Tensor | None = None
-) -> tuple[float, float]:
-    """Seconds for each of the two; what comes back comes into new memory. What is to be swept is
-    written to before either.
-    """
-    seconds = []
-    tickets: list[Any] = []
-    found: list[Tensor] = []
-
-    def out() -> None:
-        tickets.extend(store.put(each) for each in data)
-
-    def back() -> None:
-        for each, ticket in zip(data, tickets, strict=True):
-            found.append(torch.empty_like(each))
-            store.take(ticket, found[-1])
-
-    for way in (out, back):
-        if sweeping is not None:
-            sweeping.add_(1)
-        start = time.perf_counter()
-        way()
-        seconds.append(time.perf_counter() - start)
-    return seconds[0], seconds[1]
 
 
 def offloads(schedule: Schedule) -> bool:

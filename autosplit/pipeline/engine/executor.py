@@ -1,53 +1,395 @@
-"""Runs one rank's actions of a schedule."""
+"""Runs one rank's actions of a schedule on its stages, in its order."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.faults.first_error import ActionError, LostPeerError
-from autosplit.pipeline.engine.faults.rank_activity import RankActivity
-from autosplit.pipeline.engine.memory.moves import MicrobatchMoves
-from autosplit.pipeline.engine.messages.stage_ports import (
-    Probe,
-    Receive,
-    arguments,
-    output_gradients,
-)
-from autosplit.pipeline.engine.messages.transport import Transport
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights
 from autosplit.pipeline.schedule.dependency import result_of
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import parcels_for
 from autosplit.pipeline.schedule.schedule import Schedule
 
-from .action_order import (
-    Order,
-    Step,
-    Values,
-    as_scheduled,
-    at_once,
-    behind,
-    drop,
-    slices_together,
+from .first_error import ActionError, LostPeerError, RankActivity
+from .moves import MicrobatchMoves
+from .timing import Recorder
+from .transport import (
+    Probe,
+    Receive,
+    Transport,
+    arguments,
+    output_gradients,
 )
-from .joint_weights import JoiningStage, join_adjacent_weights, joined_step
-from .recorder import Recorder
-from .stage_protocols import BackwardStage, ForwardStage, RecomputingStage, Shards, SlicedStage
-from .weight_completions import Finished, WeightCompletions
 
-__all__ = ["BackwardStage", "Executor", "ForwardStage"]
+
+class ForwardStage(Protocol):
+    """What a stage must offer to run forward."""
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        """Outputs for ``inputs``; clears the list, so that each input dies at its last use."""
+        ...
+
+
+@runtime_checkable
+class BackwardStage(ForwardStage, Protocol):
+    """What a stage must offer to run backward; see ``autosplit.stage.Stage``.
+
+    Gradients come and go as lists with one entry per output or input, None where there is none.
+    """
+
+    def backward_input(
+        self, microbatch: int, output_grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Input gradients; clears the list it is given."""
+        ...
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add the weight gradients to the stage's accumulators."""
+        ...
+
+    def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Both halves in one call; clears the list it is given."""
+        ...
+
+
+@runtime_checkable
+class SlicedStage(BackwardStage, Protocol):
+    """A stage whose W can be run in parts, one after another."""
+
+    @property
+    def slices(self) -> Sequence[object]:
+        """One entry for each slice."""
+        ...
+
+    def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
+        """Add one slice of the weight gradients; None for all of them."""
+        ...
+
+
+@runtime_checkable
+class PartlyPublishedStage(SlicedStage, Protocol):
+    """A stage whose gradients can be taken slice by slice."""
+
+    @property
+    def slices(self) -> Sequence[Sequence[str]]:
+        """For each slice the parameters, of ``module``, whose gradients it adds."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """What it was made of."""
+        ...
+
+    def publish(self, names: Collection[str] | None = None) -> None:
+        """Add the gradients of these parameters to their ``.grad`` and forget them; None: all."""
+        ...
+
+
+@runtime_checkable
+class RecomputingStage(BackwardStage, Protocol):
+    """A stage that can run F again, from its inputs."""
+
+    def forward(
+        self, microbatch: int, inputs: list[Tensor], keep: Literal["saved", "inputs"] = "saved"
+    ) -> list[Tensor]:
+        """As without ``keep``; with "inputs", nothing else is kept."""
+        ...
+
+    def recompute(self, microbatch: int) -> None:
+        """Make again what F saves for the backward."""
+        ...
+
+
+class Shards(Protocol):
+    """The stages of a rank whose parameters are sharded."""
+
+    @property
+    def stages(self) -> Collection[int]:
+        """Which they are."""
+        ...
+
+    def gather(self, stage: int) -> None:
+        """Gather the parameters of a stage."""
+        ...
+
+    def free(self, stage: int) -> None:
+        """Free them."""
+        ...
+
+
+Values = list[Any]
+"""Tensors, or None where there is no gradient; a weight half takes and gives nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An action as fetch, compute and deliver, so that waiting for input is not counted as work.
+
+    Attributes:
+        action: what it is.
+        fetch: waits for the action's input.
+        compute: the work.
+        deliver: hands on the result.
+        arrived: whether ``fetch`` would return at once.
+        adds: of its stage's weight gradients the slices that it adds to.
+        calls: for several W that a stage may run together, the steps to run in place of this one:
+            known only when it is their turn, by what their microbatches left.
+    """
+
+    action: Action
+    fetch: Callable[[], Values]
+    compute: Callable[[Values], Values]
+    deliver: Callable[[Values], None]
+    arrived: Callable[[], bool]
+    calls: Callable[[], Sequence[Step]] | None = None
+    adds: tuple[int, ...] = ()
+
+
+def drop(values: Values) -> None:
+    """Delivery of a step whose results nobody takes."""
+
+
+def at_once() -> bool:
+    """Arrival of a step that waits for nothing."""
+    return True
+
+
+def behind(
+    step: Step, needs: Sequence[Callable[[], None]], arrived: Sequence[Callable[[], bool]]
+) -> Step:
+    """The step, behind calls that wait for what it needs; ``arrived`` say whether they would."""
+    fetch, calls = step.fetch, step.calls
+
+    def wait() -> None:
+        for need in needs:
+            need()
+
+    def fetch_behind() -> Values:
+        wait()
+        return fetch()
+
+    def calls_behind() -> Sequence[Step]:
+        wait()
+        return () if calls is None else calls()
+
+    return replace(
+        step,
+        fetch=fetch_behind if calls is None else fetch,
+        arrived=lambda: step.arrived() and all(each() for each in arrived),
+        calls=None if calls is None else calls_behind,
+    )
+
+
+Order = Callable[[Sequence[Step]], Iterator[Step]]
+"""Yields every step once; whoever asks for the next has run the one before."""
+
+
+def as_scheduled(steps: Sequence[Step]) -> Iterator[Step]:
+    """The order of the schedule."""
+    return iter(steps)
+
+
+def early_weights(steps: Sequence[Step]) -> Iterator[Step]:
+    """The order of the schedule, but while a step's input is under way, run the next W's.
+
+    W's and their slices keep their order among each other, so that gradients are added up in the
+    same order, with the same rounding, however the messages fall; and none runs later than
+    scheduled, so that no more is held than the schedule holds. What is away comes back where the
+    schedule has it come.
+    """
+    weights = deque(step for step in steps if _runs_weight(step))
+    done: set[Action] = set()
+
+    def can_run(weight: Step) -> bool:
+        action = weight.action
+        ran = Action(action.stage, ActionKind.BACKWARD_INPUT, action.microbatch) in done
+        return ran and weight.arrived()
+
+    for step in steps:
+        if _runs_weight(step):
+            if weights and weights[0] is step:
+                yield weights.popleft()
+            continue
+        while weights and not step.arrived() and can_run(weights[0]):
+            yield weights.popleft()
+        yield step
+        done.add(result_of(step.action))
+
+
+def slices_together(steps: Sequence[Step]) -> list[Step]:
+    """The same steps, but of each stage's last Ws that stand next to each other, the first slice of
+    all before the second: its gradients are complete, and may be reduced, while others are made.
+
+    Each slice's gradients are added up in the same order as before.
+    """
+    row = list(steps)
+    ends: dict[int, int] = {}
+    for place, step in enumerate(row):
+        if step.adds:
+            ends[step.action.stage] = place
+    for stage, end in ends.items():
+        start = end
+        while start >= 0 and _runs_weight(row[start]) and row[start].action.stage == stage:
+            start -= 1
+        row[start + 1 : end + 1] = sorted(row[start + 1 : end + 1], key=lambda step: step.adds)
+    return row
+
+
+def _runs_weight(step: Step) -> bool:
+    return _is_weight(step.action)
+
+
+Deliver = Callable[[Values], None]
+Finished = Callable[[int, int], None]
+"""Is told a stage and the number of a slice; a stage without slices has slice 0."""
+
+
+class WeightCompletions:
+    """Counts what adds to each slice's weight gradients, step by step.
+
+    Args:
+        finished: hears of each slice when its last gradients are there; None: nobody does.
+
+    Attributes:
+        order: stages and slices as they are finished, if steps run in the order of ``counted``.
+    """
+
+    def __init__(self, finished: Finished | None) -> None:
+        self._finished = finished
+        self._parts: Counter[tuple[int, int]] = Counter()
+        self._left: Counter[tuple[int, int]] = Counter()
+        self.order: tuple[tuple[int, int], ...] = ()
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._left = self._parts.copy()
+
+    def counted(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """The steps of a row, each with the news of what it finishes."""
+        added = [(step.action.stage, part) for step in steps for part in step.adds]
+        self._parts = Counter(added)
+        self.order = tuple(reversed(dict.fromkeys(reversed(added))))
+        return tuple(
+            # Those with calls of their own count these.
+            replace(step, deliver=self.counting(step.action.stage, step.adds, step.deliver))
+            if step.adds and step.calls is None
+            else step
+            for step in steps
+        )
+
+    def counting(self, stage: int, parts: Sequence[int], deliver: Deliver) -> Deliver:
+        """``deliver``, and the news that slices of a stage are finished when nothing is left."""
+        finished = self._finished
+        if finished is None:
+            return deliver
+
+        def counted(values: Values) -> None:
+            deliver(values)
+            for part in parts:
+                self._left[stage, part] -= 1
+                if not self._left[stage, part]:
+                    finished(stage, part)
+
+        return counted
+
+
+@runtime_checkable
+class JoiningStage(Protocol):
+    """A stage that may run W of several microbatches in one call."""
+
+    @property
+    def joins_weights(self) -> bool:
+        """Whether it ever does."""
+        ...
+
+    def weight_calls(self, microbatches: Sequence[int]) -> list[list[int]]:
+        """Which of these W, in this order, go together: the microbatches of each call."""
+        ...
+
+    def backward_weight(self, microbatch: int | Sequence[int]) -> None:
+        """Add the weight gradients of one microbatch, or of several in the order given."""
+        ...
+
+
+def join_adjacent_weights(row: Iterable[Action], stages: Mapping[int, object]) -> Iterator[Action]:
+    """A rank's actions, with W of one stage next to each other as one action where the stage can
+    run them together.
+
+    Where a rank holds several stages, Ws of others may stand in between: in a stretch of Ws nothing
+    waits for any of them, so a stage's later ones move up to its first.
+
+    Args:
+        row: the actions in order.
+        stages: the rank's stages by index.
+    """
+    joining = {
+        index
+        for index, stage in stages.items()
+        if isinstance(stage, JoiningStage) and stage.joins_weights
+    }
+
+    for are_weights, actions in groupby(row, _is_weight):
+        if not (are_weights and joining):
+            yield from actions
+            continue
+        groups: dict[Action | int, list[Action]] = {}
+        for action in actions:
+            key = action.stage if action.stage in joining else action
+            groups.setdefault(key, []).append(action)
+        yield from map(JoinedWeights.of, groups.values())
+
+
+def joined_step(
+    action: JoinedWeights, stage: JoiningStage, finish: Callable[[Values], None]
+) -> Step:
+    """The step of some W next to each other.
+
+    Its calls are known only when it is their turn: microbatches whose forwards ran different
+    graphs, because the module changed in between, do not go together.
+
+    Args:
+        action: these W.
+        stage: theirs.
+        finish: is called behind the last of them.
+    """
+
+    def calls() -> list[Step]:
+        groups = stage.weight_calls(action.microbatches)
+        steps = []
+        for group in groups:
+            weights = [Action(action.stage, action.kind, each) for each in group]
+            deliver = finish if group is groups[-1] else drop
+            compute = partial(_run, stage, group)
+            steps.append(Step(JoinedWeights.of(weights), list, compute, deliver, at_once))
+        return steps
+
+    return Step(action, list, _as_it_is, drop, at_once, calls)
+
+
+def _is_weight(action: Action) -> bool:
+    return action.kind is ActionKind.BACKWARD_WEIGHT
+
+
+def _run(stage: JoiningStage, microbatches: Sequence[int], values: Values) -> Values:
+    stage.backward_weight(microbatches)
+    return values
+
+
+def _as_it_is(values: Values) -> Values:
+    return values
 
 
 Fetch = Callable[[], Values]
 Compute = Callable[[Values], Values]
-Deliver = Callable[[Values], None]
 
 RECORDED = frozenset({kind for kind in ActionKind if kind.is_compute} | {ActionKind.UNSHARD})
 """Actions of which a recorder notes when they ran; moves and reductions note it themselves."""

@@ -12,24 +12,164 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from autosplit.pipeline.engine.messages.process_groups import Groups
+from .control import read, written
+from .first_error import (
+    Board,
+    Fault,
+    KeyValueStore,
+    LostPeerError,
+    RankActivity,
+)
+from .groups import Groups
 
-from .first_error import Board, Fault, KeyValueStore, LostPeerError
-from .rank_activity import RankActivity
-from .rank_process import QUIETLY, Process
-from .store_register import RETURNED, Register
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that others may look at.
+
+    Attributes:
+        home: the machine and the numbering that ``pid`` is of.
+        pid: its number.
+        started: when, in the kernel's count; a later process may get the same number.
+    """
+
+    home: str
+    pid: int
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """The one with this number, in this process's numbering."""
+        stat = _stat(pid)
+        return cls(_home(), pid, stat[_STARTED] if stat else "")
+
+    @property
+    def near(self) -> bool:
+        """Whether this process can look at it."""
+        return bool(self.started) and self.home == _home()
+
+    def ending(self) -> str | None:
+        """How it ended, in words; None while it runs, and where that cannot be seen."""
+        if not self.near:
+            return None
+        stat = _stat(self.pid)
+        if stat is None or stat[_STARTED] != self.started:
+            return "ended without a word"  # and its parent has asked how
+        if stat[_STATE] not in "ZX":
+            return None
+        code = int(stat[_CODE])
+        return ended(-(code & 0x7F) if code & 0x7F else code >> 8)
+
+    def opened(self) -> int | None:
+        """A file descriptor that becomes readable when it ends; None where there is none."""
+        if not self.near or not hasattr(os, "pidfd_open"):
+            return None
+        try:
+            return os.pidfd_open(self.pid)
+        except OSError:  # it is gone, or the kernel is too old
+            return None
+
+
+QUIETLY = "exited with status 0"
+
+
+def ended(status: int) -> str:
+    """How a process ended, by its exit status; less than 0: by which signal."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+# Behind the name, as proc(5) numbers them less three.
+_STATE, _STARTED, _CODE = 0, 19, 49
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _home() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+RETURNED = "came to the end of its program"
+_LOOK_EVERY = 0.02
+
+
+class Register:
+    """The entries of all ranks, in a store that may end before they do."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._known: dict[int, Process] = {}
+
+    def put(self, what: str, rank: int, text: str) -> None:
+        """Leave word."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_key(what, rank), text)
+
+    def get(self, what: str, rank: int) -> str:
+        """What a rank left; empty if it did not."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([_key(what, rank)]):
+                return self._store.get(_key(what, rank)).decode()
+        return ""
+
+    def enter(self, rank: int, process: Process) -> None:
+        """Say which process a rank is."""
+        self.put("process", rank, written(process))
+
+    def process(self, rank: int) -> Process | None:
+        """Which process a rank is, once it has said so."""
+        if rank not in self._known and (text := self.get("process", rank)):
+            self._known[rank] = read(text)
+        return self._known.get(rank)
+
+    def ending(self, rank: int) -> str | None:
+        """How a rank ended, in words: its own, else those of its process; None: it did not."""
+        process = self.process(rank)
+        return self.get("words", rank) or (None if process is None else process.ending())
+
+
+def await_ending(register: Register, ranks: Iterable[int], seconds: float) -> Iterator[str]:
+    """Which of some ranks has ended and how, as soon as one has; nothing if none does in time."""
+    others = list(ranks)
+    deadline = time.monotonic() + seconds
+    while True:
+        found = [f"rank {rank} {how}" for rank in others if (how := register.ending(rank))]
+        if found or time.monotonic() > deadline:
+            yield from found
+            return
+        time.sleep(_LOOK_EVERY)
+
+
+def _key(what: str, rank: int) -> str:
+    return f"autosplit/rank {rank}/{what}"
+
 
 _BEAT = 0.25
-_LOOK_EVERY = 0.02
 # A rank that does not beat for so long is silent; a busy machine may be late.
 _SILENCE = 4 * _BEAT
 # Whoever loses a peer looks this long for what became of it. A wait that times out closes the

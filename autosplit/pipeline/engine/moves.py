@@ -16,18 +16,20 @@ from torch import Tensor
 
 from autosplit.device import take_over
 from autosplit.errors import PipelineError, SplitError
-from autosplit.pipeline.engine.faults.first_error import ActionError, LostPeerError
-from autosplit.pipeline.engine.faults.rank_activity import RankActivity
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span
 
+from .first_error import ActionError, LostPeerError, RankActivity
 from .host_store import HostStore
-from .lane import Lane, RunningMove
-from .move_times import MoveTimes
-from .partner_link import PartnerLink
-from .transferred_bytes import TransferredBytes
+from .transfers import (
+    Lane,
+    MoveTimes,
+    PartnerLink,
+    RunningMove,
+    TransferredBytes,
+)
 
 
 @runtime_checkable

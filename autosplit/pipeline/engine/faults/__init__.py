@@ -1,1 +1,0 @@
-"""Failure detection: which rank failed first, died, left or hangs."""

@@ -1,1 +1,0 @@
-"""Tensors, errors and agreements between ranks."""

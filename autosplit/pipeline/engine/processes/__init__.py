@@ -1,1 +1,0 @@
-"""Ranks as processes of one machine: how they start, end and report."""
