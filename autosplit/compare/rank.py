@@ -33,10 +33,11 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Timeline, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.options import RunOptions, StageOptions
 from autosplit.planner.costs.block_costs import ModelCosts, average
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.cuts.rank_measurement import device_of_trainer
-from autosplit.planner.model.block_instance import StageOptions
+from autosplit.planner.model.block_instance import StageOptions as ProfiledStage
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
@@ -123,7 +124,7 @@ def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
         return None
     inputs, targets = workload.batch_fn(0, workload.microbatch_size)
     whole = WholeModel.capture(workload.model_fn(), inputs)
-    options = StageOptions(
+    options = ProfiledStage(
         split=SplitOptions(settings.backend),
         loss_fn=workload.loss_fn,
         targets=targets,
@@ -138,12 +139,14 @@ def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
 def stages_for(workload: Workload, settings: Settings, costs: ModelCosts | None) -> dict[str, Any]:
     """Arguments of a trainer: the stages, or the whole model that it cuts for what it runs."""
     if workload.model_fn is None:
+        shared = workload.shared_parameters(settings.stages)
         return {
             "model": lambda index: workload.stage_fn(index, settings.stages),
-            "shared_parameters": workload.shared_parameters(settings.stages),
+            "stage_options": StageOptions(backend=settings.backend, shared_parameters=shared),
         }
     inputs, _ = workload.batch_fn(0, workload.microbatch_size)
-    return {"model": workload.model_fn(), "example": inputs, "planning": {"costs": costs}}
+    options = StageOptions(backend=settings.backend, planning={"costs": costs})
+    return {"model": workload.model_fn(), "example": inputs, "stage_options": options}
 
 
 def peak_bytes(call: Callable[[], Any], resident: Iterable[Tensor], device: torch.device) -> int:
@@ -259,12 +262,13 @@ class _Case:
             stages=settings.stages,
             microbatches=self.microbatches,
             schedule=self._schedule(split),
-            split_backward=split,
-            weights=settings.weights if split else None,
-            backend=settings.backend,
-            timeout=settings.timeout,
-            record=True,
             mesh=self._mesh(),
+            run_options=RunOptions(
+                split_backward=split,
+                weights=settings.weights if split else None,
+                timeout=settings.timeout,
+                record=True,
+            ),
             **stages_for(self.workload, settings, self.costs),
         )
 

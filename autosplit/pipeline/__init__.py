@@ -15,6 +15,7 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 
 from .trainer import PipelineTrainer
+from .training.options import RunOptions, StageOptions
 
 __all__ = [
     "SCHEDULES",
@@ -22,9 +23,11 @@ __all__ = [
     "Costs",
     "PipelineTrainer",
     "Reductions",
+    "RunOptions",
     "Schedule",
     "Span",
     "StageMemory",
+    "StageOptions",
     "Timeline",
     "Transfer",
     "build",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.collective_costs import Overlap
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
-from autosplit.pipeline.engine.stages import SplitStage, StageFactory
+from autosplit.pipeline.engine.stages import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.training.memory.rank_ledger import Record
-from autosplit.pipeline.training.options import TrainerOptions, schedule_request, stage_factory_of
+from autosplit.pipeline.training.options import (
+    RunOptions,
+    StageOptions,
+    TrainerOptions,
+    schedule_request,
+)
 from autosplit.pipeline.training.stage_modules import (
     LossFunction,
     Partitioned,
@@ -25,7 +27,6 @@ from autosplit.pipeline.training.stage_modules import (
     StageSource,
 )
 from autosplit.pipeline.training.stage_trainer import OptimizerFunction, StageTrainer
-from autosplit.pipeline.training.state.tied_parameters import Holder
 from autosplit.pipeline.training.training_setup import TrainingSetup
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.byte_sizes import parse_size
@@ -64,33 +65,12 @@ class PipelineTrainer(StageTrainer):
         stages: how many stages there are; required with a function and with a whole model.
         example: the inputs of one microbatch, to cut a whole model with: a tensor, a tuple, or
             a dictionary of keyword arguments. With anything but a whole model not allowed.
-        planning: further options of ``autosplit.partition`` for a whole model, such as ``{"costs":
-            "estimate", "limits": Limits(cap=8e9)}``; what the trainer knows, it hands on itself.
         schedule: a name from ``autosplit.pipeline.SCHEDULES``, a Schedule, or ``"auto"``:
             measure the first three steps and run the shortest schedule that ``search`` finds for
             them from then on, on the same placement and within the memory of the split schedule
             that they ran.
         microbatches: M, into how many equal parts a batch is cut along dimension 0.
-        split_backward: run input and weight gradients as separate actions.
-        weights: where the weight gradients go, see ``schedules.build``.
-        early_weights: run the next weight gradients wherever a rank would wait for a message,
-            rather than where the schedule has them; the results are the same, bit for bit. Only
-            on the CPU: on a GPU, the host does not know when the device waits.
-        slices: into how many parts of near-equal FLOPs a weight gradient may be cut: with
-            ``early_weights`` so that it fits a wait shorter than the whole, with replicas so that
-            the first gradients are reduced while others are made. None: one, but with replicas as
-            many as the gradients of the stage whose W ends a rank's step have buckets, up to 8.
-        shapes: how many shapes the batches may have, such as a shorter last batch or several
-            sequence lengths; None for any number. From the second on the graphs of stages hold for
-            any size, see ``autosplit.Stage``. A whole model is cut for one shape, and
-            ``memory_limit`` is for one. With 1, ranks need not tell each other the shape.
-        autocast: ``torch.bfloat16`` runs modules and loss under autocast.
         max_grad_norm: clips the norm of the whole model's gradient to this.
-        undo_steps: if an optimizer fails in ``step``, take the step back on every rank. Keeps a
-            copy of parameters and optimizer state while the optimizers move.
-        shared_parameters: groups of (stage, name) that are one parameter of the model. They start
-            with the values of the first holder, and each gets the sum of the gradients. Those that
-            modules of a list, or a model that is cut, have in common are found.
         device: where this process's stages go; None means the current CUDA device if the default
             process group has NCCL, torch's default device on one rank, else the CPU.
         ranks: how many processes take part; None means all. 1 keeps all stages in this process
@@ -103,10 +83,9 @@ class PipelineTrainer(StageTrainer):
             first. A function that builds stages shards them by torch's ``fully_shard`` over
             ``mesh["dp_shard"]``, or ``mesh["dp_replicate", "dp_shard"]``: whole in a step, sharded
             between steps. Stages are made tensor parallel by torch's ``parallelize_module`` over
-            ``mesh["tp"]``; the ranks along it are given the same batch.
-        bucket_cap_mb: MiB of gradients that replicas reduce at once. A bucket is under way as soon
-            as its gradients are there, beside the weight gradients that remain.
-        timeout: seconds to wait for another rank, and for each stage to be built.
+            ``mesh["tp"]``; the ranks along it are given the same batch. Replicas reduce gradients
+            in buckets of 25 MiB, each under way as soon as its gradients are there, beside the
+            weight gradients that remain; the W that ends a rank's step is cut into slices for that.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
             parameters, gradients, optimizer state, microbatches and what calls need. On the
             placement of ``schedule``, the shortest step within it is searched: before the first
@@ -115,21 +94,8 @@ class PipelineTrainer(StageTrainer):
             the limit; where none does, a PipelineError says the least limit that was found to do.
             The first steps may hold more. It may keep microbatches at a partner rank, in the host's
             store, or run forwards again.
-        store: the folder of the file in which stages on the CPU keep what the schedule offloads;
-            None means that of temporary files. The file has no name there and ends with the
-            process. On a GPU it is pinned memory.
-        record: what to record of each step; may be changed between steps. True: when what ran,
-            for ``timeline``. ``"memory"``: what each rank holds as well, for ``memory``; on the
-            CPU by torch's profiler, which makes such a step slower and cannot run twice at once.
-        backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
-        memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
-        accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
-            None means ``"exact"``. ``"concatenated"`` makes one call of those Ws of a stage that
-            the schedule has next to each other on a rank.
-        grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
-        overlap: what weight gradients hide in stages whose tensors ranks share, see
-            ``autosplit.split``; None means ``"collectives"``. The same on all ranks.
-        stage_factory: makes stages in place of ``autosplit.Stage``.
+        stage_options: how stages are made.
+        run_options: how steps run.
 
     Raises:
         PipelineError: no process group, a count that does not fit, or any other bad argument.
@@ -145,54 +111,24 @@ class PipelineTrainer(StageTrainer):
         microbatches: int,
         stages: int | None = None,
         example: Example | None = None,
-        planning: Mapping[str, Any] | None = None,
         schedule: str | Schedule = "1f1b",
-        split_backward: bool = True,
-        weights: str | None = None,
-        early_weights: bool = False,
-        slices: int | None = None,
-        shapes: int | None = None,
-        autocast: torch.dtype | None = None,
         max_grad_norm: float | None = None,
-        undo_steps: bool = False,
-        shared_parameters: Sequence[Sequence[Holder]] = (),
         device: torch.device | str | None = None,
         ranks: int | None = None,
         mesh: DeviceMesh | None = None,
-        bucket_cap_mb: float = 25.0,
-        timeout: float = 300.0,
         memory_limit: int | str | None = None,
-        store: str | os.PathLike[str] | None = None,
-        record: Record = False,
-        backend: str | None = None,
-        memory: str | int | None = None,
-        accumulation: str | None = None,
-        grad_dtype: torch.dtype | None = None,
-        overlap: Overlap | None = None,
-        stage_factory: StageFactory | None = None,
+        stage_options: StageOptions | None = None,
+        run_options: RunOptions | None = None,
     ) -> None:
-        factory = stage_factory_of(
-            stage_factory,
-            backend=backend,
-            memory=memory,
-            accumulation=accumulation,
-            grad_dtype=grad_dtype,
-            overlap=overlap,
-            slices=slices,
-        )
+        made, run = stage_options or StageOptions(), run_options or RunOptions()
         options = TrainerOptions(
-            schedule_request(schedule, microbatches, ranks, split_backward, weights),
-            factory,
-            early_weights=early_weights,
-            shapes=shapes,
-            autocast=autocast,
+            schedule_request(schedule, microbatches, ranks, run.split_backward, run.weights),
+            made.factory(),
+            autocast=made.autocast,
             max_grad_norm=max_grad_norm,
-            undo_steps=undo_steps,
-            timeout=timeout,
-            store=store,
+            timeout=run.timeout,
+            store=run.store,
             mesh=mesh,
-            bucket_cap_mb=bucket_cap_mb,
-            slices_are_given=slices is not None,
             memory_limit=(
                 None
                 if memory_limit is None
@@ -200,17 +136,17 @@ class PipelineTrainer(StageTrainer):
             ),
         )
         if _is_whole(model):
-            setup = _cut(model, stages, example, planning, loss_fn, options)
+            setup = _cut(model, stages, example, made, loss_fn, options)
         else:
-            _refuse_beside_stages(model, example=example, planning=planning)
+            _refuse_beside_stages(model, example=example, planning=made.planning)
             setup = TrainingSetup.of(StageSource.of(model, stages), loss_fn, options)
         super().__init__(
             setup,
             optimizer_fn,
             options,
-            shared_parameters=shared_parameters,
+            shared_parameters=made.shared_parameters,
             device=device,
-            record=record,
+            record=run.record,
         )
 
 
@@ -229,7 +165,7 @@ def _cut(
     model: nn.Module,
     count: int | None,
     example: Example | None,
-    planning: Mapping[str, Any] | None,
+    made: StageOptions,
     loss_fn: LossFunction,
     options: TrainerOptions,
 ) -> TrainingSetup:
@@ -248,14 +184,9 @@ def _cut(
             "stages=N, and give the inputs of one microbatch as example=...; a module whose "
             "children are the stages is given as a list, [*module]"
         )
-    how = Planning.of(planning or {})
+    how = Planning.of(made.planning or {})
     request = options.schedule
     built = options.schedule_for(count, len(options.layout(count).pipeline))
-    if options.shapes is not None and options.shapes > 1:
-        raise PipelineError(
-            f"shapes={options.shapes} has no effect on a whole model, which is cut for batches of "
-            "one shape: pad the others to it, or give stages"
-        )
     factory = options.factory
     found = cut_model(
         model,

@@ -26,6 +26,7 @@ from autosplit.dump.tables import milliseconds
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.memory.limited_schedule import MemoryLimitError
+from autosplit.pipeline.training.options import RunOptions
 from autosplit.planner.cuts.solve import CapError
 from autosplit.planner.plan.partitioning import partition
 from autosplit.planner.plan.plan import Plan
@@ -209,7 +210,7 @@ def _train(settings: TrainSettings, ready: Prepared) -> str:
         next_token_loss,
         lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate),
         max_grad_norm=MAX_GRAD_NORM,
-        record=True,
+        run_options=RunOptions(record=True),
     ) as trainer:
         run = _Run(settings, ready, trainer)
         torch.manual_seed(settings.seed + torch.distributed.get_rank())

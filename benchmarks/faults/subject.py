@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.pipeline import PipelineTrainer, process_group
+from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions, process_group
 from autosplit.stage import Stage
 
 from .cells import Cell
@@ -137,8 +137,8 @@ def _train(cell: Cell, note: Note, timeout: float) -> None:
         optimizer,
         stages=cell.ranks,
         microbatches=MICROBATCHES,
-        timeout=timeout,
-        stage_factory=stage,
+        stage_options=StageOptions(stage_factory=stage),
+        run_options=RunOptions(timeout=timeout),
     )
     for batch in batches():
         trainer.step(batch)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, RunOptions
 
 from . import gradients
 from .gradients import Gradients, Loss, mean_square
@@ -37,7 +37,12 @@ class Trainer:
         self._named = gradients.named(dict(enumerate(stages))) if named is None else named
         self._found: Gradients = {}
         self._trainer = PipelineTrainer(
-            stages, loss_fn, self._optimizer, microbatches=microbatches, timeout=60.0, **options
+            stages,
+            loss_fn,
+            self._optimizer,
+            microbatches=microbatches,
+            run_options=RunOptions(timeout=60.0),
+            **options,
         )
 
     def step(self, batch: tuple[Any, Any]) -> Gradients:

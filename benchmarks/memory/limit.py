@@ -12,6 +12,7 @@ import torch
 
 import autosplit
 from autosplit.errors import PipelineError
+from autosplit.pipeline import PipelineTrainer, RunOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.engine.timing import measure_transfer
@@ -19,7 +20,6 @@ from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.rank_time import undisturbed
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import median_durations
-from autosplit.pipeline.trainer import PipelineTrainer
 from examples.families import FAMILIES, Family
 
 from ..paper.settings import SIZES
@@ -69,7 +69,7 @@ def _compare(
             lambda parameters: torch.optim.SGD(parameters, lr=0.0),
             microbatches=microbatches,
             schedule=schedule,
-            timeout=300.0,
+            run_options=RunOptions(timeout=300.0),
             **options,
         )
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.ledger.bands import StepMemory
-from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.report.memory_picture import draw_memory
 from examples.families import FAMILIES
 
@@ -69,9 +69,9 @@ def _run(
         microbatches=microbatches,
         stages=RANKS,
         example=subject.example(),
-        planning={"costs": "estimate"},
-        timeout=300.0,
-        **case,
+        schedule=case["schedule"],
+        stage_options=StageOptions(planning={"costs": "estimate"}, memory=case.get("memory")),
+        run_options=RunOptions(timeout=300.0, split_backward=case.get("split_backward", True)),
     ) as trainer:
         early = trainer.predict_memory(batch).predicted
         trainer.step(batch)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import autosplit
+from autosplit.pipeline import RunOptions
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.memory.balance import balance
@@ -72,8 +73,7 @@ def _run(
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         microbatches=schedule.microbatches,
         schedule=schedule,
-        timeout=300.0,
-        record=True,
+        run_options=RunOptions(timeout=300.0, record=True),
     ) as trainer:
         losses = trainer.step(batch).tolist()
         timelines = []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -20,7 +21,6 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
 
 from ..pipeline.standin import Clock
@@ -151,7 +151,6 @@ def _on_rank(cases: list[Case], steps: int) -> list[Found]:
 def _run(case: Case, steps: int) -> Found:
     count = case.schedule.microbatches
     batch = torch.zeros(count * ROWS, NARROW), torch.zeros(count * ROWS, NARROW)
-    options: dict[str, Any] = {} if case.folder is None else {"store": case.folder}
     with PipelineTrainer(
         Keeping,
         nn.functional.mse_loss,
@@ -159,10 +158,10 @@ def _run(case: Case, steps: int) -> Found:
         stages=case.schedule.stages,
         microbatches=count,
         schedule=case.schedule,
-        timeout=120.0,
-        record=True,
-        stage_factory=functools.partial(Timed, times=case.times, clock=Clock()),
-        **options,
+        stage_options=StageOptions(
+            stage_factory=functools.partial(Timed, times=case.times, clock=Clock())
+        ),
+        run_options=RunOptions(timeout=120.0, record=True, store=case.folder),
     ) as trainer:
         losses = trainer.step(batch).tolist()
         seconds = []

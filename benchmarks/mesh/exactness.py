@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
+from autosplit.pipeline.training.replicas import model_replicas
 
 from ..results import Rows, table
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 64, 16, 4, 2
 BLOCKS = 8  # of the model, however it is cut
-CAP_MB = 0.05  # so that a stage has several buckets
+CAP = 2**16  # so that a stage has several buckets
 
 MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "pp 2 x dp_replicate 2": (("pp", "dp_replicate"), (2, 2)),
@@ -45,9 +47,7 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 _ALL_MEMORY = ("pp 2 x dp_replicate 2", "pp 2 x dp_shard 2", "pp 2 x tp 2")
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {},
-    "1f1b, fused": {"schedule": "1f1b", "split_backward": False},
-    "1f1b, early, 2 slices": {"schedule": "1f1b", "early_weights": True, "slices": 2},
-    "1f1b, 2 slices": {"schedule": "1f1b", "slices": 2},
+    "1f1b, fused": {"schedule": "1f1b", "run_options": RunOptions(split_backward=False)},
     "interleaved": {"schedule": "interleaved"},
     "zb-v": {"schedule": "zb-v"},
 }
@@ -66,10 +66,6 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.mesh}, {self.schedule}, memory={self.memory}"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"memory": self.memory, **SCHEDULES[self.schedule]}
 
     def stages(self, ranks: int) -> int:
         """Two a rank where the schedule wants them, else one; at least two."""
@@ -101,12 +97,7 @@ class Block(nn.Module):
 def cases() -> Iterator[Case]:
     for mesh, (names, _) in MESHES.items():
         for schedule in SCHEDULES:
-            options = SCHEDULES[schedule]
             if schedule == "zb-v" and "pp" not in names:
-                continue
-            if "tp" in names and options.get("early_weights"):  # refused
-                continue
-            if "slices" in options and not {"dp_replicate", "dp_shard"} & {*names}:
                 continue
             settings = MEMORY if mesh in _ALL_MEMORY else MEMORY[1:2]
             yield from (Case(mesh, schedule, memory) for memory in settings)
@@ -161,19 +152,20 @@ def _run(case: Case) -> dict[str, Any]:
     stages, replicas = case.stages(sizes.get("pp", 1)), shards * sizes.get("dp_replicate", 1)
     reference, norm = _by_hand(stages, replicas, mesh)
     counted: list[int] = []
-    options = dict(case.options)
-    if shards == 1 and replicas > 1:
-        options["bucket_cap_mb"] = CAP_MB
-    with PipelineTrainer(
-        functools.partial(_built, stages=stages, mesh=mesh),
-        F.mse_loss,
-        lambda parameters: torch.optim.AdamW(parameters),
-        stages=stages,
-        microbatches=MICROBATCHES,
-        mesh=mesh,
-        max_grad_norm=1e9,
-        **options,
-    ) as trainer:
+    with (
+        mock.patch.object(model_replicas, "CAP", CAP),
+        PipelineTrainer(
+            functools.partial(_built, stages=stages, mesh=mesh),
+            F.mse_loss,
+            lambda parameters: torch.optim.AdamW(parameters),
+            stages=stages,
+            microbatches=MICROBATCHES,
+            mesh=mesh,
+            max_grad_norm=1e9,
+            stage_options=StageOptions(memory=case.memory),
+            **SCHEDULES[case.schedule],
+        ) as trainer,
+    ):
         share = _share(_replica(mesh))
         trainer.forward_backward(share)
         pairs = [
@@ -242,7 +234,7 @@ def _groups(modules: Iterable[nn.Module]) -> int:
 def _buckets(parameters: list[nn.Parameter]) -> int:
     """At least so many messages carry these gradients."""
     own = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-    return math.ceil(sum(p.nbytes for p in own) / (CAP_MB * 2**20))
+    return math.ceil(sum(p.nbytes for p in own) / CAP)
 
 
 class _counting:  # noqa: N801

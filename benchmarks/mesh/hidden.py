@@ -7,18 +7,20 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autosplit.mesh.link import Link
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.training.replicas import model_replicas
 
 from ..results import Rows, table
 from .throttled_link import Throttled
@@ -155,6 +157,7 @@ def _run(case: Case, steps: int) -> dict[str, Any]:
     batch = (torch.zeros(case.microbatches, 1), torch.zeros(case.microbatches, 1))
     with (
         Throttled(case.link),
+        mock.patch.object(model_replicas, "CAP", 4 * _ELEMENTS),
         PipelineTrainer(
             Sleeper,
             nn.functional.mse_loss,
@@ -163,9 +166,8 @@ def _run(case: Case, steps: int) -> dict[str, Any]:
             microbatches=case.microbatches,
             schedule=schedule,
             mesh=mesh,
-            bucket_cap_mb=4 * _ELEMENTS / 2**20,
-            stage_factory=stage,
-            record=True,
+            stage_options=StageOptions(stage_factory=stage),
+            run_options=RunOptions(record=True),
         ) as trainer,
     ):
         trainer.step(batch)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autosplit.mesh.link import Link
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.training.replicas import model_replicas
+from autosplit.stage import Stage
 
 from ..results import Rows
 from .throttled_link import Throttled
 
-_CAP = 1.0  # MiB of a bucket
+_CAP = 2**20  # bytes of a bucket
 _MICROBATCHES, _LENGTH, _WORDS = 4, 256, 512
 
 Times = dict[tuple[ActionKind, int], float]
@@ -73,7 +77,7 @@ def _name(slices: int, reduction: float) -> str:
 def on_rank(cases: list[tuple[int, float]], steps: int) -> Rows:
     rows = []
     for slices, reduction in cases:
-        with _trainer(slices) as trainer:
+        with mock.patch.object(model_replicas, "CAP", _CAP), _trainer(slices) as trainer:
             rows.append(_row(trainer, slices, reduction, steps))
     return rows
 
@@ -86,10 +90,9 @@ def _trainer(slices: int) -> PipelineTrainer:
         stages=1,
         microbatches=_MICROBATCHES,
         schedule="1f1b",
-        slices=slices,
         mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",)),
-        bucket_cap_mb=_CAP,
-        record=True,
+        stage_options=StageOptions(stage_factory=functools.partial(Stage, slices=slices)),
+        run_options=RunOptions(record=True),
     )
 
 
@@ -109,7 +112,7 @@ def _row(trainer: PipelineTrainer, slices: int, reduction: float, steps: int) ->
             timeline = trainer.timeline()
             hidden.append(timeline.reduction_hidden or 0.0)
             seconds.append(timeline.makespan)
-    reductions = Reductions([bytes_], link, cap=int(_CAP * 2**20), slices=slices)
+    reductions = Reductions([bytes_], link, cap=_CAP, slices=slices)
 
     def taken(action: Action) -> float:
         return times[action.kind, action.microbatch]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.compare.workload import Workload, load_workload
+from autosplit.pipeline import RunOptions
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -98,9 +99,7 @@ def _run(case: Case, workload: Workload, steps: int) -> Row:
         stages=stages,
         microbatches=MICROBATCHES,
         schedule=case.schedule,
-        split_backward=case.split,
-        timeout=120.0,
-        record=True,
+        run_options=RunOptions(split_backward=case.split, timeout=120.0, record=True),
     )
     batch = workload.batch_fn(0, MICROBATCHES * workload.microbatch_size)
     steps_run: list[Timeline] = []

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.pipeline import StageOptions
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.trainer import PipelineTrainer
@@ -99,7 +100,7 @@ def _overhead(stages: int, ranks: int) -> float:
         microbatches=_MICROBATCHES,
         schedule=schedule,
         ranks=ranks,
-        stage_factory=factory,
+        stage_options=StageOptions(stage_factory=factory),
     )
     seconds = []
     with trainer:

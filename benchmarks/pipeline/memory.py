@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.compare.rank import peak_bytes
+from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.stages import footprint
@@ -152,13 +153,13 @@ def _run(schedule: Schedule, config: LlamaConfig) -> Row:
     layers = LAYERS * ranks // schedule.stages
     trainer = PipelineTrainer(
         lambda index: Layers(config, layers),
-        lambda output, target: output.sum(),  # keeps nothing
+        lambda output, target: output.sum(),
         torch.optim.SGD,
         stages=schedule.stages,
         microbatches=schedule.microbatches,
         schedule=schedule,
-        timeout=120.0,
-        stage_factory=functools.partial(Weighed, scale=scale),
+        stage_options=StageOptions(stage_factory=functools.partial(Weighed, scale=scale)),
+        run_options=RunOptions(timeout=120.0),
     )
     x = torch.randn(schedule.microbatches, config.seq, config.dim)
     batch = (x, x[:, 0, 0].clone())

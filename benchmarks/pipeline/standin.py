@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import ScheduleError
+from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -262,9 +263,10 @@ def trainer_of(case: Case) -> PipelineTrainer:
         lambda parameters: torch.optim.SGD(parameters),
         microbatches=schedule.microbatches,
         schedule=schedule,
-        timeout=60.0,
-        record=True,
-        stage_factory=functools.partial(Sleeping, case=case, clock=Clock()),
+        stage_options=StageOptions(
+            stage_factory=functools.partial(Sleeping, case=case, clock=Clock())
+        ),
+        run_options=RunOptions(timeout=60.0, record=True),
     )
 
 

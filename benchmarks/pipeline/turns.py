@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from autosplit.compare import Workload
+from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.engine.stages import (
     SplitStage,
@@ -138,9 +139,8 @@ class Turns:
             stages=total,
             microbatches=microbatches,
             schedule=contender.schedule,
-            split_backward=contender.split_backward,
-            timeout=TIMEOUT,
-            stage_factory=self._factory(contender, total),
+            stage_options=StageOptions(stage_factory=self._factory(contender, total)),
+            run_options=RunOptions(split_backward=contender.split_backward, timeout=TIMEOUT),
         )
         self._trainers.append(trainer)
         size = distinct_storage_bytes(_parameters(trainer.modules.values()))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline import RunOptions
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.costs.trial_run import stage_times, trial_steps
 from autosplit.planner.cuts.solve import Solution
@@ -41,7 +42,7 @@ class Training:
             lambda parameters: torch.optim.SGD(parameters, lr=0.0),
             microbatches=microbatches,
             schedule=plan.schedule,
-            record=True,
+            run_options=RunOptions(record=True),
         )
 
     @property

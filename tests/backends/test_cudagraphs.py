@@ -19,7 +19,7 @@ from autosplit.backends.compiled_graph import BACKENDS
 from autosplit.backends.cudagraphs import CudaGraphs, CudaGraphSlot, Recording
 from autosplit.errors import BackendError
 from autosplit.passes.graph import Kind, Role, set_outputs
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, StageOptions
 from autosplit.torch_internals.storage import versions
 
 ORDERS = [((0, 1, 2), (0, 1, 2)), ((2, 0, 1), (1, 2, 0))]
@@ -177,7 +177,7 @@ def test_trainer(stand_in: type[Rerun]) -> None:
             lambda parameters: torch.optim.SGD(parameters, 0.1),
             ranks=1,
             microbatches=4,
-            backend=backend,
+            stage_options=StageOptions(backend=backend),
         ) as engine:
             found.append([engine.step((inputs, targets)) for _ in range(3)])
     assert stand_in.recordings

@@ -22,6 +22,7 @@ from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.torch_internals import inductor
+from tests.pipeline.trainer_options import grouped
 
 # Float32 against float64; what torch.compile meets on the same models.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -248,7 +249,12 @@ def test_a_trainer_compiles_what_its_schedule_runs_before_it_runs_it(
     exact = copy.deepcopy(nn.Sequential(*models)).double()
     sgd = partial(torch.optim.SGD, lr=0.1)
     with PipelineTrainer(
-        models, nn.functional.mse_loss, sgd, microbatches=2, backend="inductor", ranks=1, **options
+        models,
+        nn.functional.mse_loss,
+        sgd,
+        microbatches=2,
+        ranks=1,
+        **grouped(backend="inductor", **options),
     ) as engine:
         x, y = torch.randn(4, 12), torch.randn(4, 12)
         engine.forward_backward((x, y))

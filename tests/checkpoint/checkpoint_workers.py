@@ -17,6 +17,7 @@ from autosplit.pipeline.training.state.tied_parameters import Holder
 from autosplit.planner.meta_init.materialise import Values, materialise_stage
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.tables import chain_of
+from tests.pipeline.trainer_options import grouped
 
 VOCABULARY, WIDTH, LAYERS = 13, 8, 6
 
@@ -87,7 +88,12 @@ def trainer(model: nn.Sequential, stages: int, **options: Any) -> PipelineTraine
     cut = Chain(model, stages, options.pop("values", None))
     options = {"microbatches": 2, "timeout": 30.0, "stage_factory": ReferenceStage, **options}
     optimizer_fn = options.pop("optimizer_fn", adam)
-    return PipelineTrainer(cut, F.cross_entropy, optimizer_fn, **options)
+    return PipelineTrainer(
+        cut,
+        F.cross_entropy,
+        optimizer_fn,
+        **grouped(**options),
+    )
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

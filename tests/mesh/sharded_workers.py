@@ -155,10 +155,10 @@ def exactness(mesh: DeviceMesh, stages: int, **options: Any) -> dict[str, bool]:
 
 
 EXACT: dict[str, tuple[int, dict[str, Any]]] = {
-    "slices": (2, {"slices": 2, "memory": "lean"}),
+    "slices": (2, {"memory": "lean"}),
     "fused": (2, {"split_backward": False, "sharding": {"reshard_after_forward": False}}),
     "interleaved": (4, {"schedule": "interleaved", "sharding": {"reshard_after_forward": True}}),
-    "zb-v": (4, {"schedule": "zb-v", "early_weights": True}),
+    "zb-v": (4, {"schedule": "zb-v"}),
 }
 
 
@@ -368,7 +368,6 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "no mesh": built(wrongly(None), None, stages=4),
         "shared": built(sharded(mesh), shared_parameters=tied),
         "two copies": built(sharded(mesh), schedule="chimera"),
-        "cap": built(sharded(mesh), bucket_cap_mb=1.0),
         "limit": built(sharded(mesh), memory_limit="1GiB"),
         "built differently": built(
             sharded(mesh, lambda i: uneven(i) if dist.get_rank() != 3 else nn.Sequential(Scale()))

@@ -28,6 +28,7 @@ from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoi
 from autosplit.pipeline import PipelineTrainer
 from tests.mesh.workers import adam, norm_of, refusal
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.trainer_options import grouped
 from tests.ranks import forget_meshes
 
 WIDTH, ROWS, LENGTH, WORDS, M = 4, 8, 4, 8, 4
@@ -106,7 +107,14 @@ def trainer(
     if build is None:
         build = parallel(mesh, stages) if mesh is not None else lambda i: stage_of(i, stages)
     loss_fn = options.pop("loss_fn", loss_of)
-    return PipelineTrainer(build, loss_fn, adam, stages=stages, mesh=mesh, **options)
+    return PipelineTrainer(
+        build,
+        loss_fn,
+        adam,
+        stages=stages,
+        mesh=mesh,
+        **grouped(**options),
+    )
 
 
 def whole(tensor: Any) -> Tensor:
@@ -291,7 +299,6 @@ def refused() -> dict[str, str]:
         "no mesh": ran(ours, None, ranks=1),
         "nothing shared": ran(lambda mesh: lambda index: stage_of(index, 2)),
         "other widths": ran(widened),
-        "early": ran(ours, early_weights=True),
         "memory": ran(ours, memory="lean" if rank % 2 else "fast"),
         "other batches": ran(ours, batches=2, stage_factory=ReferenceStage),
         "other seeds": ran(seeded, stage_factory=ReferenceStage),

@@ -12,7 +12,7 @@ from torch import nn
 
 import autosplit
 from autosplit import CollectiveCosts, DeviceSpeed, Link, SplitError, Stage, measure_collectives
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, StageOptions
 from tests.fake_ranks import fake_mesh
 
 DEVICE = DeviceSpeed(1e12, 1e11, 1e-6)
@@ -61,7 +61,7 @@ def test_overlap_that_is_neither_a_name_nor_costs(wrong: Any) -> None:
                 torch.optim.SGD,
                 stages=1,
                 microbatches=1,
-                overlap=wrong,
+                stage_options=StageOptions(overlap=wrong),
             )
 
 

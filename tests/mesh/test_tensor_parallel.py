@@ -18,7 +18,6 @@ SAID = {
     "no mesh": (LIES, "the trainer has no mesh with 'tp'"),
     "nothing shared": ("the mesh has 2 ranks along 'tp', and no parameter of any stage is shared",),
     "other widths": ("hold parts of the same stages, which must be built alike",),
-    "early": ("early_weights=True", "must run their collectives in one order"),
     "memory": ("every rank must build the same trainer, but memory is 'fast' on rank 0 and",),
     "other batches": ("share the tensors of their stages and were given different batches: give ",),
     "other seeds": ("share the tensors of a stage and have the losses", "the same seed"),

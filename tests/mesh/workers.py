@@ -20,11 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError
+from autosplit.mesh.buckets import CAP
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.results import Bucket
 from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.training.replicas import model_replicas
 from autosplit.stage import Stage
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.trainer_options import grouped
 
 WIDTH, ROWS, M = 6, 8, 4
 
@@ -51,10 +54,17 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def trainer(
     mesh: DeviceMesh | None = None, build: Any = block, stages: int | None = 2, **options: Any
 ) -> PipelineTrainer:
+    """``cap``: bytes of a bucket, of which one trainer makes its own in its first step."""
+    model_replicas.CAP = options.pop("cap", CAP)
     options = {"microbatches": M, "timeout": 60.0, **options}
     loss_fn = options.pop("loss_fn", F.mse_loss)
     return PipelineTrainer(
-        build, loss_fn, options.pop("optimizer_fn", adam), stages=stages, mesh=mesh, **options
+        build,
+        loss_fn,
+        options.pop("optimizer_fn", adam),
+        stages=stages,
+        mesh=mesh,
+        **grouped(**options),
     )
 
 
@@ -161,12 +171,12 @@ def exactness(mesh: DeviceMesh, stages: int, **options: Any) -> dict[str, bool]:
 
 REFERENCE = {"stage_factory": ReferenceStage}
 EXACT: dict[str, tuple[int, dict[str, Any]]] = {
-    "slices": (2, {"slices": 2}),
-    "early": (2, {"early_weights": True, "slices": 2, "memory": "lean"}),
+    "slices": (2, {"cap": 10}),
+    "lean": (2, {"cap": 10, "memory": "lean"}),
     "1f1b": (2, REFERENCE),
     "fused": (2, {"split_backward": False, **REFERENCE}),
     "interleaved": (4, {"schedule": "interleaved", **REFERENCE}),
-    "zb-v": (4, {"schedule": "zb-v", "bucket_cap_mb": 1e-4, **REFERENCE}),
+    "zb-v": (4, {"schedule": "zb-v", "cap": 100, **REFERENCE}),
 }
 
 
@@ -225,11 +235,11 @@ def once_each(mesh: DeviceMesh) -> dict[str, Any]:
     bytes_of = 4 * (2 * WIDTH * WIDTH + 2 * WIDTH)
     # Beside the gradients goes a number for each parameter.
     cases = {
-        "one bucket": (25.0, [bytes_of + 16]),
-        "one each": (1e-5, sorted([4 * WIDTH * WIDTH + 4, 4 * WIDTH + 4] * 2)),
+        "one bucket": (CAP, [bytes_of + 16]),
+        "one each": (10, sorted([4 * WIDTH * WIDTH + 4, 4 * WIDTH + 4] * 2)),
     }
     for name, (cap, expected) in cases.items():
-        with trainer(mesh, bucket_cap_mb=cap, **REFERENCE) as made:
+        with trainer(mesh, cap=cap, **REFERENCE) as made:
             made.step(own)
             with counted_reductions() as reductions:
                 made.step(own)
@@ -253,7 +263,7 @@ def under_way(mesh: DeviceMesh, **options: Any) -> list[str]:
 
     Stage.backward_weight, Bucket.start = ran, started  # type: ignore[method-assign]
     try:
-        given = {"schedule": "gpipe", "weights": "2bp", "bucket_cap_mb": 1e-4, **options}
+        given = {"schedule": "gpipe", "weights": "2bp", "cap": 100, **options}
         with trainer(mesh, microbatches=2, **given) as made:
             made.step(share(replica_of(mesh)))
     finally:
@@ -336,7 +346,7 @@ def also(mesh: DeviceMesh) -> dict[str, Any]:
         schedules: list[Any] = [None] * 4
         dist.all_gather_object(schedules, made.schedule.ranks)
         found["auto"] = all(each == schedules[0] for each in schedules)
-    with trainer(mesh, shapes=2, **REFERENCE) as made:
+    with trainer(mesh, **REFERENCE) as made:
         made.step(own)
         made.step(tuple(each[:4] for each in own))
         found["shapes"] = True
@@ -418,7 +428,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     def ran(batch: Any, build: Any = block, **options: Any) -> str:
         def act() -> None:
             with trainer(mesh, build, **{**REFERENCE, **options}) as made:
-                made.step(own if options.get("shapes") == 2 else batch)
+                made.step(batch)
                 made.step(batch)
 
         return refusal(act)
@@ -438,12 +448,8 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "two names": built(mesh if dist.get_rank() < 2 else named),
         "long": built(init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))),
         "cuda": built(mesh, device="meta"),
-        "cap": built(mesh, bucket_cap_mb=0),
-        "no cap": built(mesh, bucket_cap_mb=float("nan")),
-        "cap alone": built(None, ranks=1, bucket_cap_mb=1.0),
-        "shapes": ran(half, shapes=1),
+        "shapes": ran(half, memory_limit="1GiB"),
         "any shape": ran(half),
-        "one of two shapes": ran(half, shapes=2),
         "built differently": ran(
             own, lambda index: nn.Linear(WIDTH, WIDTH, bias=dist.get_rank() != 3)
         ),
@@ -510,7 +516,7 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_replicate",))
     found: dict[str, Any] = {
-        name: exactness(turned if name == "early" else mesh, stages, **options)
+        name: exactness(turned if name == "lean" else mesh, stages, **options)
         for name, (stages, options) in EXACT.items()
     }
     alone = exactness(flat, 2, **REFERENCE)
@@ -522,9 +528,8 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     found["whole"] = seen.tolist() == by_hand(block, 2, 2)[1][replica_of(mesh)]
     found["no pipeline"] = {"losses": alone["losses"]}  # four numbers are added in some order
     found["reductions"] = once_each(mesh)
-    found["under way"] = under_way(mesh, slices=2)
-    found["chosen"] = under_way(mesh)
-    found["one bucket"] = under_way(mesh, bucket_cap_mb=25.0)
+    found["under way"] = under_way(mesh)
+    found["one bucket"] = under_way(mesh, cap=CAP)
     found["training"] = training(mesh)
     found["also"] = also(mesh)
     found["refused"] = refused(mesh)

@@ -237,11 +237,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
         _different, grad_dtype=(None, torch.float64), stage_factory=(None, None)
     ),
     "other factory": functools.partial(_different, stage_factory=(ReferenceStage, None)),
-    "other order": functools.partial(
-        _different, early_weights=(False, True), stage_factory=(None, None)
-    ),
     "leaves early": lambda: _leaves_early(),
-    "other shapes": functools.partial(_different, shapes=(1, 2)),
     "other tied": functools.partial(
         _different, shared_parameters=([], [[(0, "0.bias"), (1, "0.bias")]])
     ),

@@ -10,9 +10,10 @@ import torch
 
 from autosplit import partition
 from autosplit.errors import PipelineError, ScheduleError
-from autosplit.pipeline import PipelineTrainer, build
+from autosplit.pipeline import PipelineTrainer, StageOptions, build
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError
+from tests.pipeline.trainer_options import grouped
 from tests.planner.planned_models import UNEVEN, cut_by_trainers, loss, net, sgd, tokens
 from tests.planner.whole_models import llama_with_hidden_states
 from tests.ranks import Ranks
@@ -30,7 +31,14 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 def trainer(**options: Any) -> PipelineTrainer:
     given = {"microbatches": 2, "ranks": 1, **options}
-    return PipelineTrainer(net(), loss, sgd, stages=2, example=tokens(), **given)
+    return PipelineTrainer(
+        net(),
+        loss,
+        sgd,
+        stages=2,
+        example=tokens(),
+        **grouped(**given),
+    )
 
 
 def least_cap(**options: Any) -> float:
@@ -84,7 +92,7 @@ def test_a_model_that_puts_out_its_hidden_states(deep: bool) -> None:
         example=case.kwargs,
         microbatches=1,
         ranks=1,
-        planning={"costs": "estimate"},
+        stage_options=StageOptions(planning={"costs": "estimate"}),
     ) as engine:
         engine.forward_backward((inputs, ()))
         for module in engine.modules.values():
@@ -95,10 +103,15 @@ def test_a_model_that_puts_out_its_hidden_states(deep: bool) -> None:
 def test_what_no_planner_takes_is_refused() -> None:
     with pytest.raises(PipelineError, match="unknown option 'cost' in planning; known: costs, sec"):
         trainer(planning={"cost": "estimate"})
-    with pytest.raises(PipelineError, match="shapes=2 has no effect on a whole model"):
-        trainer(planning={"costs": UNEVEN}, shapes=2)
     with pytest.raises(PipelineError, match="planning has no effect beside stages; it is for a wh"):
-        PipelineTrainer([net()], loss, sgd, microbatches=1, ranks=1, planning={})
+        PipelineTrainer(
+            [net()],
+            loss,
+            sgd,
+            microbatches=1,
+            ranks=1,
+            stage_options=StageOptions(planning={}),
+        )
     other = build("1f1b", 2, 4)
     with pytest.raises(ScheduleError, match=r"= \(2, 4\), but \(2, 2\) are asked for"):
         partition(net(), tokens(), stages=2, microbatches=2, schedule=other, costs=UNEVEN)

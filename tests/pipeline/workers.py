@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.trainer_options import grouped
 
 WIDTH = 6
 
@@ -51,7 +52,7 @@ def trainer(
         options.pop("optimizer_fn", sgd),
         stages=stages,
         microbatches=microbatches,
-        **options,
+        **grouped(**options),
     )
 
 

@@ -13,6 +13,7 @@ from autosplit import partition
 from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Plan
 from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
+from tests.pipeline.trainer_options import grouped
 from tests.planner.planned import even
 
 WIDTH, MICROBATCH = 16, 2
@@ -114,7 +115,14 @@ UNEVEN = ModelCosts(
 def layers_of_first(**options: Any) -> int:
     """How many layers the first stage gets that a trainer cuts, and no step of which is run."""
     given = {"microbatches": 2, "planning": {"costs": UNEVEN}, **options}
-    with PipelineTrainer(net(), loss, sgd, stages=2, example=tokens(), **given) as engine:
+    with PipelineTrainer(
+        net(),
+        loss,
+        sgd,
+        stages=2,
+        example=tokens(),
+        **grouped(**given),
+    ) as engine:
         first = engine.modules.get(0)
         held = None if first is None else len([*first.get_submodule("layers").children()])
     found: list[Any] = [None] * dist.get_world_size()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.pipeline import PipelineTrainer
+from tests.pipeline.trainer_options import grouped
 from tests.pipeline.workers import single_process
 
 _Function: Any = torch.autograd.Function
@@ -179,8 +180,7 @@ def trained(kind: type[Writer], **options: Any) -> dict[str, bool]:
         F.mse_loss,
         lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         microbatches=4,
-        timeout=60.0,
-        **options,
+        **grouped(timeout=60.0, **options),
     ) as engine:
         for _ in range(2):
             single_process(whole, x, torch.zeros_like(x), 4)

@@ -189,42 +189,6 @@ def behind(
     )
 
 
-Order = Callable[[Sequence[Step]], Iterator[Step]]
-"""Yields every step once; whoever asks for the next has run the one before."""
-
-
-def as_scheduled(steps: Sequence[Step]) -> Iterator[Step]:
-    """The order of the schedule."""
-    return iter(steps)
-
-
-def early_weights(steps: Sequence[Step]) -> Iterator[Step]:
-    """The order of the schedule, but while a step's input is under way, run the next W's.
-
-    W's and their slices keep their order among each other, so that gradients are added up in the
-    same order, with the same rounding, however the messages fall; and none runs later than
-    scheduled, so that no more is held than the schedule holds. What is away comes back where the
-    schedule has it come.
-    """
-    weights = deque(step for step in steps if _runs_weight(step))
-    done: set[Action] = set()
-
-    def can_run(weight: Step) -> bool:
-        action = weight.action
-        ran = Action(action.stage, ActionKind.BACKWARD_INPUT, action.microbatch) in done
-        return ran and weight.arrived()
-
-    for step in steps:
-        if _runs_weight(step):
-            if weights and weights[0] is step:
-                yield weights.popleft()
-            continue
-        while weights and not step.arrived() and can_run(weights[0]):
-            yield weights.popleft()
-        yield step
-        done.add(result_of(step.action))
-
-
 def slices_together(steps: Sequence[Step]) -> list[Step]:
     """The same steps, but of each stage's last Ws that stand next to each other, the first slice of
     all before the second: its gradients are complete, and may be reduced, while others are made.
@@ -409,7 +373,6 @@ class Executor:
         transport: carries tensors between stages.
         loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
             only runs forward.
-        order: in which order the rank takes up its actions.
         finished: called with a stage and the number of a slice when the last of that slice's weight
             gradients of the step is there; a stage without slices has slice 0.
         place: is told what the rank is doing.
@@ -432,7 +395,6 @@ class Executor:
         transport: Transport,
         *,
         loss_grad: Tensor | None,
-        order: Order = as_scheduled,
         finished: Finished | None = None,
         place: RankActivity | None = None,
         moves: MicrobatchMoves | None = None,
@@ -444,7 +406,6 @@ class Executor:
         self._rank = rank
         self._transport = transport
         self._loss_grad = loss_grad
-        self._order = order
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
@@ -455,7 +416,7 @@ class Executor:
         self._places = _places(schedule.ranks[rank])
         row = join_adjacent_weights(schedule.ranks[rank], stages)
         steps = [step for each in row for step in self._steps_of(each)]
-        if finished is not None and order is as_scheduled:
+        if finished is not None:
             steps = slices_together(steps)
         self._steps = self._completions.counted(steps)
         self.completions = self._completions.order
@@ -491,7 +452,7 @@ class Executor:
             self._transport.begin()
             if self._moves is not None:
                 self._moves.begin(self._held_outside)
-            for step in self._order(self._steps):
+            for step in self._steps:
                 action = step.action
                 for call in (step,) if step.calls is None else step.calls():
                     action = call.action

@@ -19,9 +19,7 @@ from .executor import (
     Executor,
     Finished,
     ForwardStage,
-    Order,
     Shards,
-    as_scheduled,
 )
 from .groups import Groups
 from .host_store import HostStore
@@ -47,7 +45,6 @@ class Mode:
         groups: the trainer's process groups.
         check: raises if another rank has failed.
         device: where the stages run.
-        order: in which order a rank takes up its actions.
         finished: see ``Executor``.
         store: this rank's store on the host, where it offloads.
         shards: this rank's stages that are sharded: where the schedule does not say, they are
@@ -69,7 +66,6 @@ class Mode:
         groups: Groups,
         check: Callable[[], None],
         device: torch.device,
-        order: Order = as_scheduled,
         finished: Finished | None = None,
         store: HostStore | None = None,
         shards: Shards | None = None,
@@ -79,7 +75,6 @@ class Mode:
         self.feeds = feeds
         self.rank = groups.rank
         self._device = device
-        self._order = order
         self._finished = finished
         self._store = store
         self._last = schedule.stages - 1
@@ -124,7 +119,6 @@ class Mode:
             self.rank,
             self._transport,
             loss_grad=loss_grad,
-            order=self._order,
             finished=self._finished,
             place=self.place,
             moves=self.moves,
@@ -176,7 +170,6 @@ class Mode:
             self._groups,
             self.negotiation,
             device=self._device,
-            watch=self._order is not as_scheduled,
         )
 
     @property
@@ -202,21 +195,21 @@ _KEPT = 64  # modes: each has buffers of its own for messages
 class Modes:
     """Finds the mode that fits a batch, on every rank the same.
 
-    With one shape nothing needs to be said. With more, the rank of the first stage that takes
+    With one shape nothing needs to be said. Else the rank of the first stage that takes
     any of the batch tells the others its shape.
 
     Args:
-        limit: how many shapes the first stage's inputs may have, 1 or more; None for any number,
-            of which those that were used last are kept.
+        static: whether all batches are of one shape; else they may have any number, of which those
+            that were used last are kept.
         groups: the trainer's process groups.
         source: the rank of the first stage that takes inputs of the batch; passes all of them.
         make: makes the mode of a name that tells it apart.
     """
 
     def __init__(
-        self, limit: int | None, groups: Groups, source: int, make: Callable[[str], Mode]
+        self, static: bool, groups: Groups, source: int, make: Callable[[str], Mode]
     ) -> None:
-        self._limit = limit
+        self._static = static
         self._groups = groups
         self._source = source
         self._make = make
@@ -226,23 +219,18 @@ class Modes:
         """The mode for ``batch``; collective unless there is only one.
 
         Raises:
-            BatchError: one shape more than the limit, or replicas were given different ones.
+            BatchError: replicas were given different shapes.
             LostPeerError: the first stage's rank did not say.
         """
         shape = ""
-        if self._limit != 1:
+        if not self._static:
             own = _shape(batch) if self._groups.rank == self._source else None
             shape = self._agreed(own)
         if shape in self._known:
             self._known[shape] = self._known.pop(shape)  # used last
         else:
-            if self._limit is None and len(self._known) == _KEPT:  # all ranks drop the same
+            if len(self._known) == _KEPT:  # all ranks drop the same
                 del self._known[next(iter(self._known))]
-            if len(self._known) == self._limit:
-                raise BatchError(
-                    f"the batch's inputs are {shape}: another shape than the {self._limit} of "
-                    f"shapes={self._limit} ({'; '.join(self._known)}); allow more, or pad the batch"
-                )
             self._known[shape] = self._make(shape)
         return self._known[shape]
 

@@ -310,9 +310,8 @@ class BatchSplitter:
         if now != first:
             raise PipelineError(
                 f"the batch's {name} are {listed(now)}, but were {listed(first)} at first: the "
-                "shapes of this pipeline are static; pad or drop the odd batch, or build the "
-                "trainer with shapes=N for N shapes of inputs (without memory_limit, which is for "
-                "one)"
+                "shapes of this pipeline are static, as memory_limit and a model that the trainer "
+                "has cut are for one; pad or drop the odd batch"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -138,22 +138,3 @@ def median_durations(steps: Iterable[Iterable[Span]]) -> dict[tuple[int, ActionK
         for (stage, kind, _), seconds in took.items():
             found[stage, kind].append(seconds)
     return {key: statistics.median(values) for key, values in found.items()}
-
-
-def median_slices(steps: Iterable[Iterable[Span]]) -> dict[int, list[float]]:
-    """Median seconds of each slice of the Ws of each stage, by stage.
-
-    Args:
-        steps: the spans of each step. Those of one W, in their order, are its slices.
-    """
-    found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for spans in steps:
-        count: Counter[Action] = Counter()
-        for span in spans:
-            if span.action.kind is ActionKind.BACKWARD_WEIGHT:
-                found[span.action.stage][count[span.action]].append(span.end - span.start)
-                count[span.action] += 1
-    return {
-        stage: [statistics.median(took) for _, took in sorted(slices.items())]
-        for stage, slices in found.items()
-    }

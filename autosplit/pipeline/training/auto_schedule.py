@@ -19,7 +19,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_me
 from autosplit.pipeline.simulation.rank_time import undisturbed
 from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import Span, median_durations, median_slices
+from autosplit.pipeline.simulation.timeline import Span, median_durations
 from autosplit.pipeline.simulation.transfer import Transfer
 
 MEASURED = 2
@@ -68,12 +68,11 @@ def _with_whole(row: Sequence[Action], inputs: Action) -> tuple[Action, ...]:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one rank measured: seconds by stage and kind, and by stage those of a W's slices, what
-    it keeps of a microbatch, and the bytes of its outputs and of their gradients.
+    """What one rank measured: seconds by stage and kind, and by stage what it keeps of a
+    microbatch, and the bytes of its outputs and of their gradients.
     """
 
     seconds: dict[tuple[int, ActionKind], float]
-    slices: dict[int, list[float]]
     memory: dict[int, StageMemory]
     sizes: dict[int, tuple[list[float], list[float]]]
 
@@ -86,9 +85,8 @@ class Tuner:
         groups: the trainer's process groups.
         links: measures the links between ranks; collective, and the same on all of them.
         wiring: who feeds whom; None: each stage the next.
-        early_weights: whether the trainer runs Ws in every wait.
-        reductions: measures what replicas of the pipeline reduce with Ws in so many slices;
-            collective. None: there is one pipeline.
+        reductions: measures what replicas of the pipeline reduce; collective. None: there is one
+            pipeline.
 
     Attributes:
         measured: what those steps run.
@@ -102,8 +100,7 @@ class Tuner:
         *,
         links: Callable[[], Transfer],
         wiring: Wiring | None = None,
-        early_weights: bool = False,
-        reductions: Callable[[int], Reductions | None] = lambda slices: None,
+        reductions: Callable[[], Reductions | None] = lambda: None,
     ) -> None:
         self.measured = with_whole(schedule)
         self.done = False
@@ -111,7 +108,6 @@ class Tuner:
         self._groups = groups
         self._links = links
         self._wiring = wiring
-        self._early_weights = early_weights
         self._reductions = reductions
         self._steps: list[list[Span]] = []
 
@@ -151,19 +147,15 @@ class Tuner:
         seen: list[_Seen] = self._groups.everybody.gather(
             _Seen(
                 median_durations(steps),
-                median_slices(steps),
                 {index: stage_memory(stage) for index, stage in stages.items()},
                 {index: sizes(stage) for index, stage in stages.items()},
             )
         )
         # Of replicas the slowest counts: the others wait for it.
         seconds: dict[tuple[int, ActionKind], float] = {}
-        slices: dict[int, list[float]] = {}
         for each in seen:
             for key, took in each.seconds.items():
                 seconds[key] = max(seconds.get(key, 0.0), took)
-            for stage, parts in each.slices.items():
-                slices[stage] = max(slices.get(stage, []), parts, key=sum)
         kept = {stage: found for each in seen for stage, found in each.memory.items()}
         sent = {stage: found for each in seen for stage, found in each.sizes.items()}
         every = range(self._schedule.stages)
@@ -178,9 +170,7 @@ class Tuner:
             ),
             full=[_full(stage, seconds) for stage in every] if seconds else None,
             wiring=self._wiring,
-            early_weights=self._early_weights,
-            slices=slices if self._early_weights and slices else 1,
-            reductions=self._reductions(max(map(len, slices.values()), default=1)),
+            reductions=self._reductions(),
         )
 
 

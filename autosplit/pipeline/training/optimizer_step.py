@@ -73,7 +73,6 @@ class OptimizerStep:
 
     Args:
         max_norm: clips the norm of the whole model's gradient to this, if given.
-        undo: keep a copy over each step, so that one which fails on any rank is undone on all.
         device: where the parameters are.
 
     Attributes:
@@ -84,13 +83,11 @@ class OptimizerStep:
         self,
         *,
         max_norm: float | None,
-        undo: bool,
         device: torch.device,
     ) -> None:
         self._parameters: Sequence[nn.Parameter] = ()
         self._optimizer: torch.optim.Optimizer | None = None
         self._max_norm = max_norm
-        self._undo = undo
         self._device = device
         self._calm = False
         self._early: _Early | None = None
@@ -128,14 +125,8 @@ class OptimizerStep:
             norm: of the whole model's gradient; None does not clip.
             agree: comes back when every rank has called it, raises if one did not.
         """
-        snapshot = self._snapshot() if self._undo else None
-        try:
-            self._move(norm)
-            agree()
-        except BaseException:
-            if snapshot is not None:
-                snapshot.restore()
-            raise
+        self._move(norm)
+        agree()
         self._clear()
 
     def step_alone(self) -> None:

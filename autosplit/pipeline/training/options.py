@@ -2,28 +2,104 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.device import has_streams
 from autosplit.errors import PipelineError, ScheduleError
-from autosplit.mesh.buckets import CAP
+from autosplit.mesh.collective_costs import Overlap
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.default_group import process_count
-from autosplit.pipeline.engine.executor import Order, as_scheduled, early_weights
 from autosplit.pipeline.engine.host_store import HostStore, offloads, open_store
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .auto_schedule import first_schedule, usual_times
+from .memory.rank_ledger import Record
+from .state.tied_parameters import Holder
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """How a trainer's stages are made.
+
+    Attributes:
+        backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
+        memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
+        accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
+            None means ``"exact"``. ``"concatenated"`` makes one call of those Ws of a stage that
+            the schedule has next to each other on a rank.
+        grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
+        overlap: what weight gradients hide in stages whose tensors ranks share, see
+            ``autosplit.split``; None means ``"collectives"``. The same on all ranks.
+        autocast: ``torch.bfloat16`` runs modules and loss under autocast.
+        shared_parameters: groups of (stage, name) that are one parameter of the model. They start
+            with the values of the first holder, and each gets the sum of the gradients. Those that
+            modules of a list, or a model that is cut, have in common are found.
+        planning: further options of ``autosplit.partition`` for a whole model, such as ``{"costs":
+            "estimate", "limits": Limits(cap=8e9)}``; what the trainer knows, it hands on itself.
+        stage_factory: makes stages in place of ``autosplit.Stage``.
+    """
+
+    backend: str | None = None
+    memory: str | int | None = None
+    accumulation: str | None = None
+    grad_dtype: torch.dtype | None = None
+    overlap: Overlap | None = None
+    autocast: torch.dtype | None = None
+    shared_parameters: Sequence[Sequence[Holder]] = ()
+    planning: Mapping[str, Any] | None = None
+    stage_factory: StageFactory | None = None
+
+    def factory(self) -> StageFactory:
+        """What makes a stage: the user's, or ``autosplit.Stage`` with these options.
+
+        Raises:
+            PipelineError: options without effect beside the user's.
+            SplitError: see ``SplitStage``.
+        """
+        names = ("backend", "memory", "accumulation", "grad_dtype", "overlap")
+        said = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.stage_factory is None:
+            return SplitStage(**said)
+        for name, value in said.items():
+            raise PipelineError(
+                f"{name}={value!r} has no effect beside stage_factory; pass one of the two"
+            )
+        return self.stage_factory
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a trainer's steps run.
+
+    Attributes:
+        split_backward: run input and weight gradients as separate actions.
+        weights: where the weight gradients go, see ``schedules.build``.
+        timeout: seconds to wait for another rank, and for each stage to be built.
+        store: the folder of the file in which stages on the CPU keep what the schedule offloads;
+            None means that of temporary files. The file has no name there and ends with the
+            process. On a GPU it is pinned memory.
+        record: what to record of each step; ``trainer.record`` may be changed between steps. True:
+            when what ran, for ``timeline``. ``"memory"``: what each rank holds as well, for
+            ``memory``; on the CPU by torch's profiler, which makes such a step slower and cannot
+            run twice at once.
+    """
+
+    split_backward: bool = True
+    weights: str | None = None
+    timeout: float = 300.0
+    store: str | os.PathLike[str] | None = None
+    record: Record = False
 
 
 @dataclass(frozen=True)
@@ -33,7 +109,6 @@ class TrainerOptions:
     Attributes:
         schedule: the schedule that is asked for.
         factory: makes a stage of a module.
-        slices_are_given: whether the user has said into how many slices Ws are cut.
 
     Raises:
         PipelineError: a value that cannot be, or an option without effect.
@@ -41,17 +116,12 @@ class TrainerOptions:
 
     schedule: ScheduleRequest
     factory: StageFactory = field(default_factory=SplitStage)
-    early_weights: bool = False
-    shapes: int | None = None
     autocast: torch.dtype | None = None
     max_grad_norm: float | None = None
-    undo_steps: bool = False
     timeout: float = 300.0
     store: str | os.PathLike[str] | None = None
     memory_limit: int | None = None
     mesh: DeviceMesh | None = None
-    bucket_cap_mb: float = CAP / 2**20
-    slices_are_given: bool = False
 
     def __post_init__(self) -> None:
         norm = self.max_grad_norm
@@ -62,56 +132,20 @@ class TrainerOptions:
         _check_folder(self.store)
         if not self.timeout > 0:
             raise PipelineError(f"timeout is a positive number of seconds; got {self.timeout}")
-        if self.shapes is not None and self.shapes < 1:
-            raise PipelineError(
-                f"shapes is how many shapes of batches may come, 1 or more: {self.shapes}; None "
-                "allows any number"
-            )
-        slices = self.factory.slices if isinstance(self.factory, SplitStage) else 1
         layout = self._layout or RankLayout.alone(1)
-        if slices > 1 and not self.early_weights and layout.shares == 1:
-            raise PipelineError(
-                f"slices={slices} has no effect without early_weights=True or a mesh with "
-                "'dp_replicate' or 'dp_shard'"
-            )
-        if self.early_weights and layout.tensor_ranks > 1:
-            raise PipelineError(
-                "early_weights=True runs weight gradients whenever a message is late, and ranks "
-                "along 'tp' must run their collectives in one order: leave it out; within a stage, "
-                "overlap='collectives' hides them behind weight gradients"
-            )
         if self.mesh is not None and self.schedule.ranks is not None:
             raise PipelineError(
                 f"ranks={self.schedule.ranks} has no effect beside mesh, which says who takes part"
-            )
-        if not 0 < self.bucket_cap_mb < math.inf:
-            raise PipelineError(
-                f"bucket_cap_mb is a positive number of MiB; got {self.bucket_cap_mb}"
-            )
-        if self.bucket_bytes != CAP and (layout.replicas == 1 or layout.shards > 1):
-            raise PipelineError(
-                "bucket_cap_mb has no effect without a mesh with 'dp_replicate', nor with "
-                "'dp_shard': what one call of fully_shard names is reduced at once"
             )
         if self.memory_limit is not None and layout.shards > 1:
             raise PipelineError(
                 "memory_limit counts parameters as each rank holds them between steps, and those "
                 "that are sharded along 'dp_shard' are gathered in a step: leave one of the two out"
             )
-        if self.memory_limit is not None and (self.shapes or 1) > 1:
-            raise PipelineError(
-                f"memory_limit is for batches of one shape, and shapes={self.shapes} of them may "
-                "come: what they hold differs. Leave one of the two out"
-            )
 
     @cached_property
     def _layout(self) -> RankLayout | None:
         return None if self.mesh is None else RankLayout.of(self.mesh)
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of a bucket of gradients that replicas reduce at once."""
-        return max(1, int(self.bucket_cap_mb * 2**20))
 
     def layout(self, stages: int) -> RankLayout:
         """Which ranks hold so many stages.
@@ -129,22 +163,14 @@ class TrainerOptions:
             )
         return self._layout
 
-    def shapes_of(self, *, cut: bool) -> int | None:
-        """How many shapes of batches may come; None for any number.
-
-        Args:
-            cut: whether the stages are those of a whole model, which is cut for one.
-        """
-        return 1 if cut or self.memory_limit is not None else self.shapes
-
     @property
-    def chooses_slices(self) -> bool:
+    def cuts_weights(self) -> bool:
         """Whether Ws may be cut so that their gradients are reduced early, where that can help:
-        the user has not said how, and nothing else depends on whole Ws.
+        nothing depends on whole Ws.
         """
         factory = self.factory
         whole = isinstance(factory, SplitStage) and factory.accumulation == "concatenated"
-        return not (self.slices_are_given or whole or self.early_weights or self.tunes)
+        return not (whole or self.tunes)
 
     @property
     def tunes(self) -> bool:
@@ -182,7 +208,7 @@ class TrainerOptions:
         Args:
             cut: whether the stages were cut from a whole model, which balances them for that.
         """
-        late = cut or self.schedule.weights != "2bp" or self.early_weights
+        late = cut or self.schedule.weights != "2bp"
         if isinstance(self.factory, SplitStage):
             return replace(self.factory, late_input=late)
         return self.factory
@@ -204,27 +230,6 @@ def schedule_request(
         return ScheduleRequest(schedule, microbatches, ranks, split_backward, weights)
     except ScheduleError as error:
         raise PipelineError(str(error)) from error
-
-
-def stage_factory_of(given: StageFactory | None, **options: object) -> StageFactory:
-    """The user's factory, or that of ``autosplit.Stage`` with these options.
-
-    Args:
-        given: the user's, or None.
-        options: those of ``SplitStage``, None where the user left one out.
-
-    Raises:
-        PipelineError: options without effect.
-        SplitError: see ``SplitStage``.
-    """
-    said = {name: value for name, value in options.items() if value is not None}
-    if given is None:
-        return SplitStage(**said)  # type: ignore[arg-type]
-    for name, value in said.items():
-        raise PipelineError(
-            f"{name}={value!r} has no effect beside stage_factory; pass one of the two"
-        )
-    return given
 
 
 def _check_folder(store: object) -> None:
@@ -261,11 +266,6 @@ def _check_joining(factory: StageFactory, schedule: Schedule) -> None:
             "schedule with split_backward=False has no W: use accumulation='fused', or leave "
             "split_backward=False out"
         )
-    if factory.slices > 1:
-        raise PipelineError(
-            "accumulation='concatenated' joins W of several microbatches, and "
-            f"slices={factory.slices} cuts each: leave one of the two out"
-        )
 
 
 def choose_device(device: torch.device | str | None, layout: RankLayout) -> torch.device:
@@ -301,21 +301,6 @@ def _check_kind(device: torch.device, layout: RankLayout) -> None:
             f"the mesh is one of {layout.device_type!r} devices, but the stages go to {device}: "
             f"init_device_mesh({device.type!r}, ...)"
         )
-
-
-def choose_order(early: bool, schedule: Schedule, device: torch.device) -> Order:
-    """In which order a rank takes up its actions.
-
-    Raises:
-        PipelineError: early weights where there are none, or where nobody can tell a wait.
-    """
-    if not early:
-        return as_scheduled
-    if not schedule.split_backward:
-        raise PipelineError("early_weights has no effect with split_backward=False")
-    if device.type != "cpu":
-        raise PipelineError(f"early_weights is for stages on the CPU; got {device}")
-    return early_weights
 
 
 def store_for(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autosplit.errors import BatchError, PipelineError
 from autosplit.mesh.link import Link
-from autosplit.pipeline.engine.executor import Executor, Order, as_scheduled
+from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostStore
@@ -75,7 +75,6 @@ class Runner:
     Args:
         setup: what there is to run.
         options: how.
-        order: in which this rank takes up its actions.
         held: what this rank holds; its stages are built of it when the first batch is there.
         groups: the trainer's process groups.
         guard: the trainer's guard.
@@ -95,7 +94,6 @@ class Runner:
         self,
         setup: TrainingSetup,
         options: TrainerOptions,
-        order: Order,
         held: RankState,
         groups: Groups,
         guard: Guard,
@@ -113,7 +111,6 @@ class Runner:
         self._guard = guard
         self._update = update
         self._device = device
-        self._order = order
         self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
         self._size = RankSize(held, groups, update, self._feeds, self._calls, store)
         self._tuner = tuner_for(
@@ -122,11 +119,12 @@ class Runner:
         first = setup.schedule if self._tuner is None else self._tuner.measured
         self.schedule: Schedule = held.replicas.reducing_early(first)
         source = self.schedule.placement[self._feeds.first_from_batch]
-        make = partial(self._make_mode, "train", self.schedule, self._order)
-        shapes = options.shapes_of(cut=setup.stages.cut)
-        self._train = Modes(shapes, groups, source, make)
-        make = partial(self._make_mode, "evaluate", forward_only(self.schedule), as_scheduled)
-        self._evaluate = Modes(shapes, groups, source, make)
+        make = partial(self._make_mode, "train", self.schedule)
+        # A whole model is cut for one shape; of another, what is held differs.
+        static = setup.stages.cut or options.memory_limit is not None
+        self._train = Modes(static, groups, source, make)
+        make = partial(self._make_mode, "evaluate", forward_only(self.schedule))
+        self._evaluate = Modes(static, groups, source, make)
         self._builder = StageBuilder(
             held.modules,
             self.schedule,
@@ -150,10 +148,10 @@ class Runner:
         return self._tuner is None
 
     def _factory(self, setup: TrainingSetup, options: TrainerOptions) -> StageFactory:
-        """That of the options; with slices for what is reduced early, where they name none."""
+        """That of the options; with slices for what is reduced early."""
         factory, replicas = setup.factory, self._held.replicas
         early = replicas.reduces and replicas.reduces_early and self._device.type == "cpu"
-        if not early or not options.chooses_slices or not isinstance(factory, SplitStage):
+        if not early or not options.cuts_weights or not isinstance(factory, SplitStage):
             return factory
         counts = slices_by_stage(self.schedule, self._groups.rank, replicas.reductions_by_stage)
         return SlicedByReductions(factory, counts)
@@ -340,7 +338,7 @@ class Runner:
         for parameter, gradient in zip(self._held.parameters, before, strict=True):
             parameter.grad = gradient
 
-    def _make_mode(self, name: str, schedule: Schedule, order: Order, shape: str) -> Mode:
+    def _make_mode(self, name: str, schedule: Schedule, shape: str) -> Mode:
         # Sums beside other messages have run over Gloo only.
         several = schedule.mirror is not None or self._held.replicas.reduces_early
         early = several and self._device.type == "cpu"
@@ -351,7 +349,6 @@ class Runner:
             self._groups,
             self._guard.check,
             self._device,
-            order,
             finished=self._finished if early else None,
             store=self._store,
             shards=self._held.sharded,
@@ -368,7 +365,7 @@ class Runner:
     def _adopt(self, schedule: Schedule) -> None:
         """Train under another schedule from now on."""
         self.schedule = schedule
-        make = partial(self._make_mode, "train", schedule, self._order)
+        make = partial(self._make_mode, "train", schedule)
         self._train.reschedule(schedule, make)
 
     def _agree(

@@ -37,7 +37,7 @@ from autosplit.pipeline.training.state.tied_parameters import Holder, union_of_g
 
 from .metrics import MetricFunction, by_name
 from .optimizer_step import OptimizerStep
-from .options import TrainerOptions, choose_device, choose_order, store_for
+from .options import TrainerOptions, choose_device, store_for
 from .runner import Runner
 from .training_setup import TrainingSetup
 
@@ -88,7 +88,6 @@ class StageTrainer:
         check_layout(setup.layout)
         self._connect(setup.layout, options)
         settled = partial(await_device, self.device, self._guard, options.timeout)
-        order = choose_order(options.early_weights, setup.schedule, self.device)
         with self._guard("building the model"):
             check_unanimous(self._said(setup, options), self._groups)
             store = store_for(options, setup.schedule, self.device)
@@ -99,7 +98,6 @@ class StageTrainer:
                 self._groups,
                 self.device,
                 settled,
-                options.bucket_bytes,
             )
             if not isinstance(setup.factory, SplitStage):
                 self._held.sharded.refuse_factory(setup.factory)
@@ -112,7 +110,6 @@ class StageTrainer:
         self._runner = Runner(
             setup,
             options,
-            order,
             self._held,
             self._groups,
             self._guard,
@@ -127,9 +124,7 @@ class StageTrainer:
         self._groups = Groups(layout, self.device, options.timeout)
         everybody = self._groups.everybody
         board = Board(everybody.store) if everybody.ranks > 1 else None
-        self._update = OptimizerStep(
-            max_norm=options.max_grad_norm, undo=options.undo_steps, device=self.device
-        )
+        self._update = OptimizerStep(max_norm=options.max_grad_norm, device=self.device)
         self._watch = watch_over(self._groups) if everybody.ranks > 1 else None
         if self._watch is not None:
             dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
@@ -144,15 +139,11 @@ class StageTrainer:
             "schedule": setup.schedule,
             "memory_limit": options.memory_limit,  # first: what has one measures as "auto" does
             "schedule='auto'": options.tunes,
-            "shapes": options.shapes,
             "autocast": options.autocast,
             "max_grad_norm": options.max_grad_norm,
-            "undo_steps": options.undo_steps,
             "shared_parameters": [*map(list, self.shared_parameters)],
             "wiring": setup.stages.wiring,
-            "early_weights": options.early_weights,
             "mesh": self._groups.layout.pipelines,
-            "bucket_cap_mb": options.bucket_cap_mb,
             **factory_options(setup.factory, shared=setup.layout.tensor_ranks > 1),
         }
 
@@ -196,7 +187,7 @@ class StageTrainer:
         """Run one training step: all microbatches, clipping, optimizer, gradients cleared.
 
         No optimizer moves before every rank has all its gradients. If one fails, the trainer ends
-        on all ranks, and with ``undo_steps`` every rank's weights are those before the step.
+        on all ranks.
 
         Args:
             batch: (inputs, targets), each a tensor or a tuple of tensors with the samples along
@@ -275,7 +266,7 @@ class StageTrainer:
     def evaluate(self, batch: Batch | None) -> Tensor:
         """The loss of each microbatch in eval mode, without gradients.
 
-        Batches may be of another shape than in training, and of ``shapes`` shapes in all.
+        Batches may be of another shape than in training.
         Arguments, result and errors are those of ``step``.
         """
         with self._guard("the evaluation"), eval_mode(self.modules.values()):

@@ -36,7 +36,6 @@ def tuner_for(
     links = partial(measure_transfer, groups, device, pairs_of(setup.schedule, feeds))
     known: dict[str, Any] = {
         "wiring": feeds.wiring,
-        "early_weights": options.early_weights,
         "reductions": replicas.measured,
     }
     if options.memory_limit is None:

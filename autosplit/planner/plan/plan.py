@@ -20,6 +20,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.options import StageOptions
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.pipeline.training.stage_trainer import OptimizerFunction
 from autosplit.pipeline.training.state.tied_parameters import Holder
@@ -273,12 +274,16 @@ class Plan:
         if self.memory_limit is not None:
             schedule = without_memory(schedule)
             options = {"memory_limit": self.memory_limit, **options}
+        made = options.pop("stage_options", None) or StageOptions()
         given = {
             "microbatches": self.microbatches,
             "schedule": schedule,
             "ranks": self.ranks,
-            "memory": self.memory,
-            "backend": self.backend,
+            "stage_options": replace(
+                made,
+                memory=self.memory if made.memory is None else made.memory,
+                backend=self.backend if made.backend is None else made.backend,
+            ),
             **options,
         }
         return PipelineTrainer(self._bound, loss_fn, optimizer_fn, **given)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import autosplit
 from autosplit import errors
+from autosplit.pipeline import RunOptions
 from autosplit.pipeline.engine.first_error import RankError
 
 from ..examine import Verdict
@@ -75,7 +76,11 @@ def _trained(lesson: Lesson, stages: int, timeout: float) -> Trained:
         costs="estimate",
     )
     seen: Observed = {}
-    with plan.trainer(lesson.loss, optimizer, timeout=timeout) as trainer:
+    with plan.trainer(
+        lesson.loss,
+        optimizer,
+        run_options=RunOptions(timeout=timeout),
+    ) as trainer:
         modules = trainer.modules.values()
         seed_everything(SEED)
         for step in range(STEPS):

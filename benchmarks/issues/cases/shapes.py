@@ -33,7 +33,7 @@ def _lengths(*, ours: bool) -> str:
     if ours:
         from ..training import Trainer
 
-        with Trainer(stages, 2, shapes=2) as trainer:
+        with Trainer(stages, 2) as trainer:
             for batch, wanted in zip(batches, expected, strict=True):
                 gradients.check(trainer.step(batch), wanted)
     else:

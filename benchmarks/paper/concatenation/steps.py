@@ -15,7 +15,7 @@ from torch import Tensor
 
 import autosplit
 from autosplit.compare.rank import peak_bytes
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.planner import Plan
 from examples.families import FAMILIES
@@ -126,10 +126,8 @@ def _trainer(subject: Any, plan: Plan, way: str, microbatches: int) -> PipelineT
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         microbatches=microbatches,
         schedule="gpipe",
-        weights="2bp",
-        accumulation=WAYS[way],
-        timeout=120.0,
-        record=True,
+        stage_options=StageOptions(accumulation=WAYS[way]),
+        run_options=RunOptions(weights="2bp", timeout=120.0, record=True),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autosplit.pipeline import PipelineTrainer, launch
+from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions, launch
 from examples.families import FAMILIES
 
 from ...results import Rows, table
@@ -54,10 +54,9 @@ def train(family: str, overrides: Mapping[str, object], steps: int, *, split: bo
         lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
         stages=RANKS,
         example=subject.example(),
-        planning={"costs": "estimate"},
         microbatches=MICROBATCHES,
-        split_backward=split,
-        timeout=120.0,
+        stage_options=StageOptions(planning={"costs": "estimate"}),
+        run_options=RunOptions(split_backward=split, timeout=120.0),
     ) as trainer:
         size = MICROBATCHES * subject.microbatch_size
         return [trainer.step(subject.batch_fn(step, size)).mean().item() for step in range(steps)]

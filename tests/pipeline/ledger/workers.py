@@ -14,6 +14,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
+from tests.pipeline.trainer_options import grouped
 from tests.pipeline.training.late_transfers import late_transfers, recorded_transfers
 from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading
 
@@ -75,8 +76,7 @@ def trainer(
         torch.optim.AdamW,
         stages=stages,
         microbatches=MICROBATCHES,
-        timeout=60.0,
-        **options,
+        **grouped(timeout=60.0, **options),
     )
 
 

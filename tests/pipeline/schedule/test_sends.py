@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.engine.executor import Executor, Order, as_scheduled, early_weights
+from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.groups import Groups, greet
 from autosplit.pipeline.engine.shapes import Negotiation, TensorMeta
 from autosplit.pipeline.engine.transport import Transport
@@ -61,7 +61,6 @@ def _run(
     schedule: Schedule,
     communicator: Callable[[int, int], Hashable] = rendezvous.by_direction,
     prefetch: int = 2,
-    order: Order = as_scheduled,
     greeted: bool = True,
 ) -> tuple[list[float], dict[int, dict[int, float]]]:
     """Losses by microbatch, and per stage the gradient that each W found."""
@@ -82,7 +81,6 @@ def _run(
             negotiation,
             device=CPU,
             prefetch=prefetch,
-            watch=order is not as_scheduled,
         )
         if greeted:
             greet(port, sorted(pairs_of(schedule, Feeds(schedule.stages))), CPU)
@@ -93,7 +91,6 @@ def _run(
             port.rank,
             transport,
             loss_grad=grad,
-            order=order,
         )
         return executor.run(inputs, [[] for _ in range(count)])
 
@@ -128,13 +125,12 @@ def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("order", [as_scheduled, early_weights])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_random_schedules(prefetch: int, order: Order, copies: int) -> None:
+def test_random_schedules(prefetch: int, copies: int) -> None:
     """Messages of one pair may be used in another order than they are made in."""
     for seed in range(60):
         schedule = random_schedule(seed, copies=copies)
-        found = _run(schedule, prefetch=prefetch, order=order)
+        found = _run(schedule, prefetch=prefetch)
         assert found == _expected(schedule.stages, schedule.microbatches), schedule
 
 

@@ -13,6 +13,7 @@ from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.training.stage_modules import Partitioned, StageSource
 from tests.pipeline.tables import chain_of
+from tests.pipeline.trainer_options import grouped
 
 SKIP = Wiring(
     inputs=(
@@ -94,7 +95,14 @@ def test_what_may_be_given_as_a_model() -> None:
 
 
 def trainer_of(model: Any, **options: Any) -> PipelineTrainer:
-    return PipelineTrainer(model, nn.MSELoss(), torch.optim.SGD, microbatches=1, ranks=1, **options)
+    return PipelineTrainer(
+        model,
+        nn.MSELoss(),
+        torch.optim.SGD,
+        microbatches=1,
+        ranks=1,
+        **grouped(**options),
+    )
 
 
 def test_what_may_not() -> None:

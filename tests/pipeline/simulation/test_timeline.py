@@ -4,7 +4,7 @@ import pytest
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations, median_slices
+from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations
 
 
 def span(rank: int, text: str, start: float, end: float) -> Span:
@@ -65,10 +65,3 @@ def test_the_slices_of_a_weight_gradient_are_one_action_of_their_step() -> None:
         (0, ActionKind.FORWARD): 4.0,
         (0, ActionKind.BACKWARD_WEIGHT): 5.0,
     }
-
-
-def test_median_seconds_of_each_slice() -> None:
-    one, other = Action.parse("0W0"), Action.parse("0W1")
-    first = [Span(0, one, 0, 1), Span(0, other, 1, 3), Span(0, one, 3, 6), Span(0, other, 6, 11)]
-    second = [Span(0, one, 0, 3), Span(0, Action.parse("0I0"), 3, 9), Span(0, one, 9, 10)]
-    assert median_slices([first, second]) == {0: [2, 3]}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from autosplit.pipeline import PipelineTrainer
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.trainer_options import grouped
 
 CLASSES = 3
 
@@ -38,8 +39,7 @@ def trainer(count: int, **options: Any) -> PipelineTrainer:
         nn.functional.cross_entropy,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         microbatches=4,
-        stage_factory=ReferenceStage,
-        **options,
+        **grouped(stage_factory=ReferenceStage, **options),
     )
 
 

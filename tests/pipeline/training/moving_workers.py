@@ -176,8 +176,6 @@ def two_ranks() -> dict[str, Any]:
         "whole backward": same(build("gpipe", 2, 4, split_backward=False), _both),
         "chunks": same(interleaved, offloading),
         "chunks evicted": same(interleaved, _both),
-        "early": same(late, _both, early_weights=True),
-        "sliced": same(gpipe, offloading, early_weights=True, slices=2),
         "tied": same(gpipe, _both, Tied, shared_parameters=[[(0, "tied"), (1, "tied")]]),
         "frozen": same(gpipe, _both, _first_frozen),
         "recorded": recorded(),
@@ -231,7 +229,6 @@ def limited() -> dict[str, Any]:
             # The least limit is searched for, which takes the longer the more microbatches.
             "below": lambda: _step(2, memory_limit="1 KiB"),
             "unit": lambda: _step(memory_limit="12 GiBs"),
-            "shapes": lambda: _step(memory_limit="1GiB", shapes=2),
             "whole": lambda: _step(memory_limit="1GiB", split_backward=False),
         }
     )

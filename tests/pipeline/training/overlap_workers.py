@@ -1,4 +1,4 @@
-"""Steps whose waits are filled, for spawned processes: early weights, steps that do not wait."""
+"""Steps that do not wait at their end, for spawned processes."""
 
 from __future__ import annotations
 
@@ -7,45 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from autosplit.stage import Stage
 from tests.pipeline.reference_stage import ReferenceStage
-from tests.pipeline.workers import block, data, gradients_equal, single_process, trainer
-
-
-class LateSecond(ReferenceStage):
-    """Stage 1 takes 150 ms for a forward, so that rank 0 waits."""
-
-    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        if self.index == 1:
-            time.sleep(0.15)
-        return super().forward(microbatch, inputs)
-
-
-def sliced_first(module: nn.Module, args: list[Tensor], *, index: int) -> Any:
-    """Stage 0 can run its weight gradients in two parts, stage 1 is late."""
-    if index == 1:
-        return LateSecond(module, args, index=index)
-    return Stage(module, args, index=index, slices=2)
-
-
-def pair(index: int) -> nn.Sequential:
-    return nn.Sequential(*block(index), *block(index + 2))
-
-
-def early_weights(factory: Any) -> tuple[list[str], bool]:
-    """What rank 0 ran, and whether the gradients are those of one process."""
-    inputs, targets = data(8)
-    model = nn.Sequential(pair(0), pair(1))
-    single_process(model, inputs, targets, 4)
-    with trainer(
-        pair, record=True, weights="2bp", early_weights=True, stage_factory=factory
-    ) as engine:
-        engine.forward_backward((inputs, targets))
-        same = gradients_equal(engine.gradients(), model)
-        row = [str(span.action) for span in engine.timeline().spans if span.rank == 0]
-    return row, same
+from tests.pipeline.workers import data, trainer
 
 
 class SlowWeight(ReferenceStage):

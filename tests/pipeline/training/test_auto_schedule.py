@@ -130,15 +130,13 @@ def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(auto_schedule, "search", noted)
     wiring = Wiring(((Source(None, 0),), (Source(0, 1), Source(0, 0))), (2,))
     link = Transfer(latency=0.25, bandwidth=8.0)
-    tuned(2.0, parts=2, link=link, wiring=wiring, early_weights=True)
+    tuned(2.0, parts=2, link=link, wiring=wiring)
     tuned(2.0, parts=2)
     costs, plain = asked
     assert costs.transfer == Transfer(
         0.25, 8.0, {0: [8.0, 8.0], 1: [8.0, 8.0]}, {0: [8.0, 0.0], 1: [8.0, 0.0]}
     )
-    assert (costs.wiring, costs.early_weights) == (wiring, True)
-    assert costs.slices == {0: pytest.approx([0.5, 0.5]), 1: pytest.approx([0.5, 0.5])}
-    assert (plain.wiring, plain.early_weights, plain.slices) == (None, False, 1)
+    assert (costs.wiring, plain.wiring) == (wiring, None)
 
 
 def test_what_copies_took_of_measured_actions_is_not_in_their_times(

@@ -38,8 +38,6 @@ CASES = (
     "whole backward",
     "chunks",
     "chunks evicted",
-    "early",
-    "sliced",
     "tied",
     "frozen",
 )

@@ -11,6 +11,7 @@ from torch import nn
 
 from autosplit.errors import PipelineError, ScheduleError, SplitError
 from autosplit.passes.graph import calls
+from autosplit.pipeline import StageOptions
 from autosplit.pipeline.engine import stages
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -138,24 +139,6 @@ def test_timeline_holds_what_all_ranks_ran(reference: Results) -> None:
         assert found["recorded"] == (rank0, rank1, True)
 
 
-def test_weights_run_early_while_a_rank_waits(reference: Results) -> None:
-    """Scheduled are the weights last; rank 1 takes 150 ms a forward, so rank 0 has time."""
-    row, same = reference[0]["early"]
-    assert same
-    assert row[:3] == ["0F0", "0F1", "0I0"]
-    assert [text for text in row if "W" in text] == ["0W0", "0W1", "0W2", "0W3"]
-    assert row.index("0W0") < row.index("0I3")
-    assert set(reference[0]["early grid"].values()) == {"equal"}
-
-
-def test_slices_of_weights_fill_waits(split: Results) -> None:
-    """A wait on one input can begin with a part of a W and leave the rest for the next."""
-    row, same = split[0]["sliced"]
-    assert same
-    assert [text for text in row if "W" in text] == [f"0W{m}" for m in range(4) for _ in range(2)]
-    assert row.index("0W0") < row.index("0I3")
-
-
 @pytest.mark.parametrize("case", ["async", "validated"])
 def test_steps_in_flight_give_the_same_losses_and_weights(reference: Results, case: str) -> None:
     """And rank 0 does not wait for the weight gradients that rank 1 has left, not even where
@@ -165,23 +148,12 @@ def test_steps_in_flight_give_the_same_losses_and_weights(reference: Results, ca
     assert [found[case] for found in reference] == [expected] * 2
 
 
-@pytest.mark.parametrize("name", ["auto", "auto early"])
-def test_auto_measures_then_changes_the_schedule(split: Results, name: str) -> None:
+def test_auto_measures_then_changes_the_schedule(split: Results) -> None:
     for found in split:
-        auto = found[name]
+        auto = found["auto"]
         assert auto.pop("names") == ["zb-v"] * 2 + ["auto"] * 4
         assert auto.pop("wholes") == 4, "one to measure at each stage"
         assert auto == {"losses": True, "states": True, "same": True}
-
-
-def test_batches_of_several_shapes(split: Results) -> None:
-    for found in split:
-        error = found["shapes"].pop("error")
-        assert found["shapes"] == {"losses": True, "grads": True, "evaluated": True}
-        assert (
-            "the batch's inputs are float32[12, 6]: another shape than the 2 of shapes=2" in error
-        )
-        assert "(float32[8, 6]; float32[4, 6])" in error
 
 
 def test_batches_of_any_shape(split: Results) -> None:
@@ -247,8 +219,7 @@ def test_how_weight_gradients_are_added_up() -> None:
             nn.functional.mse_loss,
             workers.sgd,
             microbatches=32,
-            accumulation=accumulation,
-            grad_dtype=dtype,
+            stage_options=StageOptions(accumulation=accumulation, grad_dtype=dtype),
         ) as engine:
             engine.forward_backward((inputs, targets))
             found = engine.gradients()[0]
@@ -304,28 +275,6 @@ def test_training_without_gradients_is_refused() -> None:
         ({"weights": "later", "ranks": 1}, ScheduleError, "2bp, fill"),
         ({"microbatches": 0, "ranks": 1}, ScheduleError, "0"),
         ({"autocast": torch.float16}, PipelineError, "None or torch.bfloat16; got torch.float16"),
-        (
-            {"early_weights": True, "split_backward": False, "ranks": 1},
-            PipelineError,
-            "early_weights has no effect with split_backward=False",
-        ),
-        ({"early_weights": True, "device": "meta", "ranks": 1}, PipelineError, "CPU; got meta"),
-        ({"shapes": 0, "ranks": 1}, PipelineError, "shapes of batches may come, 1 or more: 0"),
-        (
-            {"slices": 0, "ranks": 1, "stage_factory": None},
-            PipelineError,
-            "slices is a count, 1 or more; got 0",
-        ),
-        (
-            {"slices": 2, "ranks": 1, "stage_factory": None},
-            PipelineError,
-            "slices=2 has no effect without early_weights",
-        ),
-        (
-            {"slices": 2, "early_weights": True, "ranks": 1},
-            PipelineError,
-            "slices=2 has no effect beside stage_factory",
-        ),
         (
             {"schedule": "auto", "split_backward": False, "ranks": 1},
             PipelineError,

@@ -42,7 +42,7 @@ def four(on_ranks: Ranks) -> Results:
 
 @pytest.mark.parametrize(
     "case",
-    [f"chimera, {each}" for each in ("M=2", "M=6", "fused", "early", "blocks")] + ["dualpipe"],
+    [f"chimera, {each}" for each in ("M=2", "M=6", "fused", "blocks")] + ["dualpipe"],
 )
 def test_losses_and_gradients(two: Results, case: str) -> None:
     for found in two:
@@ -60,7 +60,7 @@ def test_training_steps(two: Results) -> None:
         assert_all(found["training"])
 
 
-@pytest.mark.parametrize("case", ["exact", "unused", "undone"])
+@pytest.mark.parametrize("case", ["exact", "unused"])
 def test_what_else_is_as_with_one_copy(two: Results, case: str) -> None:
     assert [found[case] for found in two] == [True, True]
 

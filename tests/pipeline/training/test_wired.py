@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.executor import Executor, as_scheduled, early_weights
+from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.shapes import Negotiation, TensorMeta
 from autosplit.pipeline.engine.transport import Transport
@@ -90,7 +90,7 @@ def _stages(model: wired.Wired, batch: list[Tensor]) -> tuple[list[Noting], list
     return stages, known
 
 
-def _run(model: wired.Wired, schedule: Schedule, prefetch: int, early: bool) -> list[Noting]:
+def _run(model: wired.Wired, schedule: Schedule, prefetch: int) -> list[Noting]:
     """Every rank on a thread, over messages with the rules of NCCL."""
     inputs = [[torch.randn(ROWS), torch.arange(ROWS) % 2] for _ in range(schedule.microbatches)]
     stages, known = _stages(model, inputs[0])
@@ -109,10 +109,8 @@ def _run(model: wired.Wired, schedule: Schedule, prefetch: int, early: bool) -> 
                 negotiation,
                 device=CPU,
                 prefetch=prefetch,
-                watch=early,
             ),
             loss_grad=torch.tensor(1.0),
-            order=early_weights if early else as_scheduled,
         )
         executor.run(inputs, [[] for _ in inputs])
 
@@ -131,12 +129,10 @@ def _run(model: wired.Wired, schedule: Schedule, prefetch: int, early: bool) -> 
 
 
 @settings(max_examples=120, deadline=None)
-@given(wirings(), st.integers(0, 10**6), st.sampled_from([0, 2]), st.booleans())
-def test_random_graphs_under_random_schedules(
-    model: wired.Wired, seed: int, prefetch: int, early: bool
-) -> None:
+@given(wirings(), st.integers(0, 10**6), st.sampled_from([0, 2]))
+def test_random_graphs_under_random_schedules(model: wired.Wired, seed: int, prefetch: int) -> None:
     """No deadlock, and the gradients of plain autograd, though a send waits for its receive."""
-    _run(model, random_schedule(seed, model.stages), prefetch, early)
+    _run(model, random_schedule(seed, model.stages), prefetch)
 
 
 @settings(max_examples=30, deadline=None)
@@ -146,7 +142,7 @@ def test_random_graphs_under_known_schedules(
     name: str, ranks: int, model: wired.Wired, microbatches: int
 ) -> None:
     count = 2 * microbatches
-    _run(model, build(name, 4, count, ranks=ranks), 2, False)
+    _run(model, build(name, 4, count, ranks=ranks), 2)
 
 
 def test_an_output_taken_twice_by_one_stage() -> None:

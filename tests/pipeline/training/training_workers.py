@@ -11,13 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.action import ActionKind
 from tests.pipeline.training.overlap_workers import (
-    LateSecond,
     asynchronous,
-    early_weights,
-    sliced_first,
 )
 from tests.pipeline.training.parameter_workers import (
     frozen,
@@ -203,26 +199,6 @@ def automatic(**options: Any) -> dict[str, Any]:
     return {**found, "names": names, "same": rows[0] == rows[1]}
 
 
-def several_shapes(limit: int) -> dict[str, Any]:
-    """Batches of two shapes in turn, and a third one."""
-    found: dict[str, Any] = {"losses": True, "grads": True, "evaluated": True}
-    with trainer(shapes=limit, stage_factory=None, microbatches=2) as engine:
-        for step, rows in enumerate((8, 4, 8, 4)):
-            inputs, targets = data(rows, seed=step)
-            model = whole(2)
-            expected = single_process(model, inputs, targets, 2)
-            found["losses"] &= torch.equal(engine.forward_backward((inputs, targets)), expected)
-            found["grads"] &= gradients_equal(engine.gradients(), model)
-            found["evaluated"] &= torch.equal(engine.evaluate((inputs, targets)), expected)
-            for module in engine.modules.values():
-                module.zero_grad()
-        try:
-            engine.step(data(12))
-        except PipelineError as error:
-            found["error"] = str(error)
-    return found
-
-
 def any_shape() -> dict[str, Any]:
     """Batches of one shape after another: same as one process, and two captures a stage."""
     found: dict[str, Any] = {"losses": True, "grads": True, "evaluated": True}
@@ -285,8 +261,6 @@ def with_reference_stage() -> dict[str, Any]:
         "async": asynchronous(microbatches=2),
         # Behind its first step, the trainer knows that nothing was clipped.
         "validated": asynchronous(1, schedule="zb-h2", max_grad_norm=1e9, weights=None),
-        "early": early_weights(LateSecond),
-        "early grid": schedule_grid(2, (5,), SPLITS[1:], early_weights=True),
     }
 
 
@@ -303,10 +277,7 @@ def with_split_stage() -> dict[str, Any]:
         "hooked": [hooked(), hooked(split_backward=False)],
         "autocast": autocast(),
         "auto": automatic(),
-        "auto early": automatic(early_weights=True),
-        "shapes": several_shapes(2),
         "any shape": any_shape(),
-        "sliced": early_weights(sliced_first),
     }
 
 

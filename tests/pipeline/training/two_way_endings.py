@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
-from tests.pipeline.training.update_workers import Breaking
-from tests.pipeline.workers import WIDTH, block, data, equal, trainer
-
-
-def undone() -> bool:
-    """An optimizer that fails on one rank: both copies are as before."""
-    with trainer(schedule="chimera", optimizer_fn=Breaking, undo_steps=True) as engine:
-        engine.step(data(8))
-        before = copy.deepcopy(engine.state_dict())
-        try:
-            engine.step(data(8))
-        except PipelineError:
-            return equal(before, engine.state_dict())
-    return False
+from tests.pipeline.workers import WIDTH, block, data, trainer
 
 
 def _batch_norm(index: int) -> nn.Module:

@@ -19,7 +19,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.training.parameter_workers import Tied
-from tests.pipeline.training.two_way_endings import SCENARIOS, undone
+from tests.pipeline.training.two_way_endings import SCENARIOS
 from tests.pipeline.workers import (
     WIDTH,
     block,
@@ -318,7 +318,6 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "chimera, M=2": gradients("chimera", 2, 2),
         "chimera, M=6": gradients("chimera", 2, 6),
         "chimera, fused": gradients("chimera", 2, 4, split_backward=False),
-        "chimera, early": gradients("chimera", 2, 4, early_weights=True),
         "chimera, blocks": gradients("chimera", 5, 4, ranks=2),
         "dualpipe": gradients("dualpipe", 2, 6, stage_factory=None),
         "training": training(2),
@@ -326,7 +325,6 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         "overlapped": overlapped(),
         "unused": unused(),
         "checkpoints": checkpoints(folder),
-        "undone": undone(),
         "refusals": outcomes(SCENARIOS),
     }
 

@@ -107,11 +107,10 @@ class Breaking(torch.optim.SGD):
         super().step()
 
 
-def _breaking(undo: bool) -> tuple[str, bool]:
+def _breaking() -> tuple[str, bool]:
     """What is said, and whether weights and momentum are those before the step."""
     engine = workers.trainer(
         optimizer_fn=lambda parameters: Breaking(parameters, lr=0.5, momentum=0.9),
-        undo_steps=undo,
     )
     engine.step(workers.data(8))
     assert engine.optimizer is not None
@@ -162,7 +161,6 @@ def everything() -> dict[str, Any]:
         "never": _same(*(_train(call, FACTORS[:3], 1e9, False) for call in ("step", "step_async"))),
         "mixed": _same(*(_train(call, FACTORS, 1.5, False) for call in ("step", "step_async"))),
         "shared": _same(*(_train(call, FACTORS, 1.5, True) for call in ("step", "step_async"))),
-        "undone": _breaking(True),
-        "apart": _breaking(False),
+        "apart": _breaking(),
         "scribbling": _scribbling(),
     }

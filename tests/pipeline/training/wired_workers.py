@@ -11,6 +11,7 @@ from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline import workers
 from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.trainer_options import grouped
 from tests.pipeline.training import wired
 
 CASES: dict[str, dict[str, Any]] = {
@@ -18,7 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zb-v": {"schedule": "zb-v"},
     "interleaved": {"schedule": "interleaved"},
     "fused": {"schedule": "gpipe", "split_backward": False},
-    "early": {"weights": "2bp", "early_weights": True},
+    "2bp": {"weights": "2bp"},
 }
 
 
@@ -28,7 +29,11 @@ def _loss(output: Tensor, targets: object) -> Tensor:
 
 def _trainer(model: Any, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
-        model, options.pop("loss_fn", _loss), workers.sgd, microbatches=4, timeout=60.0, **options
+        model,
+        options.pop("loss_fn", _loss),
+        workers.sgd,
+        microbatches=4,
+        **grouped(timeout=60.0, **options),
     )
 
 
@@ -85,7 +90,7 @@ def _steps() -> dict[str, bool]:
 
 def _shapes() -> bool:
     same = True
-    with _trainer(wired.UNet(), stage_factory=ReferenceStage, shapes=2) as engine:
+    with _trainer(wired.UNet(), stage_factory=ReferenceStage) as engine:
         for rows in (8, 4, 8):
             batch = wired.unet_batch(rows)
             expected, _ = wired.reference(wired.UNet(), list(batch.values()), None, 4)

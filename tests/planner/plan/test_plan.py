@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autosplit.errors import AutosplitError, OutputError, PlanError, ScheduleError
+from autosplit.pipeline import RunOptions
 from autosplit.planner import Plan, partition
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError
@@ -94,7 +95,12 @@ def test_a_plan_within_a_limit_trains(tmp_path: Path) -> None:
     found = partition(
         model, tokens(), costs=costs(model), memory_limit=int((rest + most) / 2), **options
     )
-    with found.trainer(loss, sgd, memory_limit="1GiB", store=tmp_path) as trainer:
+    with found.trainer(
+        loss,
+        sgd,
+        memory_limit="1GiB",
+        run_options=RunOptions(store=tmp_path),
+    ) as trainer:
         losses = trainer.step((tokens(8), tokens(8)))
     assert losses.isfinite().all()
 

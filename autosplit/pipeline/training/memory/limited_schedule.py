@@ -69,7 +69,6 @@ class LimitTuner(Tuner):
             was not recorded.
         links: measures the links between ranks and to the host's store; collective.
         wiring: who feeds whom; None: each stage the next.
-        early_weights: whether the trainer runs Ws in every wait.
     """
 
     def __init__(
@@ -83,17 +82,9 @@ class LimitTuner(Tuner):
         measured: Callable[[], Mapping[str, int]],
         links: Callable[[], Transfer],
         wiring: Wiring | None = None,
-        early_weights: bool = False,
-        reductions: Callable[[int], Reductions | None] = lambda slices: None,
+        reductions: Callable[[], Reductions | None] = lambda: None,
     ) -> None:
-        super().__init__(
-            schedule,
-            groups,
-            links=links,
-            wiring=wiring,
-            early_weights=early_weights,
-            reductions=reductions,
-        )
+        super().__init__(schedule, groups, links=links, wiring=wiring, reductions=reductions)
         self.measured = schedule
         self._limit = limit
         self._fixed = fixed

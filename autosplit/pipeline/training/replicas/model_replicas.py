@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.mesh.buckets import CAP
 from autosplit.mesh.reduction import ReductionQueue
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.results import Bucket, Member, buckets_of
@@ -47,7 +48,6 @@ class ModelReplicas:
         groups: the trainer's process groups.
         settled: waits until the device has done what it was given.
         is_shared: whether a parameter's gradient is summed with others of the pipeline before.
-        cap: bytes of a bucket of gradients.
         sharded: the stages that are sharded: what reduces their gradients is among the reductions
             here.
 
@@ -61,14 +61,12 @@ class ModelReplicas:
         groups: Groups,
         settled: Callable[[], None],
         is_shared: Callable[[nn.Parameter], bool],
-        cap: int,
         sharded: ShardedStages,
     ) -> None:
         self._modules = modules
         self._groups = groups
         self._settled = settled
         self._is_shared = is_shared
-        self._cap = cap
         self._sharded = sharded
         self._link = groups.replicas()
         # Whoever has another share of the batch, also of those that have other shards.
@@ -136,20 +134,17 @@ class ModelReplicas:
             stages = (each.stage for each in self._sharded.reductions())
             return dict(Counter(stage for stage in stages if stage is not None))
         own = {at: self._bytes.get(at, 0) for at in self._modules}
-        return {at: -(-size // self._cap) for at, size in own.items()}
+        return {at: -(-size // CAP) for at, size in own.items()}
 
-    def measured(self, slices: int) -> Reductions | None:
+    def measured(self) -> Reductions | None:
         """What replicas reduce, and how long their links take for it; collective over all ranks.
         None with one pipeline.
-
-        Args:
-            slices: into how many parts W is cut.
         """
         if self._peers is None:
             return None
         device = next(iter(_tensors(self._modules)), torch.empty(0)).device
         link = measure_sum(self._groups, device, self._peers)
-        return Reductions([self._bytes[at] for at in sorted(self._bytes)], link, self._cap, slices)
+        return Reductions([self._bytes[at] for at in sorted(self._bytes)], link, CAP)
 
     @property
     def spans(self) -> list[Span]:
@@ -233,9 +228,7 @@ class ModelReplicas:
     def _buckets_of(
         self, members: Sequence[Member], needs: Sequence[tuple[Completion, ...]]
     ) -> list[tuple[_Reduction, set[Completion]]]:
-        made = buckets_of(
-            members, self._groups.losing, parts=self._groups.layout.replicas, cap=self._cap
-        )
+        made = buckets_of(members, self._groups.losing, parts=self._groups.layout.replicas, cap=CAP)
         return [(bucket, {each for at in places for each in needs[at]}) for bucket, places in made]
 
     def _buffer_marks(self) -> dict[tuple[int, str], tuple[int, int]]:

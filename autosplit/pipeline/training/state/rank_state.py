@@ -143,7 +143,6 @@ class RankState:
         groups: the trainer's process groups.
         device: where the stages go.
         settled: waits until the device has done what it was given.
-        cap: bytes of a bucket of gradients, where pipelines have replicas.
 
     Attributes:
         modules: by stage.
@@ -166,7 +165,6 @@ class RankState:
         groups: Groups,
         device: torch.device,
         settled: Callable[[], None],
-        cap: int,
     ) -> None:
         self.modules = own_modules(stages, schedule.held(groups.rank), device)
         self.sharded = ShardedStages(self.modules, groups)
@@ -176,7 +174,7 @@ class RankState:
         self._copies = ReplicatedStages(self.modules, schedule, groups)
         self._shared = SharedParameters(shared, self.modules, schedule, groups, settled)
         self.replicas = ModelReplicas(
-            self.modules, groups, settled, self._shared.is_shared, cap, self.sharded
+            self.modules, groups, settled, self._shared.is_shared, self.sharded
         )
         self.reducing = False
         self.parameters = _trainable(self.modules.values())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.pipeline.trainer import PipelineTrainer
+from tests.pipeline.trainer_options import grouped
 
 Found = tuple[list[str], float]
 
@@ -53,7 +54,11 @@ def trained(modules: Sequence[nn.Module], *, steps: int = 2, **options: Any) -> 
     twin = nn.Sequential(*copy.deepcopy(modules))
     given = {"ranks": 1, "accumulation": "concatenated", **options}
     with PipelineTrainer(
-        modules, nn.functional.mse_loss, sgd, microbatches=4, record=True, **given
+        modules,
+        nn.functional.mse_loss,
+        sgd,
+        microbatches=4,
+        **grouped(record=True, **given),
     ) as engine:
         for step in range(steps):
             inputs, targets = batch(step)

@@ -74,8 +74,6 @@ SAID: dict[str, tuple[int | None, str]] = {
     "other backend": (None, "but backend is 'eager' on rank 0 and 'inductor' on rank 1"),
     "other gradients": (None, "but grad_dtype is None on rank 0 and torch.float64 on rank 1"),
     "other factory": (None, "but stage_factory is 'given' on rank 0 and None on rank 1"),
-    "other order": (None, "but early_weights is False on rank 0 and True on rank 1"),
-    "other shapes": (None, "but shapes is 1 on rank 0 and 2 on rank 1"),
     "other tied": (
         None,
         "but shared_parameters is [] on rank 0 and [[(0, '0.bias'), (1, ",

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 import autosplit
 from autosplit.checkpoint import save_checkpoint
 from autosplit.errors import PipelineError
+from autosplit.pipeline import RunOptions
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.cuts.solve import CapError
 from autosplit.planner.plan.plan import Plan
 from autosplit.stage import Stage
+from tests.pipeline.trainer_options import grouped
 from tests.pipeline.workers import equal
 
 VOCABULARY, LENGTH, MICROBATCHES = 64, 16, 2
@@ -98,7 +100,12 @@ def advised(name: str) -> dict[str, Any]:
     for _ in range(3):
         try:
             torch.manual_seed(dist.get_rank())
-            with plan.trainer(loss_fn, adam, memory_limit=advice[-1], timeout=60.0) as trainer:
+            with plan.trainer(
+                loss_fn,
+                adam,
+                memory_limit=advice[-1],
+                run_options=RunOptions(timeout=60.0),
+            ) as trainer:
                 for step in range(SETTLED):
                     trainer.record = "memory" if step == SETTLED - 1 else False
                     trainer.step(batch_of(step))
@@ -131,8 +138,7 @@ def stages(**options: Any) -> PipelineTrainer:
         nn.functional.mse_loss,
         adam,
         microbatches=MICROBATCHES,
-        timeout=60.0,
-        **options,
+        **grouped(timeout=60.0, **options),
     )
 
 
@@ -174,7 +180,7 @@ def refused_batches() -> list[str]:
     """
     rank = dist.get_rank()
     said = []
-    with stages(shapes=1) as trainer:
+    with stages(memory_limit="1GiB") as trainer:
         inputs, targets = vectors(0)
         whole = (inputs, None) if rank == 0 else (None, targets)
         odd = (inputs[:-1], None) if rank == 0 else whole
@@ -216,7 +222,11 @@ def planned() -> dict[str, Any]:
         limit = int(error.least)
         heard = str(error)
     found = plan(limit)
-    with found.trainer(nn.functional.mse_loss, adam, timeout=60.0) as trainer:
+    with found.trainer(
+        nn.functional.mse_loss,
+        adam,
+        run_options=RunOptions(timeout=60.0),
+    ) as trainer:
         for step in range(SETTLED):
             trainer.record = "memory" if step == SETTLED - 1 else False
             trainer.step(vectors(step))
