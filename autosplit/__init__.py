@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from autosplit.dynamo.pending_weights import backward_weight
+from autosplit.mesh.costs import CollectiveCosts, DeviceSpeed, Link, measure_collectives
 
 from .errors import (
     AutosplitError,
@@ -15,9 +16,6 @@ from .errors import (
     ScheduleError,
     SplitError,
 )
-from .mesh.collective_costs import CollectiveCosts, measure_collectives
-from .mesh.device_speed import DeviceSpeed
-from .mesh.link import Link
 from .module import SplitModule
 from .splitting import split
 from .stage import Stage

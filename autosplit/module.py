@@ -22,16 +22,15 @@ from autosplit.autograd.pending_queue import PendingBound, PendingQueue, checked
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
 from autosplit.dynamo.fallback import Fallback
-from autosplit.mesh.collective_costs import Overlap
+from autosplit.mesh.costs import Overlap
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.input_overlap import refuse_overlap
 from autosplit.runtime.specializations.call_signature import CallFlattening
 from autosplit.runtime.specializations.specialization import Specializations
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.torch_internals.autograd.backward_task import in_transform
-from autosplit.torch_internals.ddp_reducer import synchronises
-from autosplit.torch_internals.distributed import fsdp_part, is_fsdp_managed
+from autosplit.torch_internals.autograd import in_transform
+from autosplit.torch_internals.distributed import fsdp_part, is_fsdp_managed, synchronises
 from autosplit.torch_internals.pytree import tree_unflatten
 from autosplit.torch_internals.tracing import untraced
 

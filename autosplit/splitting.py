@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.capture.first_call import materialise_lazy_parameters
-from autosplit.mesh.collective_costs import Overlap
+from autosplit.mesh.costs import Overlap
 
 from .errors import (
     BackendError,

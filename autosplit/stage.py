@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.autograd.function import run_forward
-from autosplit.mesh.collective_costs import Overlap
+from autosplit.mesh.costs import Overlap
 from autosplit.runtime.activations.held_storages import HeldStorages, lent_storages
 from autosplit.runtime.activations.in_flight import (
     InFlightMicrobatch,
@@ -23,8 +23,8 @@ from autosplit.runtime.gradient_graphs import Call
 from autosplit.runtime.specializations.stage_specializations import StageSpecializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.sharded.stage_sharding import StageSharding
-from autosplit.torch_internals.autograd.backward_task import without_autocast
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.autograd import without_autocast
+from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .errors import ShardedError, SplitError
 

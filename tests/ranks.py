@@ -56,7 +56,7 @@ def measure_cheaply() -> None:
     """Estimates ask for this machine's rates, which take 0.2 s of large matrices, and stages are
     timed until that is exact. Does nothing before they are imported.
     """
-    if speed := sys.modules.get("autosplit.mesh.device_speed"):
+    if speed := sys.modules.get("autosplit.mesh.costs"):
         speed._SIDE, speed._COPIED = 128, 2**20  # type: ignore[attr-defined]
     if timing := sys.modules.get("autosplit.planner.costs.timing"):
         timing._ENOUGH = 0.1  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.torch_internals.autograd.backward_task import without_autocast
+from autosplit.torch_internals.autograd import without_autocast
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -12,8 +12,7 @@ from torch import Tensor
 from autosplit.runtime.activations.saved_tensors import State
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.torch_internals.autograd.accumulate_grad import Leaves, add_gradients
-from autosplit.torch_internals.autograd.backward_task import without_autocast
+from autosplit.torch_internals.autograd import Leaves, add_gradients, without_autocast
 
 from .deferred_backward import DeferredBackward, summed_gradients
 from .engine_delivery import deliver_through_engine

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
+from autosplit.torch_internals.autograd import has_gradient_hooks
 
 from .pending_work import PendingWork
 

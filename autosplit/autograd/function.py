@@ -15,11 +15,11 @@ from torch.autograd.graph import get_gradient_edge
 from autosplit.errors import SplitError
 from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
-from autosplit.torch_internals.autograd.accumulate_grad import has_accumulate_hooks
-from autosplit.torch_internals.autograd.backward_task import (
+from autosplit.torch_internals.autograd import (
     at_end_of_backward,
     current_backward,
     graph_is_kept,
+    has_accumulate_hooks,
     has_saved_tensors_hooks,
     is_asked_for,
     will_run,

@@ -11,7 +11,7 @@ from typing import Any, Self
 from torch import nn
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.module_state import share_state
+from autosplit.torch_internals.state import share_state
 from autosplit.torch_internals.tracing import in_compiler, is_exported
 
 # Python looks these up on the class, past ``__getattr__``; a proxy has those that its model has.

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from autosplit.text.names import few
-from autosplit.torch_internals.autograd.accumulate_grad import Leaves
+from autosplit.text.figures import few
+from autosplit.torch_internals.autograd import Leaves
 
 
 def hooks_text(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd.accumulate_grad import has_hooks_of_users
+from autosplit.torch_internals.autograd import has_hooks_of_users
 
 Watched = list[tuple[str, "weakref.ref[Tensor]"]]
 

@@ -19,8 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from autosplit.autograd.lazy.gradient_slot import GradientSlot
 from autosplit.autograd.lazy.lazy_gradient_set import LazyGradients
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd.backward_task import at_end_of_backward, current_backward
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.autograd import at_end_of_backward, current_backward
+from autosplit.torch_internals.state import distinct_storage_bytes
 from autosplit.torch_internals.tracing import untraced
 
 from .pending_work import PendingWork

@@ -16,12 +16,12 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.weight_slices import SlicedWeight
 from autosplit.sharded.overlap import OverlappedReduction
-from autosplit.torch_internals.autograd.accumulate_grad import (
+from autosplit.torch_internals.autograd import (
     Leaves,
     add_gradients,
     has_accumulate_hooks,
+    without_autocast,
 )
-from autosplit.torch_internals.autograd.backward_task import without_autocast
 
 from .deferred_backward import DeferredBackward
 from .delivery import Delivery

@@ -31,7 +31,7 @@ from autosplit.errors import BackendError
 from autosplit.passes.analysis.aliasing import is_free
 from autosplit.passes.graph import STATE, Kind, Role, calls, inputs, outputs, source_line
 from autosplit.passes.lowering import codegen
-from autosplit.torch_internals.storage import is_gone
+from autosplit.torch_internals.state import is_gone
 
 from .backend import Boxed, Code
 from .eager import Eager

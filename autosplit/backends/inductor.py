@@ -64,7 +64,7 @@ class Inductor:
         return inductor.decompositions()
 
     def rewrite(self, joint: fx.GraphModule) -> None:
-        from autosplit.capture.node_origins import note_origins
+        from autosplit.capture.roles import note_origins
         from autosplit.torch_internals import inductor
 
         inductor.rewrite_joint(joint)

@@ -28,10 +28,7 @@ from autosplit.passes.graph import (
     set_outputs,
 )
 
-from .backward_writes import take_writes
-from .dtensor_roles import is_mesh, whole
-from .node_origins import note_origins
-from .roles import DescriptorRoles
+from .roles import DescriptorRoles, is_mesh, note_origins, take_writes, whole
 
 _REFUSAL = (
     "autosplit defers weight gradients, which compiled autograd would lose; call backward() "

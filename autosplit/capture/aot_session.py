@@ -27,21 +27,22 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
-from autosplit.capture.effects.python_random import refuse_own_generators
-from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
-from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER, as_eager
-from autosplit.capture.workarounds.margin_losses import (
+from autosplit.capture.workarounds.dynamo import refuse_absent_gradients
+from autosplit.capture.workarounds.operators import (
+    AS_IN_EAGER,
+    as_eager,
+    divide_layers,
     refuse_unbatched,
     right_decompositions,
     trace_as_run,
 )
-from autosplit.capture.workarounds.recurrent_layers import divide_layers
 from autosplit.errors import CaptureError, ShardedError, SplitError
 from autosplit.passes import Kind, PassError, Rates, Role
 from autosplit.passes.analysis.operators import is_effect
 from autosplit.passes.graph import placeholders
 
 from .aot_convention import AotGraphs, assemble, copy_graph, label, without_deferred
+from .side_effects import refuse_own_generators
 
 _ROOT = re.compile(r"[LG]\['\w+'\]")
 _AS_WHOLE = {

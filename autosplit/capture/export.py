@@ -17,23 +17,24 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
-from autosplit.capture.effects.python_random import refuse_drawn
-from autosplit.capture.effects.side_effects import pass_on, setters
 from autosplit.capture.workarounds.causal_mask import masks_decided
-from autosplit.capture.workarounds.custom_functions import refuse_absent_gradients
-from autosplit.capture.workarounds.function_modes import function_modes_known
-from autosplit.capture.workarounds.graph_modules import graph_put_aside
-from autosplit.capture.workarounds.long_loops import compiled_not_exported, unrolling_limited
-from autosplit.capture.workarounds.output_hooks import install_output_hooks
-from autosplit.capture.workarounds.tensor_hooks import refuse_lost_hooks
-from autosplit.capture.workarounds.trace_log_headers import without_trace_log_headers
+from autosplit.capture.workarounds.dynamo import (
+    compiled_not_exported,
+    function_modes_known,
+    graph_put_aside,
+    install_output_hooks,
+    refuse_absent_gradients,
+    refuse_lost_hooks,
+    unrolling_limited,
+    without_trace_log_headers,
+)
 from autosplit.torch_internals.version import TORCH
 
-from .forward_scope import ForwardScope
-from .guards import DYNAMO, Guards
+from .guards import DYNAMO, ForwardScope, Guards
+from .side_effects import pass_on, refuse_drawn, setters
 
 if TYPE_CHECKING:
-    from .regions.session import RegionSession
+    from .region_session import RegionSession
 
 
 def export(

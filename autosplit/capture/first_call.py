@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from autosplit.device import generators_kept
 from autosplit.errors import CaptureError
-from autosplit.torch_internals.module_state import modes_kept
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
+from autosplit.torch_internals.state import modes_kept
 
 
 def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def is_passing(
         insist: try it also where the error is not about Python state, if the first call differs.
     """
     # Dynamo takes over a second to import; here it was imported before the error.
-    from autosplit.capture.effects.side_effects import PythonStateError, first_call_differs
+    from .side_effects import PythonStateError, first_call_differs
 
     if isinstance(error, PythonStateError):
         if not error.inside:

@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.capture.effects.observers import unobserved
-from autosplit.capture.effects.operator_effects import Effect, examine
-from autosplit.capture.workarounds.margin_losses import refuse_unbatched
-from autosplit.capture.workarounds.recurrent_layers import divide_layers
+from autosplit.capture.workarounds.operators import divide_layers, refuse_unbatched
 from autosplit.errors import CaptureError
-from autosplit.torch_internals.ddp_reducer import refuse_sharded
-from autosplit.torch_internals.pytree import TreeSpec, tree_flatten
+from autosplit.torch_internals.distributed import refuse_sharded
+from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
 
 from .diagnosis import user_errors
 from .export import export
-from .pytree_objects import hold
+from .guards import unobserved
+from .operator_effects import Effect, examine
 from .roles import canonical_names
 
 

@@ -1,10 +1,22 @@
-"""``Guards``: whether a captured graph still fits its module."""
+"""Observers of operators and modules, disabled during capture: dispatch modes, module trackers.
+
+``torch.utils.flop_counter.FlopCounterMode`` is both. A graph is the same whoever watches; its
+operators are seen when they run, not while they are traced.
+
+``ForwardScope``: variables of a module's forward in a call, as Dynamo's guards name them.
+
+Binding of a call's arguments to the parameters of a function.
+
+``Guards``: whether a captured graph still fits its module.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
-from collections.abc import Sequence
-from types import CodeType
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -12,17 +24,139 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.convert_frame import CaptureOutput, get_traced_fn
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch.nn.modules import module
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.module_tracker import ModuleTracker
 
-from autosplit.capture.effects.observers import is_observed, unobserved
-from autosplit.capture.effects.side_effects import Setter
 from autosplit.capture.workarounds.causal_mask import MaskDecision
-from autosplit.capture.workarounds.eager_settings import AS_IN_EAGER
+from autosplit.capture.workarounds.operators import AS_IN_EAGER
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
 
 from .diagnosis import definition
-from .forward_scope import ForwardScope
 from .input_sizes import is_open
+from .side_effects import Setter
+
+# The other global hooks on modules may do anything; they are part of what is captured.
+_HOOKS: tuple[dict[int, Any], ...] = (
+    module._global_forward_pre_hooks,
+    module._global_forward_hooks,
+)
+_TRACKERS = {ModuleTracker._fw_pre_hook, ModuleTracker._fw_post_hook}
+
+
+def is_observed() -> bool:
+    """Whether a dispatch mode or a module tracker is on."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return any(_is_tracker(hook) for hooks in _HOOKS for hook in hooks.values())
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Context without dispatch modes and module trackers."""
+    with _untracked(), _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def _untracked() -> Iterator[None]:
+    """Remove trackers' hooks, and restore them in their order among the others."""
+    before = [dict(hooks) for hooks in _HOOKS]
+    for hooks, found in zip(_HOOKS, before, strict=True):
+        for key in [key for key, hook in found.items() if _is_tracker(hook)]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        # The dictionaries stay the same objects: handles of hooks know them by weak reference.
+        for hooks, found in zip(_HOOKS, before, strict=True):
+            added = {key: hook for key, hook in hooks.items() if key not in found}
+            hooks.clear()
+            hooks.update(found | added)
+
+
+def _is_tracker(hook: Any) -> bool:
+    return getattr(hook, "__func__", None) in _TRACKERS
+
+
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+_PLAIN = {inspect.Parameter.POSITIONAL_OR_KEYWORD, _KEYWORD_ONLY}
+
+
+class Binding:
+    """``inspect.Signature.bind`` with defaults applied, without its cost (ten microseconds a
+    call) for functions that take no ``*args``, no ``**kwargs`` and nothing by position only.
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        self._signature = inspect.signature(function, follow_wrapped=False)
+        parameters = self._signature.parameters
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+        self._is_plain = set(kinds.values()) <= _PLAIN
+        self._names = parameters.keys()
+        self._positional = [n for n, kind in kinds.items() if kind is not _KEYWORD_ONLY]
+        self._defaults = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if parameter.default is not inspect.Parameter.empty
+        }
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Every parameter's value; None where the function cannot be called like this."""
+        if not self._is_plain or len(args) > len(self._positional):
+            return self._slowly(args, kwargs)
+        given = dict(zip(self._positional, args, strict=False))
+        given.update(kwargs)
+        bound = self._defaults | given
+        twice = len(given) < len(args) + len(kwargs)
+        return None if twice or bound.keys() != self._names else bound
+
+    def _slowly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError:
+            return None
+        bound.apply_defaults()
+        return bound.arguments
+
+
+class ForwardScope:
+    """Variables of the function that Dynamo traces for a module: its parameters, what it closes
+    over, and its globals.
+
+    Attributes:
+        function: that is traced.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.function: FunctionType = get_traced_fn(module)[0]
+        self._binding = Binding(self.function)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether Dynamo would trace this function now."""
+        return get_traced_fn(self._module)[0] is self.function
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Variables of one call; None where this is no call of the function."""
+        function, root = get_traced_fn(self._module)
+        if function is not self.function:
+            return None
+        bound = self._binding(args if root is None else (root, *args), kwargs)
+        if bound is None:
+            return None
+        if function.__closure__:
+            cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+            bound.update({name: cell.cell_contents for name, cell in cells})
+        return {"L": bound, "G": function.__globals__, "___from_numpy": _same}
+
+
+def _same(array: Any) -> Any:
+    """An array is in the graph as a tensor over its memory."""
+    return array
+
 
 DYNAMO = {
     # Dynamo remembers shapes by code object: a second nn.Sequential would get symbolic sizes.

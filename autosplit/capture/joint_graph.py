@@ -1,4 +1,6 @@
-"""nn.Module -> joint forward/backward graph with roles.
+"""``trace_joint``: AOTAutograd's joint graph of what Dynamo exported.
+
+nn.Module -> joint forward/backward graph with roles.
 
 Dynamo's full-graph export turns the module's Python into one FX graph; AOTAutograd then
 traces forward and backward together and labels every input and output with a descriptor.
@@ -13,34 +15,142 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from autosplit.capture.effects.observers import unobserved
-from autosplit.capture.effects.side_effects import (
+from autosplit.capture.workarounds.operators import (
+    Decompositions,
+    as_eager,
+    divide_layers,
+    refuse_unbatched,
+    right_decompositions,
+    trace_as_run,
+)
+from autosplit.passes import Role
+from autosplit.torch_internals.dtensor import Sharding
+from autosplit.torch_internals.pytree import (
+    TreeSpec,
+    flatten_named,
+    hold,
+    tree_flatten,
+    tree_unflatten,
+)
+
+from .diagnosis import ConstructionError, user_errors
+from .export import export
+from .guards import Guards, unobserved
+from .input_sizes import InputSizes, is_open
+from .module_paths import name_modules
+from .region import tracing_calls
+from .region_expansion import expand
+from .region_session import RegionSession, SplitBlock
+from .region_session import are_captured as regions_wanted
+from .roles import ModuleRoles, canonical_names, shardings, with_roles
+from .side_effects import (
     AttributeSnapshot,
     PythonStateError,
     first_call_differs,
 )
-from autosplit.capture.workarounds.margin_losses import (
-    Decompositions,
-    refuse_unbatched,
-    trace_as_run,
-)
-from autosplit.capture.workarounds.recurrent_layers import divide_layers
-from autosplit.passes import Role
-from autosplit.torch_internals.dtensor import Sharding
-from autosplit.torch_internals.pytree import TreeSpec, flatten_named
 
-from .diagnosis import ConstructionError, user_errors
-from .export import export
-from .guards import Guards
-from .input_sizes import InputSizes, is_open
-from .joint_trace import trace_joint
-from .module_paths import name_modules
-from .regions.callable_blocks import are_captured as regions_wanted
-from .regions.expansion import expand
-from .regions.operators import tracing_calls
-from .regions.session import RegionSession, SplitBlock
-from .roles import ModuleRoles, canonical_names, with_roles
+_OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedJoint:
+    """A joint graph with AOTAutograd's descriptors.
+
+    Attributes:
+        graph: the graph; a forward only where nothing needs a gradient.
+        names: path of every leaf of the result.
+        spec: how the leaves make up the result.
+        shardings: descriptor of what is a DTensor outside of the graph -> how it lies over ranks.
+    """
+
+    graph: fx.GraphModule
+    names: tuple[str, ...]
+    spec: TreeSpec
+    shardings: Mapping[Any, Sharding]
+
+
+def trace_joint(
+    module: nn.Module,
+    exported: fx.GraphModule,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    decompositions: Decompositions,
+) -> TracedJoint:
+    """Trace forward and backward together. Outputs that alias an input or each other become copies.
+
+    Args:
+        module: what was exported.
+        exported: Dynamo's graph of it.
+        inputs: positional and keyword ones that it was made for.
+        decompositions: operators to trace through.
+    """
+    results = _Results(exported)
+    joint = _trace(exported, *inputs, decompositions)
+    infos = joint._aot_state.fw_metadata.output_info
+    results.copied = {at for at, info in enumerate(infos) if info.output_type not in _OWN_STORAGE}
+    if results.copied:
+        joint = _trace(exported, *inputs, decompositions)
+    lying = shardings(joint, module, tree_flatten(inputs)[0])
+    return TracedJoint(joint.graph_module, results.names, joint.out_spec, lying)
+
+
+def _trace(
+    exported: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    decompositions: Decompositions,
+) -> Any:
+    decompositions = right_decompositions(decompositions)
+    context = exported.meta.get("tracing_context")
+    if context is None:
+        context = TracingContext(exported.meta["fake_mode"])
+    # The stack closes before anything real runs, or the fake mode would still be on. Passes change
+    # the graph; to write its code as Python after each would take longer than they do.
+    lazy = _use_lazy_graph_module(True)
+    with (
+        contextlib.ExitStack() as stack,
+        tracing(context),
+        as_eager(exported, decompositions),
+        lazy,
+    ):
+        return aot_export_joint_with_descriptors(
+            stack, exported, args, kwargs, decompositions=decompositions
+        )
+
+
+class _Results:
+    """Replacement for the exported module's code that assembles its results, so that it is traced
+    too: views of parameters that the module returns (``self.weight.mT``) are made there.
+
+    Attributes:
+        names: path of every leaf of the result, known once the module was traced.
+        copied: leaves to return as copies.
+    """
+
+    def __init__(self, exported: Any) -> None:
+        codegen = exported.graph._codegen  # AOTAutograd interprets the graph and asks this one
+        self._original = codegen.dynamo_bytecode_unflatten  # which would run out of tracing's sight
+        self.names: tuple[str, ...] = ()
+        self.copied: set[int] = set()
+        codegen.dynamo_bytecode_unflatten = self
+
+    def __call__(self, leaves: Any, inputs: Any) -> Any:
+        own = self._original
+        args, kwargs = own.input_processor(inputs)
+        put_together = own.out.forward_callable(
+            compiled_fn=lambda *_: leaves, extra_globals=own.f_globals
+        )
+        tree = hold(put_together(*args, **kwargs))
+        self.names = tuple(name for name, _ in flatten_named("output", tree))
+        values, spec = tree_flatten(tree)
+        for index in self.copied:
+            values[index] = values[index].clone()
+        return hold(tree_unflatten(values, spec))
+
 
 __all__ = [
     "AttributeSnapshot",

@@ -1,22 +1,187 @@
-"""Roles on a joint graph, from the descriptors with which AOTAutograd labels it."""
+"""What a backward writes: AOTAutograd's trailing ``copy_`` as a result with a role.
+
+AOTAutograd's notes on the nodes of a joint graph -> the origins that passes read.
+
+How the DTensors among what a graph takes and returns lie over ranks, by role.
+
+AOTAutograd traces the local tensors of DTensors: descriptors of their inputs and outputs are
+wrapped in one that names the attribute of the DTensor.
+
+Roles on a joint graph, from the descriptors with which AOTAutograd labels it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as d
+from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils.checkpoint import CheckpointPolicy
 
 from autosplit.errors import CaptureError
-from autosplit.passes.graph import Kind, Role, inputs, placeholders
+from autosplit.passes import Kind, Role
+from autosplit.passes.analysis.operators import writes_in_backward
+from autosplit.passes.graph import inputs, placeholders, source_line
+from autosplit.passes.origin import ORIGIN, Origin
+from autosplit.torch_internals.dtensor import Sharding, is_dtensor
 
-from .backward_writes import is_backward, take_writes, written_twice
-from .dtensor_roles import drop_meshes, whole
-from .node_origins import note_origins
+from .module_paths import frames
+
+_TAG = "partitioner_tag"
+_FORWARD = {"is_forward", "must_be_in_forward"}
+
+
+def take_writes(
+    graph: fx.Graph, role_of: Callable[[fx.Node], Role], error: type[Exception]
+) -> list[tuple[Role, fx.Node]]:
+    """Remove the writes of the backward, which then reads what it writes into as it is when it
+    runs: between the forward and that, other microbatches may have written.
+
+    Args:
+        graph: a joint graph, as AOTAutograd traced it.
+        role_of: the role of what is written into.
+        error: for a write that no graph of ours can hold; names the user's line.
+
+    Returns:
+        Role and new value of each target.
+    """
+    found: list[tuple[Role, fx.Node]] = []
+    for write in [node for node in graph.nodes if writes_in_backward(node)]:
+        target, value = write.args[:2]
+        line = source_line(value) or source_line(write)
+        written = isinstance(target, fx.Node) and target.op == "placeholder"
+        if not written or write.target is not torch.ops.aten.copy_.default:
+            raise error(f"the backward writes by {write.target} (from {line})")
+        role = Role(Kind.WRITE, role_of(target).name)
+        if role in dict(found):
+            raise error(f"the backward writes into {role.name!r} under two names (from {line})")
+        if role_of(target).kind is Kind.PARAMETER:
+            raise error(
+                f"the backward writes into parameter {role.name!r} in place (from {line}); make it "
+                "a buffer"
+            )
+        if any(node.meta.get(_TAG) == "must_be_in_forward" for node in target.users):
+            raise written_twice(role.name, value, error)
+        graph.erase_node(write)
+        with graph.inserting_after(placeholders(graph)[-1]):
+            now = graph.placeholder(f"{target.name}_now")
+        now.meta = {**target.meta, "role": Role(Kind.TARGET, role.name)}
+        later = [user for user in target.users if is_backward(user)]
+        for user in later:
+            user.replace_input_with(target, now)
+        found.append((role, now if value is target else value))
+    return found
+
+
+def written_twice(name: str, value: fx.Node, error: type[Exception]) -> Exception:
+    """The error for what both the forward and the backward write into."""
+    return error(
+        f"{name} is written in the forward and again in the backward (from {source_line(value)}), "
+        "of which a graph knows only the last value; give the backward a buffer of its own"
+    )
+
+
+def is_backward(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta.get(_TAG) not in _FORWARD
+
+
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_HALVES = {"is_forward": False, "is_backward": True}
+
+
+def note_origins(graph: fx.Graph) -> None:
+    """Say of every node where it comes from, in place of what was said before."""
+    known: dict[Origin, Origin] = {}  # one object for all that are equal: they are kept on disk
+    for node in graph.nodes:
+        if node.op == "call_function":
+            origin = _origin(node.meta)
+            node.meta[ORIGIN] = known.setdefault(origin, origin)
+
+
+def _origin(meta: dict[str, Any]) -> Origin:
+    around = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    return Origin(
+        frames(around),
+        _HALVES.get(meta.get("partitioner_tag", "")),
+        meta.get("recompute") in _RECOMPUTED,
+        meta.get("ac_graph_id"),
+    )
+
+
+_OF_SUBCLASS = (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)
+_LOCAL, _MESH = "_local_tensor", "device_mesh"
+_OF_MESHES = "device_mesh."  # how operators that make one mesh of another are called
+
+
+def whole(desc: Any) -> Any:
+    """The descriptor of the DTensor whose local tensor one is about; others as they are."""
+    local = isinstance(desc, _OF_SUBCLASS) and desc.attr == _LOCAL
+    return desc.base if local else desc
+
+
+def drop_meshes(graph: fx.Graph) -> None:
+    """Remove the meshes of DTensors from a joint graph, which takes and returns them besides their
+    local tensors, and computes nothing with them but meshes: one that it returns and did not take
+    as the same object it makes of one that it took.
+    """
+    output = graph.output_node()
+    descs, values = output.meta["desc"], output.args[0]
+    kept = [at for at, desc in enumerate(descs) if not is_mesh(desc)]
+    if len(kept) < len(descs):
+        output.args = ([values[at] for at in kept],)  # type: ignore[index]
+        output.meta["desc"] = [descs[at] for at in kept]
+    for node in reversed([*graph.nodes]):
+        made = str(node.target).startswith(_OF_MESHES)  # an overload, or a packet of them
+        taken = node.op == "placeholder" and is_mesh(node.meta["desc"])
+        if (made or taken) and not node.users:
+            graph.erase_node(node)
+
+
+def is_mesh(desc: Any) -> bool:
+    """Whether a descriptor is about the mesh of a DTensor."""
+    return isinstance(desc, _OF_SUBCLASS) and desc.attr == _MESH
+
+
+def shardings(joint: Any, module: nn.Module, inputs: Sequence[Any]) -> dict[Any, Sharding]:
+    """Descriptor of what is a DTensor -> how it lies.
+
+    Args:
+        joint: what AOTAutograd exported, whose graph still has all of its inputs and outputs.
+        module: the module, whose parameters and buffers those of the graph are.
+        inputs: leaves of what it was captured for.
+    """
+    state = dict(module.named_parameters(remove_duplicate=False))
+    state |= dict(module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
+    named: list[tuple[Any, Any]] = [(d.ParamAOTInput(name), each) for name, each in state.items()]
+    named += [(d.BufferAOTInput(name), each) for name, each in state.items()]
+    named += [(d.PlainAOTInput(at), each) for at, each in enumerate(inputs)]
+    found = {desc: Sharding.of(each) for desc, each in named if is_dtensor(each)}
+    graph, meta = joint.graph_module.graph, joint._aot_state.fw_metadata
+    results = graph.output_node().meta["desc"]
+    found |= _described(results, meta.subclass_fw_graph_out_meta)
+    tangents = [n.meta["desc"] for n in placeholders(graph) if n.meta["desc"].is_tangent()]
+    found |= _described(tangents, meta.subclass_tangent_meta)
+    traced = joint._aot_graph_capture.maybe_subclass_meta
+    gradients = () if traced is None else traced.grad_input_metas or ()
+    behind = len(results) - sum(getattr(each, "arg_count", 1) for each in gradients)
+    return found | dict(_described(results[behind:], gradients))
+
+
+def _described(descs: Sequence[Any], metas: Iterable[Any]) -> Mapping[Any, Sharding]:
+    return dict(_pairs(descs, metas))
+
+
+def _pairs(descs: Sequence[Any], metas: Iterable[Any]) -> Iterator[tuple[Any, Sharding]]:
+    """Each DTensor's descriptor, by the place of its first part among flattened values."""
+    for meta in metas:
+        if isinstance(meta, SubclassCreationMeta) and is_dtensor(meta.original_subclass):
+            yield whole(descs[meta.flat_tensor_start_idx]), Sharding.of(meta.original_subclass)
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:

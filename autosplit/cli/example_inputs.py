@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PlanError
-from autosplit.text.byte_sizes import size_text
+from autosplit.text.figures import size_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from autosplit.errors import AutosplitError, OutputError
-from autosplit.text.writing import check_file, check_folder
+from autosplit.text.files import check_file, check_folder
 
 
 def typed_errors(command: Callable[..., None]) -> Callable[..., None]:

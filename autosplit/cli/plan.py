@@ -19,7 +19,7 @@ _ELSEWHERE = ("device", "flops", "bandwidth_memory", "link", "efficiency")
 def _limit(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
     """Bytes of a device; any, where the option is left out."""
     from autosplit.errors import PlanError
-    from autosplit.text.byte_sizes import parse_size
+    from autosplit.text.figures import parse_size
 
     try:
         return math.inf if value is None else parse_size(value)

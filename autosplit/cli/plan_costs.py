@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autosplit.compare.workload import example_of
-from autosplit.mesh.device_speed import DeviceSpeed, measure_device
+from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.planner.costs.block_costs import ModelCosts

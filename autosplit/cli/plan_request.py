@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autosplit.errors import PlanError
-from autosplit.mesh.device_speed import DeviceSpeed
+from autosplit.mesh.costs import DeviceSpeed
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs.device_kinds import EFFICIENCY, at_efficiency, device_named, link_named
 from autosplit.planner.costs.limits import Limits

@@ -26,8 +26,8 @@ from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.from_solution import make_plan
 from autosplit.planner.plan.plan import Plan
 from autosplit.planner.plan.plan_search import search_plans
-from autosplit.text.byte_sizes import size_text
-from autosplit.text.writing import write_text
+from autosplit.text.figures import size_text
+from autosplit.text.files import write_text
 
 from .example_inputs import samples_of
 from .plan_costs import KnownCosts

@@ -17,7 +17,7 @@ from autosplit.report.schedule_table import draw_survey, survey_rows
 from autosplit.report.timeline_page import Panel, write_page
 from autosplit.report.timeline_picture import draw_timelines
 from autosplit.report.trace import write_chrome_trace
-from autosplit.text.writing import write_text, writing
+from autosplit.text.files import write_text, writing
 
 
 def project(

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from autosplit.dump.dump import dump
+from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import REPLICATE
-from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.engine.stages import footprint
@@ -41,9 +41,9 @@ from autosplit.planner.model.block_instance import StageOptions as ProfiledStage
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
-from autosplit.text.quartiles import spread
+from autosplit.text.figures import spread
 from autosplit.torch_internals.allocations import HostAllocations
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .settings import Comparison, Row, Settings
 from .workload import Workload, load_workload

@@ -15,7 +15,7 @@ from autosplit.pipeline.simulation.activation_memory import memory_over_time
 from autosplit.report.timeline_page import Panel, write_page
 from autosplit.report.timeline_picture import draw_timelines
 from autosplit.report.trace import write_chrome_trace
-from autosplit.text.writing import write_text, writing
+from autosplit.text.files import write_text, writing
 
 from .rank import compare_on_rank
 from .settings import Comparison, Settings

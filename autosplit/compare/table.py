@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from autosplit.text.byte_sizes import size_text
+from autosplit.text.figures import size_text
 
 from .settings import Row
 

@@ -19,8 +19,8 @@ from autosplit.passes.graph import Kind, SplitGraphs, calls, inputs, outputs
 from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.codegen import value_text
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.text.byte_sizes import size_text
-from autosplit.text.writing import writing
+from autosplit.text.figures import size_text
+from autosplit.text.files import writing
 
 from .boundary import boundary_tensors, total_bytes
 from .tables import boundary_table, graph_table

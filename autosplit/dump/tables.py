@@ -15,8 +15,7 @@ from autosplit.passes.analysis.weight_flops import weight_flops
 from autosplit.passes.graph import Kind, calls, inputs, outputs
 from autosplit.passes.partition.memory_tradeoff import MemoryTradeoff, memory_tradeoff
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.text.byte_sizes import size_text
-from autosplit.text.names import few
+from autosplit.text.figures import few, size_text
 
 from .boundary import BoundaryTensor, boundary_tensors, total_bytes
 

@@ -30,7 +30,7 @@ from autosplit.passes.graph import (
     role_of,
     tensor_of,
 )
-from autosplit.torch_internals.autograd.running_backward import (
+from autosplit.torch_internals.dynamo import (
     is_link,
     is_transposed_convolution,
     leaf_of,

@@ -15,7 +15,7 @@ from autosplit.autograd.pending_queue import PendingBound
 from autosplit.capture.aot_session import traced_modules
 from autosplit.errors import SplitError
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.torch_internals.ddp_reducer import refuse_sharded
+from autosplit.torch_internals.distributed import refuse_sharded
 
 from .compilation import Compilation
 from .compiled_backward import DeferredGraphOwner

@@ -28,13 +28,13 @@ from autosplit.capture.aot_session import (
     input_sources,
     refuse_thawed,
 )
-from autosplit.mesh.collective_costs import passes_overlap
+from autosplit.mesh.costs import passes_overlap
 from autosplit.passes import Kind, Role
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
-from autosplit.torch_internals.autograd.running_backward import compiled_node, linked_leaves
+from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel
 from autosplit.torch_internals.dtensor import is_dtensor
+from autosplit.torch_internals.dynamo import compiled_node, linked_leaves
 
 from .compiled_backward import DeferredGraphOwner, SplitBackward
 from .compiled_call import Call

@@ -21,8 +21,8 @@ from autosplit.passes.lowering.lent_memory import lent
 from autosplit.runtime.activations.saved_tensors import is_shared
 from autosplit.runtime.autocast_guard import AutocastGuard
 from autosplit.runtime.gradient_dependence import gradient_sources, outputs_read_inside
-from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
-from autosplit.torch_internals.autograd.running_backward import (
+from autosplit.torch_internals.autograd import has_gradient_hooks
+from autosplit.torch_internals.dynamo import (
     RunningBackward,
     running_backward,
     watch_gradients,

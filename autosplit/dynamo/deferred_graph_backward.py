@@ -21,7 +21,7 @@ from autosplit.passes import Kind, Role
 from autosplit.passes.graph import STATE, inputs, outputs
 from autosplit.runtime.activations.saved_tensors import Residuals, own
 from autosplit.runtime.gradient_dependence import borrowed_gradients
-from autosplit.torch_internals.autograd.backward_task import without_autocast
+from autosplit.torch_internals.autograd import without_autocast
 
 
 class WeightGraph:

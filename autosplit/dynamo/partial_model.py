@@ -30,11 +30,11 @@ from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.specializations.specialization import calls_itself
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.text.names import few
-from autosplit.text.writing import writing
-from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
-from autosplit.torch_internals.ddp_reducer import synchronises
-from autosplit.torch_internals.graph_breaks import BreakReason, BreakWatch
+from autosplit.text.figures import few
+from autosplit.text.files import writing
+from autosplit.torch_internals.autograd import has_gradient_hooks
+from autosplit.torch_internals.distributed import synchronises
+from autosplit.torch_internals.dynamo import BreakReason, BreakWatch
 from autosplit.torch_internals.pytree import tree_flatten
 
 from .autograd_history import History

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from autosplit.autograd.lazy.gradient_slot import GradientSlot
 from autosplit.autograd.pending_queue import PendingBound, PendingQueue, checked
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd.accumulate_grad import has_gradient_hooks
-from autosplit.torch_internals.ddp_reducer import refuse_sharded, synchronises
-from autosplit.torch_internals.distributed import data_parallel
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.autograd import has_gradient_hooks
+from autosplit.torch_internals.distributed import data_parallel, refuse_sharded, synchronises
+from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .deferred_graph_backward import DeferredGraphBackward, deliver
 

@@ -29,7 +29,7 @@ from autosplit.pipeline.training.stage_modules import (
 from autosplit.pipeline.training.stage_trainer import OptimizerFunction, StageTrainer
 from autosplit.pipeline.training.training_setup import TrainingSetup
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.text.byte_sizes import parse_size
+from autosplit.text.figures import parse_size
 
 Model: TypeAlias = "StageList | nn.Module"
 Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.capture.diagnosis import is_raised_by_forward
-from autosplit.capture.effects.module_hooks import is_torch_file
-from autosplit.capture.effects.side_effects import error_of_call
+from autosplit.capture.diagnosis import is_raised_by_forward, is_torch_file
+from autosplit.capture.side_effects import error_of_call
 from autosplit.errors import CaptureError, FailingCallError, PipelineError
 from autosplit.module import SplitModule
 from autosplit.pipelining.results import described
-from autosplit.torch_internals.pipelining.shapes import StageShapeError
+from autosplit.torch_internals.pipelining_stage import StageShapeError
 
 _NOT_TAKEN = {
     "dw_builder": "the stage runs W itself. Leave it out; or keep torch's PipelineStage around "

@@ -14,8 +14,8 @@ from torch import Tensor
 from autosplit.errors import CaptureError, PipelineError
 from autosplit.runtime.activations.saved_tensors import TensorSpec
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.torch_internals.autograd.backward_task import without_autocast
-from autosplit.torch_internals.pipelining.shapes import StageShapeError
+from autosplit.torch_internals.autograd import without_autocast
+from autosplit.torch_internals.pipelining_stage import StageShapeError
 from autosplit.torch_internals.pytree import TreeSpec
 
 

@@ -17,8 +17,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.sharding import without_sharding
 from autosplit.pipeline.validation.validate import validate
 from autosplit.torch_internals.distributed import fsdp_part
-from autosplit.torch_internals.pipelining.schedules import runtime_of
-from autosplit.torch_internals.pipelining.versions import check_names
+from autosplit.torch_internals.pipelining_schedules import check_names, runtime_of
 
 
 def torch_schedule(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.errors import CaptureError, SplitError
-from autosplit.mesh.collective_costs import Overlap
+from autosplit.mesh.costs import Overlap
 from autosplit.runtime.activations.in_flight import InFlightMicrobatch
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
@@ -21,8 +21,8 @@ from autosplit.runtime.specializations.specialization import Specializations
 from autosplit.runtime.specializations.stage_specializations import refuse_dtensors
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.sharded.stage_sharding import StageSharding
-from autosplit.torch_internals.autograd.backward_task import without_autocast
-from autosplit.torch_internals.pipelining.stage import RuntimeStage
+from autosplit.torch_internals.autograd import without_autocast
+from autosplit.torch_internals.pipelining_stage import RuntimeStage
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
 from .refusals import (

@@ -31,8 +31,8 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.runtime.gradient_graphs import Call
-from autosplit.torch_internals.ddp_reducer import average_gradients
-from autosplit.torch_internals.pipelining.schedules import (
+from autosplit.torch_internals.distributed import average_gradients
+from autosplit.torch_internals.pipelining_schedules import (
     RunningSchedule,
     action_lists,
     described,

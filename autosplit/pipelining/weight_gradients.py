@@ -16,7 +16,7 @@ from autosplit.runtime.activations.in_flight import InFlightMicrobatch
 from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.torch_internals.autograd.accumulate_grad import Leaves, add_gradients
+from autosplit.torch_internals.autograd import Leaves, add_gradients
 
 Compute = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
 """Runs a graph: gradients, added into what it is given."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.ledger.bands import FIXED, Band, StepMemory, owners_of
-from autosplit.text.byte_sizes import size_text
-from autosplit.text.writing import writing
+from autosplit.text.figures import size_text
+from autosplit.text.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

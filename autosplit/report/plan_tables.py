@@ -14,9 +14,8 @@ from autosplit.errors import AutosplitError
 from autosplit.planner.cuts.within_limit import NOT_COUNTED
 from autosplit.planner.plan.alternatives import Configuration
 from autosplit.planner.plan.plan import Plan
-from autosplit.text.byte_sizes import size_text
-from autosplit.text.names import few
-from autosplit.text.writing import writing
+from autosplit.text.figures import few, size_text
+from autosplit.text.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from autosplit.dump.tables import milliseconds
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.search.survey import SimulatedSchedule, Survey
-from autosplit.text.writing import writing
+from autosplit.text.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

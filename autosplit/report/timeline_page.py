@@ -19,7 +19,7 @@ from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.text.writing import write_text
+from autosplit.text.files import write_text
 
 from .memory_picture import COLOURS
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import Action, ActionKind, numbered
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.text.writing import writing
+from autosplit.text.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.dependency import needs_of, result_of
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.text.writing import write_text
+from autosplit.text.files import write_text
 
 Event = dict[str, Any]
 

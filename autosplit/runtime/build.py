@@ -26,9 +26,9 @@ from autosplit.capture.first_call import (
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
 from autosplit.passes import Memory, PassError, SplitGraphs, run
 from autosplit.runtime.specializations.open_sizes import Dimensions
-from autosplit.text.writing import check_folder, writing
-from autosplit.torch_internals.ddp_reducer import refuse_sharded
-from autosplit.torch_internals.dtensor_checks import refuse_lost_shardings
+from autosplit.text.files import check_folder, writing
+from autosplit.torch_internals.distributed import refuse_sharded
+from autosplit.torch_internals.dtensor import refuse_lost_shardings
 
 from .functions import SplitFunctions
 from .split_options import SplitOptions

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd.accumulate_grad import (
+from autosplit.torch_internals.autograd import (
     has_accumulate_hooks,
     has_tensor_hooks,
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autosplit.backends.compiled_graph import check_backend, holds_open_sizes
 from autosplit.errors import SplitError
-from autosplit.mesh.collective_costs import Overlap, passes_overlap
+from autosplit.mesh.costs import Overlap, passes_overlap
 from autosplit.passes import Memory, PassError, memory_setting
 
 

@@ -8,18 +8,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from autosplit.errors import ShardedError, SplitError
-from autosplit.torch_internals.ddp_reducer import refuse_sharded
-from autosplit.torch_internals.distributed import fsdp_part, is_wrapped_by_fsdp
+from autosplit.torch_internals.distributed import fsdp_part, is_wrapped_by_fsdp, refuse_sharded
 from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.fsdp.groups import (
+from autosplit.torch_internals.fsdp import (
     ParameterGroup,
+    PlainView,
     finish_backward,
+    is_managed,
     make_ready,
     managed_from_outside,
     root_states,
 )
-from autosplit.torch_internals.fsdp.plain_view import PlainView, is_managed
-from autosplit.torch_internals.storage import allow_other_memory
+from autosplit.torch_internals.state import allow_other_memory
 
 Writes = Sequence[int]
 """How often each sharded parameter was written."""

@@ -9,7 +9,7 @@ from typing import Self
 
 from torch import Tensor
 
-from autosplit.torch_internals.fsdp.groups import ParameterGroup
+from autosplit.torch_internals.fsdp import ParameterGroup
 
 from .module import ShardedModule
 

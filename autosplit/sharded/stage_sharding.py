@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autosplit.torch_internals.distributed import fsdp_part
 
 if TYPE_CHECKING:
-    from autosplit.torch_internals.fsdp.groups import ParameterGroup
+    from autosplit.torch_internals.fsdp import ParameterGroup
 
     from .module import ShardedModule
 

@@ -31,9 +31,8 @@ from autosplit.planner.cuts.solve import CapError
 from autosplit.planner.plan.partitioning import partition
 from autosplit.planner.plan.plan import Plan
 from autosplit.report.plan_tables import plan_table
-from autosplit.text.byte_sizes import size_text
-from autosplit.text.reading import read_text
-from autosplit.text.writing import writing
+from autosplit.text.figures import size_text
+from autosplit.text.files import read_text, writing
 
 from .language_model import next_token_loss
 from .preparation import Prepared, prepare

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
-from autosplit.text.quartiles import quartiles, ratios
+from autosplit.text.figures import quartiles, ratios
 
 from ..pipeline import peers
 from ..pipeline.contenders import Contender

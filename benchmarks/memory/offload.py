@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.host_store import open_store
 from autosplit.pipeline.memory.offload import offload

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.search.measures import MEASURES
 from autosplit.pipeline.search.within_memory import search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory

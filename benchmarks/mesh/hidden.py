@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.launch import launch

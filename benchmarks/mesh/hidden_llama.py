@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 
 
 class Throttled:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit.cli.inspection import example_inputs
 from autosplit.compare import Workload
-from autosplit.text.quartiles import quartiles, ratios
+from autosplit.text.figures import quartiles, ratios
 from examples.models import convnet, llama, mlp
 
 from ..results import Rows, table

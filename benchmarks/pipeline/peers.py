@@ -13,7 +13,7 @@ import torch
 from autosplit.compare.rank import peak_bytes
 from autosplit.compare.workload import load_workload
 from autosplit.pipeline.engine.launch import launch
-from autosplit.text.quartiles import quartiles, ratios, spread
+from autosplit.text.figures import quartiles, ratios, spread
 
 from ..results import Rows, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender

@@ -24,8 +24,8 @@ from autosplit.pipeline.engine.stages import (
     TrainableStage,
 )
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.text.quartiles import spread
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.text.figures import spread
+from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .contenders import Contender
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autosplit.mesh.device_speed import measure_device
+from autosplit.mesh.costs import measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autosplit.mesh.device_speed import DeviceSpeed, measure_device
+from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.planner.costs.device_kinds import device_named
 from autosplit.planner.costs.estimate import estimate

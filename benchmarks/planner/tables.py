@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from autosplit.text.quartiles import quartiles, ratios
+from autosplit.text.figures import quartiles, ratios
 
 from ..results import Rows, table
 from .models import CASES

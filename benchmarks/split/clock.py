@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autosplit.text.quartiles import quartiles, ratios
+from autosplit.text.figures import quartiles, ratios
 
 from .contenders import Contender
 from .models import Subject

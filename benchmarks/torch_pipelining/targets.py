@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from autosplit.text.quartiles import quartiles, ratios
+from autosplit.text.figures import quartiles, ratios
 
 from ..results import Rows
 from .contenders import COMPILED, ENGINE, INDUCTOR, OURS, TORCH, UNDONATED

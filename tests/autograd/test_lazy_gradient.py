@@ -25,7 +25,7 @@ from autosplit.autograd.lazy.lazy_gradient import LazyGradient
 from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.pending_weights import Deferral
-from autosplit.torch_internals.autograd.accumulate_grad import memoryless_tensor
+from autosplit.torch_internals.autograd import memoryless_tensor
 from tests.autograd.faces import FACES, Broken, Net, compiled, model_for
 from tests.pending import deferred_tensors
 

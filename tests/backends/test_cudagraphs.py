@@ -20,7 +20,7 @@ from autosplit.backends.cudagraphs import CudaGraphs, CudaGraphSlot, Recording
 from autosplit.errors import BackendError
 from autosplit.passes.graph import Kind, Role, set_outputs
 from autosplit.pipeline import PipelineTrainer, StageOptions
-from autosplit.torch_internals.storage import versions
+from autosplit.torch_internals.state import versions
 
 ORDERS = [((0, 1, 2), (0, 1, 2)), ((2, 0, 1), (1, 2, 0))]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.torch_internals.pipelining.versions import SUPPORTED
+from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 from benchmarks.issues import gradients
 from benchmarks.issues.__main__ import row_of

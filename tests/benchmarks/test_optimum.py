@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline import Costs, StageMemory, Transfer, search
 from benchmarks.optimum import optimum
 

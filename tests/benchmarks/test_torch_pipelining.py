@@ -13,7 +13,7 @@ from torch import nn
 
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.torch_internals.pipelining.versions import SUPPORTED
+from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH as VERSION
 from benchmarks.results import Results
 from benchmarks.torch_pipelining import page, targets

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.capture.forward_scope import Binding
+from autosplit.capture.guards import Binding
 
 
 def plain(a: Any, b: Any, c: Any = 3) -> None: ...

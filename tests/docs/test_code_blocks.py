@@ -36,7 +36,7 @@ def test_the_pages_that_show_code_are_found() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
     # Imported here: processes that run blocks import this module.
-    from autosplit.torch_internals.pipelining.versions import SUPPORTED
+    from autosplit.torch_internals.pipelining_schedules import SUPPORTED
     from autosplit.torch_internals.version import TORCH
 
     if page.name == "torch-pipelining.md" and TORCH not in SUPPORTED:

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from autosplit import CollectiveCosts, DeviceSpeed, Link
 from autosplit.dynamo.partial_model import Partial
-from autosplit.mesh.collective_costs import Overlap
+from autosplit.mesh.costs import Overlap
 from autosplit.passes.analysis.collectives import is_start, is_wait
 from autosplit.passes.analysis.operator_cost import flops
 from autosplit.passes.graph import calls

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autosplit.mesh.buckets import fill_buckets
-from autosplit.mesh.reduction import ReductionQueue
+from autosplit.mesh.reduction import ReductionQueue, fill_buckets
 
 
 def test_buckets_are_full_before_the_next_is_begun() -> None:

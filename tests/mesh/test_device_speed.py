@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autosplit.errors import PlanError
-from autosplit.mesh.device_speed import DeviceSpeed, measure_device
+from autosplit.mesh.costs import DeviceSpeed, measure_device
 
 
 def test_rates_of_this_machine() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError
-from autosplit.mesh.buckets import CAP
+from autosplit.mesh.reduction import CAP
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.results import Bucket
 from autosplit.pipeline.schedule.action import ActionKind

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 from autosplit.pipelining import SplitPipelineStage
-from autosplit.torch_internals.pipelining.versions import SUPPORTED
+from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 
 from .programs import CPU, block, mean_square

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from autosplit.errors import PipelineError
 from autosplit.pipelining import SplitPipelineStage
-from autosplit.torch_internals.pipelining.versions import SUPPORTED
+from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 
 from .checks import large_values, lookup, seven_rows

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage, _utils
 from autosplit.errors import PipelineError
 from autosplit.pipelining import SplitPipelineStage
 from autosplit.pipelining.refusals import refuse_difference
+from autosplit.torch_internals import pipelining_schedules as versions
 from autosplit.torch_internals import version
-from autosplit.torch_internals.pipelining import versions
 from tests.pipelining.refusal_workers import all_refusals
 from tests.ranks import Ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autosplit.torch_internals.pipelining.versions import SUPPORTED
+from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 from tests.rank_cases import all_of
 from tests.ranks import Ranks

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.pipelining import SplitPipelineStage
-from autosplit.torch_internals.pipelining.versions import SUPPORTED
+from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 from tests.semantics.parallel.tensor_parallel_workers import Mlp
 

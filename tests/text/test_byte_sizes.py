@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autosplit.errors import PipelineError, PlanError
-from autosplit.text.byte_sizes import parse_size, size_text
+from autosplit.text.figures import parse_size, size_text
 
 
 @pytest.mark.parametrize(

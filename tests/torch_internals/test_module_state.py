@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.torch_internals.module_state import modes_kept
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.state import distinct_storage_bytes, modes_kept
 
 
 def run_for_evaluation(model: nn.Module) -> None:

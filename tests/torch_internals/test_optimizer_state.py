@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.torch_internals.optimizer_state import state_bytes
+from autosplit.torch_internals.state import state_bytes
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from autosplit.autograd.pending_work import GradientSource
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd.accumulate_grad import (
+from autosplit.torch_internals.autograd import (
+    exchanged,
+    in_transform,
     memoryless_tensor,
     own_gradient,
     tensor_users,
 )
-from autosplit.torch_internals.autograd.backward_task import in_transform
-from autosplit.torch_internals.autograd.held_gradient import exchanged
 from autosplit.torch_internals.tracing import in_compiler
 
 from .lazy_gradient import LazyGradient, pending

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd.accumulate_grad import (
+from autosplit.torch_internals.autograd import (
     ZERO_ALL,
     outside_dispatch,
     without_torch_function,

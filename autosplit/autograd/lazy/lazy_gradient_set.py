@@ -10,8 +10,7 @@ from torch import Tensor
 
 from autosplit.autograd.parameter_lifetime import Keepers
 from autosplit.autograd.pending_work import GradientSource, PendingWork, PendingWorkOwner
-from autosplit.torch_internals.autograd.accumulate_grad import tensor_users
-from autosplit.torch_internals.autograd.held_gradient import UNHELD, is_held
+from autosplit.torch_internals.autograd import UNHELD, is_held, tensor_users
 
 from .gradient_slot import ARMED, COMPUTING, IDLE, OURS, GradientSlot
 from .lazy_gradient import LazyGradient

@@ -1,1 +1,1 @@
-"""Workarounds for operations that torch traces differently than it runs them, one a file."""
+"""Workarounds for what torch traces otherwise than it runs: in Dynamo, and by operator."""

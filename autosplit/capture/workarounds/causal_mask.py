@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
-from autosplit.capture.effects.operator_effects import effect_of
+from autosplit.capture.operator_effects import effect_of
 from autosplit.device import generators_kept
 from autosplit.passes.graph import ancestors, descendants
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.group_device import device_of_group
+from autosplit.mesh.costs import device_of_group
 
 from .control import gather_in, tell_in
 from .first_error import KeyValueStore, describe_error

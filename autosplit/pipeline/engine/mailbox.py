@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.pipeline.schedule.routes import Parcel, Routes
-from autosplit.torch_internals.storage import storage_users
+from autosplit.torch_internals.state import storage_users
 
 from .first_error import LostPeerError
 from .groups import PointToPoint, lost

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.buckets import CAP, fill_buckets
 from autosplit.mesh.dimensions import REPLICATE, SHARD, RankLayout
 from autosplit.mesh.exact_norm import norm_of
+from autosplit.mesh.reduction import CAP, fill_buckets
 from autosplit.torch_internals.dtensor import lay_gradient_out, like, local_tensor
 
 from .control import Losing, Sum

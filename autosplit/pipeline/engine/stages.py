@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.dump.boundary import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
-from autosplit.mesh.collective_costs import Overlap
+from autosplit.mesh.costs import Overlap
 from autosplit.passes import Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes, storage_bytes, storage_root
 from autosplit.passes.graph import inputs as graph_inputs
@@ -27,8 +27,7 @@ from autosplit.runtime.activations.fitting import longest_needed_first
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
-from autosplit.torch_internals.module_state import modes_kept
-from autosplit.torch_internals.storage import versions
+from autosplit.torch_internals.state import modes_kept, versions
 
 from .executor import BackwardStage, join_adjacent_weights
 from .shapes import Negotiation, TensorMeta

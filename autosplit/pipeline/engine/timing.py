@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer

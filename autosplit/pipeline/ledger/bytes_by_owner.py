@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from autosplit.errors import AutosplitError
-from autosplit.torch_internals.storage import storage_sizes
+from autosplit.torch_internals.state import storage_sizes
 
 from .bands import OWNERS
 

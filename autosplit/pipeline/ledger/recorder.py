@@ -15,7 +15,7 @@ from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.torch_internals.allocations import Stretch, allocations_on
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .bands import FIXED, OWNERS, Band
 from .bytes_by_owner import BytesByOwner

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.step_costs import Costs
 

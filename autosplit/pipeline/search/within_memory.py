@@ -15,7 +15,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.text.names import few
+from autosplit.text.figures import few
 
 from .limit_findings import WithinMemory
 from .limit_search import LimitSearch

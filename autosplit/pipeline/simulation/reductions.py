@@ -10,8 +10,8 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.buckets import CAP
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
+from autosplit.mesh.reduction import CAP
 from autosplit.pipeline.schedule.action import Action, ActionKind
 
 from .timeline import Span

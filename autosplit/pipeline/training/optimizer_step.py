@@ -23,7 +23,7 @@ from autosplit.pipeline.training.state.snapshot import (
     group_settings,
 )
 from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.storage import versions
+from autosplit.torch_internals.state import versions
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:

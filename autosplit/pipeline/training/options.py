@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.device import has_streams
 from autosplit.errors import PipelineError, ScheduleError
-from autosplit.mesh.collective_costs import Overlap
+from autosplit.mesh.costs import Overlap, device_of_group
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.default_group import process_count
 from autosplit.pipeline.engine.host_store import HostStore, offloads, open_store

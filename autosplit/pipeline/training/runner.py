@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import BatchError, PipelineError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
@@ -47,7 +47,7 @@ from autosplit.pipeline.training.replicas.reduction_slices import (
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.pipeline.training.state.snapshot import ForwardState
 from autosplit.torch_internals.allocations import countable
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .auto_schedule import Tuner
 from .metrics import MetricFunction

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import AutosplitError, PipelineError
+from autosplit.mesh.costs import Link
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.mesh.link import Link
 from autosplit.pipeline.engine.first_error import Board, Guard
 from autosplit.pipeline.engine.groups import Groups, await_device
 from autosplit.pipeline.engine.results import Agreement

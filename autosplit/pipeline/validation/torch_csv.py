@@ -24,9 +24,8 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.schedule.sends import add_communication
 from autosplit.pipeline.schedule.sharding import without_sharding
-from autosplit.text.names import few
-from autosplit.text.reading import read_text
-from autosplit.text.writing import writing
+from autosplit.text.figures import few
+from autosplit.text.files import read_text, writing
 from autosplit.torch_internals.distributed import csv_has_send_waits
 
 from .validate import validate

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autosplit.errors import PlanError
-from autosplit.mesh.device_speed import DeviceSpeed
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import DeviceSpeed, Link
 
 EFFICIENCY = 0.5
 """The share of the promised rates that models reach, unless it is known better."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import fx
 from tqdm import tqdm
 
-from autosplit.mesh.device_speed import DeviceSpeed, measure_device
+from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic
 from autosplit.pipeline.engine.stages import footprint
 from autosplit.planner.model.block_instance import (

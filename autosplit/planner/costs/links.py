@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from autosplit.errors import PlanError
-from autosplit.mesh.group_device import device_of_group
+from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.timing import measure_transfer, ring

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autosplit.stage import Stage
-from autosplit.text.quartiles import spread
+from autosplit.text.figures import spread
 
 _WARMUP = 2
 _LEAST = 3

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.errors import AutosplitError, PlanError
-from autosplit.mesh.group_device import device_of_group
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link, device_of_group
 from autosplit.pipeline.engine.default_group import gather, tell
 from autosplit.pipeline.engine.host_store import open_store
 from autosplit.pipeline.engine.timing import measure_store

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from autosplit.capture.module_paths import stack
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.planner.meta_init.meta_model import alike, named_tensors
-from autosplit.torch_internals.module_state import hold_state, modes_kept
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
+from autosplit.torch_internals.state import hold_state, modes_kept
 
 from .blocks import find_cuts, make_blocks
 from .capture_model import capture_model

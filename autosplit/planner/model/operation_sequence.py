@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from autosplit.capture.forward_graph import CapturedForward
-from autosplit.capture.mode_switches import Setting, settings
+from autosplit.capture.operator_effects import Setting, settings
 from autosplit.torch_internals.pytree import tree_flatten
 
 

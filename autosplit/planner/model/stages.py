@@ -19,7 +19,7 @@ from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.planner.meta_init.checkpoint_values import CheckpointValues
 from autosplit.planner.meta_init.initialise import Init, Initialiser
 from autosplit.planner.meta_init.materialise import Values, materialise_stage
-from autosplit.torch_internals.module_state import hold_state
+from autosplit.torch_internals.state import hold_state
 
 from .captured_model import WholeModel
 from .stage_layout import StageLayout

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.capture.mode_switches import Switches, enters_autocast
-from autosplit.capture.workarounds.captured_functions import make_traceable
+from autosplit.capture.operator_effects import Switches, enters_autocast
+from autosplit.capture.workarounds.dynamo import make_traceable
 from autosplit.errors import PlanError
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 

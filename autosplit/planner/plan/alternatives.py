@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError
 from autosplit.planner.cuts.solve import CapError, Solution
-from autosplit.text.byte_sizes import size_text
+from autosplit.text.figures import size_text
 
 NEAR = 0.01
 """Of the shortest step: by less than this, no plan is known to be better than another."""

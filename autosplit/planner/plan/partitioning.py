@@ -21,7 +21,7 @@ from autosplit.planner.cuts.cut_model import CutModel, Planning, cut_model, stag
 from autosplit.planner.cuts.rank_measurement import with_host
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.text.byte_sizes import parse_size
+from autosplit.text.figures import parse_size
 from autosplit.torch_internals.pytree import tree_flatten
 
 from .alternatives import Configuration

@@ -29,8 +29,7 @@ from autosplit.planner.costs.trial_limit import without_memory
 from autosplit.planner.meta_init.initialise import Init
 from autosplit.planner.model.captured_model import WholeModel
 from autosplit.planner.model.stages import Partition, cut
-from autosplit.text.reading import read_text
-from autosplit.text.writing import write_text
+from autosplit.text.files import read_text, write_text
 
 from .plan_signature import Input, PlanSignature, inputs_of
 from .validation import check_plan

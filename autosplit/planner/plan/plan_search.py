@@ -17,8 +17,7 @@ from autosplit.planner.costs.block_costs import ModelCosts
 from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError, bound, solve
 from autosplit.planner.cuts.within_limit import within_limit
-from autosplit.text.byte_sizes import size_text
-from autosplit.text.names import few
+from autosplit.text.figures import few, size_text
 
 from .alternatives import NEAR, Configuration, ranked
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from autosplit.errors import SplitError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation, GradientSums
-from autosplit.torch_internals.autograd.accumulate_grad import has_tensor_hooks
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.autograd import has_tensor_hooks
+from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .detached_storages import StorageKey
 from .saved_tensors import Residuals, State

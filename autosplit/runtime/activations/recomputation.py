@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autosplit.device import GeneratorStates
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.torch_internals.autograd.backward_task import without_autocast
+from autosplit.torch_internals.autograd import without_autocast
 
 from .saved_tensors import Residuals, State
 

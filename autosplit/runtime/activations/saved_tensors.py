@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from autosplit.device import follow, stream_under
 from autosplit.errors import SplitError
 from autosplit.passes.lowering import codegen
-from autosplit.torch_internals.storage import allows_other_memory, versions
+from autosplit.torch_internals.state import allows_other_memory, versions
 
 from .detached_storages import (
     DetachedStorages,

@@ -20,9 +20,9 @@ from autosplit.errors import (
 from autosplit.runtime.build import trace, without_history
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.text.names import few
-from autosplit.torch_internals.module_state import StateReader
+from autosplit.text.figures import few
 from autosplit.torch_internals.pytree import tree_unflatten
+from autosplit.torch_internals.state import StateReader
 
 from .call_signature import CallSignature, CallStructure
 from .open_sizes import Dimensions, OpenSizes

@@ -17,7 +17,7 @@ from autosplit.runtime.activations.saved_tensors import TensorSpec
 from autosplit.runtime.build import trace, without_history
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.torch_internals.module_state import StateReader
+from autosplit.torch_internals.state import StateReader
 
 from .call_signature import CallSignature
 from .open_sizes import Dimensions, OpenSizes

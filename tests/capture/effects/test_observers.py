@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 import autosplit
-from autosplit.capture.effects.observers import unobserved
+from autosplit.capture.guards import unobserved
 
 
 def _model() -> nn.Module:

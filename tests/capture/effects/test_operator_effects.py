@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autosplit.capture.effects.operator_effects import Effect, effect_of, examine
 from autosplit.capture.export import export
+from autosplit.capture.operator_effects import Effect, effect_of, examine
 
 A, B = torch.randn(128, 128), torch.randn(128, 128)
 IMAGE, KERNEL = torch.randn(1, 8, 6, 6), torch.randn(8, 8, 3, 3)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.capture.effects.side_effects import (
+from autosplit.capture.export import export
+from autosplit.capture.side_effects import (
     AttributeSnapshot,
     PythonStateError,
     first_call_differs,
 )
-from autosplit.capture.export import export
 from autosplit.errors import CaptureError
 
 SEEN: list[int] = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.capture.workarounds import long_loops
+from autosplit.capture.workarounds import dynamo as long_loops
 
 
 class Scan(nn.Module):

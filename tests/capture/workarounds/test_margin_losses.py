@@ -12,8 +12,8 @@ from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 
 import autosplit
-import autosplit.capture.joint_trace as capturing
-from autosplit.capture.workarounds.margin_losses import right_decompositions
+import autosplit.capture.joint_graph as capturing
+from autosplit.capture.workarounds.operators import right_decompositions
 from autosplit.errors import CaptureError
 
 aten = torch.ops.aten

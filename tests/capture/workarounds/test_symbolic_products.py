@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
-from autosplit.capture.workarounds.eager_settings import products_by_twos
+from autosplit.capture.workarounds.operators import products_by_twos
 
 
 def test_a_product_that_was_not_traced_is_one_of_twos() -> None:

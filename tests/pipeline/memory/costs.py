@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.schedule import Schedule

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.search.measures import MEASURES
 from autosplit.pipeline.search.named import named_schedules
 from autosplit.pipeline.search.within_memory import LimitError, search_within

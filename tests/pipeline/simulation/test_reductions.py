@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.search.search import search

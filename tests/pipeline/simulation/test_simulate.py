@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.wiring import Source, Wiring

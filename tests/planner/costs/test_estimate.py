@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.mesh.device_speed import DeviceSpeed
+from autosplit.mesh.costs import DeviceSpeed
 from autosplit.planner.costs.estimate import estimate
 from autosplit.planner.costs.profile import profile
 from autosplit.planner.model.block_instance import StageOptions

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import PlanError, ScheduleError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.simulation.transfer import Transfer

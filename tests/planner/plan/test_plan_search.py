@@ -17,7 +17,7 @@ from autosplit.planner.costs.limits import Limits
 from autosplit.planner.cuts.solve import CapError
 from autosplit.planner.plan.alternatives import Configuration, ranked
 from autosplit.planner.plan.plan_search import SearchSpace, search_plans
-from autosplit.text.byte_sizes import size_text
+from autosplit.text.figures import size_text
 from tests.planner.planned import even
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autosplit import SplitError, Stage
 from autosplit.runtime.activations import held_storages, saved_tensors
-from autosplit.torch_internals.storage import distinct_storage_bytes, is_gone
+from autosplit.torch_internals.state import distinct_storage_bytes, is_gone
 from tests.microbatches import reference
 from tests.zoo import CASES
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import SplitError, Stage
-from autosplit.torch_internals.storage import is_gone
+from autosplit.torch_internals.state import is_gone
 from tests.zoo import CASES
 
 MODELS = {

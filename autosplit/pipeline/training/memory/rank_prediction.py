@@ -11,7 +11,7 @@ from autosplit.pipeline.engine.stages import all_traced
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.sharding import without_sharding
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.state import distinct_storage_bytes
 
 
 class RankPrediction:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostFileStore, HostStore
 from autosplit.pipeline.engine.shapes import TensorMeta
@@ -26,8 +26,7 @@ from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.pipeline.training.optimizer_step import OptimizerStep
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.optimizer_state import state_bytes
-from autosplit.torch_internals.storage import distinct_storage_bytes
+from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes
 
 from .rank_ledger import RankLedger
 

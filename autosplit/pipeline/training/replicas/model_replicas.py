@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.mesh.buckets import CAP
-from autosplit.mesh.reduction import ReductionQueue
+from autosplit.mesh.reduction import CAP, ReductionQueue
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.results import Bucket, Member, buckets_of
 from autosplit.pipeline.engine.timing import measure_sum
@@ -21,7 +20,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.storage import versions
+from autosplit.torch_internals.state import versions
 
 from .sharded_reduction import GroupReduction
 from .sharded_stages import ShardedStages

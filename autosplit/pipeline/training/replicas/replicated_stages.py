@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.torch_internals.storage import versions
+from autosplit.torch_internals.state import versions
 
 
 class ReplicatedStages:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from autosplit.pipeline.engine.control import Losing
-from autosplit.torch_internals.autograd.accumulate_grad import has_accumulate_hooks
+from autosplit.torch_internals.autograd import has_accumulate_hooks
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
-    from autosplit.torch_internals.fsdp.groups import ParameterGroup
+    from autosplit.torch_internals.fsdp import ParameterGroup
 
 Run = Callable[[Callable[[], None], bool], Callable[[], None]]
 """Starts a call, beside this thread where that may be; gives what waits for its end, and raises

@@ -21,7 +21,7 @@ from .sharded_reduction import GroupReduction, StageReductions
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
-    from autosplit.torch_internals.fsdp.groups import ParameterGroup
+    from autosplit.torch_internals.fsdp import ParameterGroup
 
 _SHARDS = "the ranks that have the other shards of its parameters"
 

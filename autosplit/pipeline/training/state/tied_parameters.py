@@ -19,7 +19,7 @@ from autosplit.mesh.reduction import ReductionQueue
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.results import Member, buckets_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.torch_internals.autograd.accumulate_grad import has_tensor_hooks
+from autosplit.torch_internals.autograd import has_tensor_hooks
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
 Holder: TypeAlias = "tuple[int, str]"

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.mesh.group_device import device_of_group
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.first_error import Board, Fault, Guard, LostPeerError
 from autosplit.pipeline.engine.groups import Groups, abort, await_device

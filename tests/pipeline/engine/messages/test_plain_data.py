@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autosplit.errors import CheckpointError, PipelineError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.control import read, written
 from autosplit.pipeline.engine.shapes import TensorMeta
@@ -77,7 +77,7 @@ HOSTILE = [
     {"data": [["autosplit.nowhere", "Span"], {}]},
     {"member": [["autosplit.pipeline.simulation.timeline", "Span"], 1]},
     {"row": [["autosplit.pipeline.simulation.timeline", "Span"], [0, 1, 2, 3]]},
-    {"row": [["autosplit.mesh.link", "Link"], [0]]},
+    {"row": [["autosplit.mesh.costs", "Link"], [0]]},
     {"member": [["autosplit.pipeline.schedule.action", "ActionKind"], "no such kind"]},
     {"error": [["autosplit.pipeline.simulation.timeline", "Span"], "text"]},
     {"error": [["builtins", "SystemExit"], "text"]},

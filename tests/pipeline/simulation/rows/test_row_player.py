@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.link import Link
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.search.row_changes import changes_for

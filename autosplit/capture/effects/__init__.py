@@ -1,1 +1,0 @@
-"""Effects of a forward besides its results: hooks, side effects, writes, random numbers."""

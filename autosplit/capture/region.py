@@ -1,0 +1,287 @@
+"""Operators that stand for F, I and W of a block while the model around it is traced.
+
+What F saves and what I defers are one token each, and so are the block's parameters and their
+gradients: a trace takes its time by the tensor, and the block's own trace knows all of them.
+``expansion`` puts it in afterwards.
+
+``Region``: a kind of block as graphs, and ``RegionCall``: a call of one of these blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes.graph import STATE, inputs, outputs
+from autosplit.passes.subgraph import Subgraph
+from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
+
+from .guards import BlockGuards
+
+if TYPE_CHECKING:
+    from .joint_graph import Capture
+
+
+class TracedCall(Protocol):
+    """A call of a block, as far as the operators need to know it."""
+
+    @property
+    def output_values(self) -> list[Tensor]:
+        """Fake tensors like those that F returns."""
+
+    @property
+    def input_grad_values(self) -> list[Tensor]:
+        """Fake tensors like the gradients that I returns."""
+
+
+_CALLS: ContextVar[Sequence[TracedCall]] = ContextVar("calls of blocks in a trace")
+
+_LIBRARY = torch.library.Library("autosplit_block", "DEF")
+_LIBRARY.define("forward(int call, Tensor[] inputs, Tensor state) -> Tensor[]")
+_LIBRARY.define("backward_input(int call, Tensor saved, Tensor[] grads) -> Tensor[]")
+_LIBRARY.define("backward_weight(int call, Tensor deferred) -> Tensor")
+
+FORWARD: Any = torch.ops.autosplit_block.forward.default
+BACKWARD_INPUT: Any = torch.ops.autosplit_block.backward_input.default
+BACKWARD_WEIGHT: Any = torch.ops.autosplit_block.backward_weight.default
+
+
+def new_token() -> Tensor:
+    """A tensor that stands for several."""
+    return torch.empty(1)
+
+
+def _forward(call: int, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
+    return [*map(_like, _CALLS.get()[call].output_values), new_token()]
+
+
+def _backward_input(call: int, saved: Tensor, grads: list[Tensor]) -> list[Tensor]:
+    return [*map(_like, _CALLS.get()[call].input_grad_values), new_token()]
+
+
+def _backward_weight(call: int, deferred: Tensor) -> Tensor:
+    return new_token()
+
+
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+for _name, _fake in (
+    ("forward", _forward),
+    ("backward_input", _backward_input),
+    ("backward_weight", _backward_weight),
+):
+    torch.library.register_fake(f"autosplit_block::{_name}", _fake, lib=_LIBRARY)
+
+
+@contextlib.contextmanager
+def tracing_calls(calls: Sequence[TracedCall]) -> Iterator[None]:
+    """While the operators stand for these calls, by their places."""
+    token = _CALLS.set(calls)
+    try:
+        yield
+    finally:
+        _CALLS.reset(token)
+
+
+STATE_TOKEN = "autosplit_state"
+"""Attribute of a block under which a trace finds the token of its parameters and buffers."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Region:
+    """One kind of block, for one kind of call: its graphs, as operators of other graphs.
+
+    Attributes:
+        name: of the kind, unique in a model.
+        args: positional inputs that it was captured for, tensors without memory.
+        kwargs: keyword inputs likewise.
+        capture: of a block of this kind.
+        graphs: what its joint graph was split into.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    capture: Capture
+    graphs: SplitGraphs
+
+    @cached_property
+    def parts(self) -> dict[str, Subgraph]:
+        """F, I and W by name; those that there are."""
+        halves = ("forward", "backward_input", "backward_weight")
+        made = {half: self.graphs.graphs().get(half) for half in halves}
+        return {h: Subgraph.of(f"{self.name}_{h}", m) for h, m in made.items() if m is not None}
+
+    @cached_property
+    def results(self) -> list[Any]:
+        """Leaves of what a call returns: constants, and for tensors what makes them in F."""
+        made = {role.name: v for role, v in outputs(self.graphs.forward.graph, Kind.OUTPUT)}
+        return [made[path] for path in self.capture.outputs]
+
+    @cached_property
+    def returned(self) -> dict[Role, fx.Node]:
+        """What F computes for the caller, in order."""
+        joint = self.graphs.joint.graph
+        return {r: v for r, v in outputs(joint, Kind.OUTPUT) if isinstance(v, fx.Node)}
+
+    @cached_property
+    def tangents(self) -> dict[Role, fx.Node]:
+        """Gradients that I takes, in order."""
+        return inputs(self.graphs.joint.graph, Kind.TANGENT)
+
+    @cached_property
+    def input_grads(self) -> dict[Role, fx.Node]:
+        """Gradients that I returns, in order."""
+        joint = self.graphs.joint.graph
+        return {r: v for r, v in outputs(joint, Kind.INPUT_GRAD) if isinstance(v, fx.Node)}
+
+    @cached_property
+    def taken(self) -> list[Role]:
+        """Tensors that the graphs take from the caller, in order."""
+        return list(inputs(self.graphs.joint.graph, Kind.INPUT))
+
+    @cached_property
+    def state(self) -> dict[Role, fx.Node]:
+        """Parameters and buffers that the graphs read."""
+        return inputs(self.graphs.joint.graph, *STATE)
+
+    @property
+    def trained(self) -> bool:
+        """Whether a parameter gets a gradient."""
+        return bool(outputs(self.graphs.joint.graph, Kind.PARAMETER_GRAD))
+
+    def sums_differently(self, given: list[Any]) -> bool:
+        """Whether gradients of what a call is given would be summed in another order than autograd
+        sums them: those of several reads in the block first, and then those of others.
+
+        Args:
+            given: leaves of the call's inputs; nodes of Dynamo's graph stand for tensors.
+        """
+        names = {role.name: value for role, value in self.input_grads.items()}
+        for path, leaf in zip(self.capture.inputs, given, strict=True):
+            if path in names and isinstance(leaf, fx.Node):
+                is_sum = names[path].target is torch.ops.aten.add.Tensor
+                if given.count(leaf) > 1 or (is_sum and len(leaf.users) > 1):
+                    return True
+        return False
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class RegionCall:
+    """One call of a block in the forward of a model; in Dynamo's graph, the function that a node
+    calls.
+
+    Attributes:
+        number: its place among the calls of one trace.
+        region: kind of the block.
+        block: that is called.
+        name: the block's name in the model.
+        refusal: why it cannot be called by itself, once a trace of its backward has found that.
+    """
+
+    number: int
+    region: Region
+    block: nn.Module
+    name: str
+    refusal: str | None = None
+
+    @property
+    def __name__(self) -> str:
+        return f"call_{self.region.name}"
+
+    @property
+    def guards(self) -> BlockGuards:
+        """What must hold for the block to be called like this."""
+        region = self.region
+        return BlockGuards(region.capture.guards, self.block, region.args, region.kwargs)
+
+    @property
+    def output_values(self) -> list[Tensor]:
+        return [node.meta["val"] for node in self.region.returned.values()]
+
+    @property
+    def input_grad_values(self) -> list[Tensor]:
+        return [node.meta["val"] for node in self.region.input_grads.values()]
+
+    def __call__(self, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the block returns, for a trace.
+
+        Args:
+            state: the token of its parameters and buffers.
+            args: positional inputs.
+            kwargs: keyword inputs.
+        """
+        region = self.region
+        leaves, _ = tree_flatten((args, kwargs))
+        given = dict(zip(region.capture.inputs, leaves, strict=True))
+        taken = [given[role.name] for role in region.taken]
+        made = _Call.apply(self, state, *taken)  # type: ignore[no-untyped-call]
+        found = dict(zip([role.name for role in region.returned], made, strict=True))
+        paths = zip(region.capture.outputs, region.results, strict=True)
+        results = [found.get(path, leaf) for path, leaf in paths]
+        return tree_unflatten(results, region.capture.output_spec)
+
+    def laid_out(self, gradient: Tensor | None, traced: Tensor) -> Tensor:
+        """A gradient of a result with the strides that the block was traced with.
+
+        Refused is one that is not there, as zeros in its place could become NaN in the block, and
+        one that lies otherwise in memory, as kernels would round otherwise.
+        """
+        if gradient is None:
+            self.refusal = "nobody computes the gradient of one of its results"
+        elif gradient.stride() == traced.stride():
+            return gradient
+        elif gradient.is_contiguous() and traced.is_contiguous():
+            return gradient.as_strided(traced.shape, traced.stride())
+        else:
+            self.refusal = "the gradient of one of its results is not laid out as that is"
+        return torch.empty_like(traced)
+
+
+class _Call(torch.autograd.Function):
+    """F of a block, and I and W behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RegionCall, state: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        region = call.region
+        *results, saved = FORWARD(call.number, list(given), state)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(saved)
+        trained = {role.name for role in region.tangents}
+        constant = [
+            t for r, t in zip(region.returned, results, strict=True) if r.name not in trained
+        ]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        region: Region = ctx.call.region
+        (saved,) = ctx.saved_tensors
+        arrived = dict(zip([role.name for role in region.returned], grads, strict=True))
+        given = [
+            ctx.call.laid_out(arrived[r.name], n.meta["val"]) for r, n in region.tangents.items()
+        ]
+        *made, deferred = BACKWARD_INPUT(ctx.call.number, saved, given)
+        found = dict(zip([role.name for role in region.input_grads], made, strict=True))
+        of_state = BACKWARD_WEIGHT(ctx.call.number, deferred) if region.trained else None
+        return None, of_state, *[found.get(role.name) for role in region.taken]
+
+
+def stand_in(call: RegionCall) -> nn.Module:
+    """A module with a token in place of the parameters and buffers of a block."""
+    made = nn.Module()
+    token = nn.Parameter(torch.empty(1), requires_grad=call.region.trained)
+    made.register_parameter(STATE_TOKEN, token)
+    return made

@@ -1,0 +1,400 @@
+"""Which captured blocks another graph can call; the others are captured with their model.
+
+``RegionSession``: blocks of a model as opaque calls, while Dynamo captures the model.
+
+Which submodules are captured by themselves: blocks that a model has several of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.convert_frame import CaptureOutput
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from autosplit.device import accelerator_kind
+from autosplit.errors import CaptureError
+from autosplit.passes import Kind, SplitGraphs
+from autosplit.passes.analysis.aliasing import storage_root
+from autosplit.passes.graph import inputs, outputs
+from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from .guards import BlockGuards
+from .key_value_cache import cache_argument, caching
+from .region import STATE_TOKEN, Region, RegionCall, stand_in
+
+if TYPE_CHECKING:
+    from .joint_graph import Capture
+
+SWITCH = "AUTOSPLIT_REGIONS"
+
+
+def are_captured() -> bool:
+    """Whether blocks are captured by themselves; ``AUTOSPLIT_REGIONS=0`` turns that off."""
+    return os.environ.get(SWITCH) != "0"
+
+
+def refuse_what_cannot_be_called(region: Region) -> None:
+    """Check that F, I and W of a block can be operators of other graphs.
+
+    Raises:
+        CaptureError: it depends on more than Dynamo's guards tell, writes into inputs or in its
+            backward, hands on or returns what it was given, takes or returns what is no tensor.
+    """
+    capture, graphs = region.capture, region.graphs
+    if not capture.guards.only_dynamos:
+        raise CaptureError("it reads constants or sets attributes")
+    if capture.shardings:
+        raise CaptureError("it works on DTensors")
+    written = [role for role, _ in outputs(graphs.joint.graph, Kind.UPDATE, Kind.WRITE)]
+    for role in written:
+        if role.kind is Kind.WRITE or role.name in capture.inputs:
+            raise CaptureError(f"it writes into {role.name}")
+    if not _is_plain(capture.output_spec):
+        raise CaptureError("it returns an object that is no tuple or list")
+    crossing = [*inputs(graphs.joint.graph).values(), *region.returned.values()]
+    crossing += [value for part in region.parts.values() for value in _results(part.module)]
+    if not all(isinstance(node.meta["val"], Tensor) for node in crossing):
+        raise CaptureError("numbers that depend on data go in or out")
+    if _are_copied(list(region.returned.values())):
+        raise CaptureError("it returns what it was given, or a view of it")
+
+
+def _are_copied(values: list[fx.Node]) -> bool:
+    """Whether tracing made copies of what a block returns, as that lies in the memory of an input
+    or of another result: around the block, that would not be known.
+    """
+    sources = [
+        storage_root(value.args[0])  # type: ignore[arg-type]
+        for value in values
+        if value.target is torch.ops.aten.clone.default
+    ]
+    return len({*sources}) < len(sources) or any(each.op == "placeholder" for each in sources)
+
+
+def _results(module: fx.GraphModule) -> list[fx.Node]:
+    return [value for _, value in outputs(module.graph) if isinstance(value, fx.Node)]
+
+
+def _is_plain(spec: Any) -> bool:
+    """Whether results are made up as Dynamo takes them from an operator."""
+    return spec.is_leaf() or (spec.type in (tuple, list) and all(map(_is_plain, spec.children())))
+
+
+_HOOKS = re.compile(r"(_global)?_(forward|backward)(_pre)?_hooks")
+_TABLES = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_TABLES, nn.Sequential)
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> block, for elements of lists, dictionaries and sequences of modules that look alike:
+    the outermost such, none inside of another.
+
+    Whether they are alike, guards tell; here is what is worth asking them.
+    """
+    shared = _shared_state(model)
+    kinds = {
+        name: look_of(block)
+        for name, block in _elements(model, "")
+        if shared.isdisjoint(map(id, (*block.parameters(), *block.buffers())))
+    }
+    counts = Counter(kinds.values())
+    alike = {name for name, look in kinds.items() if counts[look] > 1}
+    outermost = {name for name in alike if not any(name.startswith(f"{o}.") for o in alike)}
+    return {name: model.get_submodule(name) for name in sorted(outermost)}
+
+
+def _shared_state(model: nn.Module) -> set[int]:
+    """Identities of parameters and buffers that have several names."""
+    names: Counter[int] = Counter()
+    for spaces in (model.named_parameters, model.named_buffers):
+        names.update(id(each) for _, each in spaces(remove_duplicate=False))
+    return {each for each, count in names.items() if count > 1}
+
+
+def has_plain_forward(block: nn.Module) -> bool:
+    """Whether calling the block calls its class's forward and nothing else: hooks are traced with
+    the model around, and there they would be traced a second time.
+    """
+    spaces = (vars(block), vars(torch.nn.modules.module))
+    hooks = (each for space in spaces for name, each in space.items() if _HOOKS.fullmatch(name))
+    return "forward" not in vars(block) and not any(hooks)
+
+
+def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Elements of all containers, with submodules of their own."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if (
+            isinstance(module, _CONTAINERS)
+            and not isinstance(child, _TABLES)
+            and len(child._modules)
+        ):
+            yield path, child
+        yield from _elements(child, f"{path}.")
+
+
+def look_of(block: nn.Module) -> Hashable:
+    """What is equal for blocks that may have the same graph."""
+    state = [*block.named_parameters(), *block.named_buffers()]
+    lying = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in state)
+    return type(block), block.training, lying
+
+
+SplitBlock = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple["Capture", SplitGraphs]]
+
+_TAKEN = {FakeTensor, Tensor, nn.Parameter, int, float, bool, str, type(None)}
+
+
+class RegionRefusedError(Exception):
+    """A block cannot be captured by itself."""
+
+
+class RegionSession:
+    """One capture of a model in which blocks are not entered.
+
+    Args:
+        model: that is captured.
+        split: captures and splits a block for a call of it.
+        refused: names of blocks that are entered all the same -> why; added to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: SplitBlock,
+        refused: dict[str, str],
+    ) -> None:
+        self._model = model
+        self._thread = threading.get_ident()
+        self._modes = _modes()
+        self._split = split
+        self.refused = refused
+        self._known: dict[Hashable, list[Region]] = {}
+        self._called_by: dict[Any, tuple[str, nn.Module]] = {}
+        self._blocks = {
+            n: b
+            for n, b in repeated_blocks(model).items()
+            if n not in refused and has_plain_forward(b)
+        }
+        self._stand_ins = {
+            name: self._stand_in(name, block) for name, block in self._blocks.items()
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._blocks)
+
+    @property
+    def regions(self) -> list[Region]:
+        """Kinds of blocks, as they were found."""
+        return [region for found in self._known.values() for region in found]
+
+    @contextlib.contextmanager
+    def opaque(self) -> Iterator[None]:
+        """While calls of the blocks are operators that Dynamo does not look into."""
+        for name, block in self._blocks.items():
+            vars(block)["forward"] = self._stand_ins[name]
+        try:
+            yield
+        finally:
+            for block in self._blocks.values():
+                vars(block).pop("forward", None)
+
+    def _stand_in(self, name: str, block: nn.Module) -> Callable[..., Any]:
+        plain = self._operator(name, block)
+        argument = cache_argument(block)
+        if argument is None:
+            return plain
+        return caching(block, *argument, plain, partial(self._operator, name))
+
+    def _operator(self, name: str, block: nn.Module) -> Callable[..., Any]:
+        """A function that Dynamo takes for an operator."""
+
+        def call_block(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:  # that calls the model meanwhile
+                return type(block).forward(block, *args, **kwargs)
+            return self._called(name, block, args, kwargs)
+
+        self._called_by[call_block] = name, block
+        operator: Callable[..., Any] = torch._dynamo.allow_in_graph(call_block)
+        return operator
+
+    def _called(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Fake results of a call, as tracing makes it."""
+        leaves, spec = tree_flatten((args, kwargs))
+        try:
+            if _modes() != self._modes:
+                raise CaptureError(
+                    "it is called under another grad mode or autocast than the model"
+                )
+            with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
+                region = self._region(name, block, leaves, spec)
+        except Exception as error:
+            self._refuse(name, str(error))
+            raise RegionRefusedError(name) from error
+        trained = {role.name for role in region.tangents}
+        paths = zip(region.capture.outputs, region.results, strict=True)
+        found = [
+            _computed(each.meta["val"], path in trained) if isinstance(each, fx.Node) else each
+            for path, each in paths
+        ]
+        return tree_unflatten(found, region.capture.output_spec)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """Have a block, and all that look like it, captured with the model."""
+        look = look_of(self._blocks[name])
+        self.refused |= {n: reason for n, b in self._blocks.items() if look_of(b) == look}
+
+    def _region(self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Region:
+        """The region of a block: one that is known and fits it, else a new one."""
+        own = vars(self._blocks[name]).pop("forward", None)
+        try:
+            known = self._known.setdefault(_signature(block, leaves, spec), [])
+            for region in known:
+                guards = BlockGuards(region.capture.guards, block, region.args, region.kwargs)
+                if guards.hold():
+                    return region
+            args, kwargs = tree_unflatten([*map(_blank, leaves)], spec)
+            kind = f"{type(self._blocks[name]).__name__}_{len(self.regions)}"
+            found = Region(kind, args, kwargs, *self._split(block, args, kwargs))
+            refuse_what_cannot_be_called(found)
+            known.append(found)
+            return found
+        finally:
+            if own is not None:
+                vars(self._blocks[name])["forward"] = own
+
+    def check(self, calls: Sequence[RegionCall]) -> None:
+        """Raises:
+        RegionRefusedError: the trace of a backward found a block that cannot be called by itself.
+        """
+        refused = [call for call in calls if call.refusal is not None]
+        for call in refused:
+            self._refuse(call.name, str(call.refusal))
+        if refused:
+            raise RegionRefusedError(refused[0].name)
+
+    def forget_stand_ins(self, captured: CaptureOutput, scope: dict[str, Any]) -> None:
+        """Drop the guards that the functions in place of the blocks' forwards are there."""
+        guards = captured.graph_capture_output.output_graph.guards.inner
+        blocks = set(map(id, self._blocks.values()))
+        for guard in list(guards):
+            owner, dot, _ = guard.name.partition(".forward")
+            if dot and owner.startswith("L[") and id(eval(owner, scope)) in blocks:
+                guards.remove(guard)
+
+    @contextlib.contextmanager
+    def tokens(self, calls: Sequence[RegionCall]) -> Iterator[None]:
+        """While modules with a token each stand in for the blocks that are called."""
+        places = []
+        for call in calls:
+            parent, _, key = call.name.rpartition(".")
+            places.append((self._model.get_submodule(parent)._modules, key, call))
+        try:
+            for modules, key, call in places:
+                modules[key] = stand_in(call)
+            yield
+        finally:
+            for modules, key, call in places:
+                modules[key] = self._blocks[call.name]
+
+    def bind(self, exported: fx.GraphModule) -> list[RegionCall]:
+        """Have the captured graph call the regions of its blocks; returns the calls, whose regions
+        must be split before it is traced.
+        """
+        graphs = (each for each in exported.modules() if isinstance(each, fx.GraphModule))
+        nested = [node for each in graphs if each is not exported for node in each.graph.nodes]
+        for node in nested:
+            if node.target in self._called_by:
+                name, _ = self._called_by[node.target]
+                self._refuse(name, "it is called in the body of a higher-order operator")
+                raise RegionRefusedError(name)
+        found: list[RegionCall] = []
+        for node in list(exported.graph.nodes):
+            if node.target not in self._called_by:
+                continue
+            name, block = self._called_by[node.target]
+            given = _as_called((node.args, dict(node.kwargs)))
+            region = self._region(name, block, *tree_flatten(given))
+            if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
+                self._refuse(name, "its gradient of a tensor that is read elsewhere, too, is a sum")
+                raise RegionRefusedError(name)
+            call = RegionCall(len(found), region, block, name)
+            with exported.graph.inserting_before(node):
+                state = exported.graph.create_node("get_attr", f"{name}.{STATE_TOKEN}")
+            node.target = call
+            node.args, node.kwargs = (state, tuple(node.args), dict(node.kwargs)), {}
+            found.append(call)
+        return found
+
+
+def _modes() -> Hashable:
+    """Modes under which a block is captured, and under which its guards hold."""
+    other = accelerator_kind()
+    autocast = [
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        for kind in ("cpu", other)
+    ]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _as_called(argument: Any) -> Any:
+    """An argument in Dynamo's graph as the block was called with it: values in place of nodes, and
+    containers that are not fx's.
+    """
+    match argument:
+        case fx.Node():
+            return _traced_value(argument)
+        case dict():
+            return {key: _as_called(each) for key, each in argument.items()}
+        case list():
+            return [*map(_as_called, argument)]
+        case tuple() if type(argument) is tuple:
+            return tuple(map(_as_called, argument))
+    return argument
+
+
+def _traced_value(node: fx.Node) -> Any:
+    """What stands for a node's value: Dynamo has it under a name of its own, but for inputs."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
+    """What is equal for calls of blocks that may have the same graph."""
+    described = tuple(
+        (each.shape, each.stride(), each.dtype, each.device, each.requires_grad)
+        if isinstance(each, Tensor)
+        else (type(each), each)
+        for each in leaves
+    )
+    if not all(type(each) in _TAKEN for each in leaves):
+        raise CaptureError("it takes objects that are no plain tensors, numbers or text")
+    return type(block), torch.is_grad_enabled(), str(spec), described
+
+
+def _blank(leaf: Any) -> Any:
+    """A tensor without memory like a fake one, of an earlier operator where it has a gradient."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    blank = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    blank.untyped_storage().resize_(0)
+    return blank.requires_grad_(leaf.requires_grad)
+
+
+def _computed(value: Tensor, trained: bool) -> Tensor:
+    """A fake tensor like this one, which no operator in place may take for a leaf."""
+    with torch.enable_grad():
+        made = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+        return made.requires_grad_().clone() if trained else made

@@ -1,0 +1,350 @@
+"""Captures see the default device that is set, as compilations do.
+
+``torch.set_default_device`` and ``with torch.device(...)`` put a mode on a stack that
+``torch.compile`` puts aside before it traces, and writes down for the graph and its guards.
+``fullgraph_capture`` does not, but in torch 2.11: what it writes down is that there is none, which
+the guards then find to be wrong where they are made ("Guard failed on the same frame it was
+created").
+
+Modules that are graphs themselves: ``torch.fx``'s, those of ``torch.export``, and stages that
+``torch.distributed.pipelining.pipeline`` cuts.
+
+Torch gives the graph that it captured the attributes of the module that it captured it from. Of a
+``GraphModule`` these are a graph as well, which then stands in for the captured one.
+
+The names of functions in Dynamo's log of traced calls, left out while nobody reads it.
+
+For each operator that it traces, Dynamo finds out which function of its file the line is in, and
+reads and parses whole source files for that, before it asks whether the log is on.
+
+Refusal of hooks that a forward registers on tensors it did not compute.
+
+Dynamo has a hook on what it traced in the graph; one on an input, a parameter or a buffer it
+registers in code around the graph, which an export leaves out without a word.
+
+Refusal of custom autograd functions that Dynamo traces wrongly.
+
+Custom autograd functions in a graph of Dynamo's, made such that Dynamo can capture it again.
+
+Dynamo (2.13) writes such a function as an operator of higher order with a graph for each
+direction, and cannot trace that operator itself. A function that runs these graphs it can.
+
+Loops that would be unrolled too far.
+
+Models that scan over a sequence may have a closed form for compilers beside the loop, and ask
+``torch.compiler.is_exporting()`` which one to take: transformers' Mamba has
+``associative_scan``. Unrolled, a loop over a short sequence runs faster than the closed form
+and computes what eager mode does, bit for bit; over a long one its graph takes minutes to trace.
+
+Hooks with which models of transformers collect hidden states and attentions.
+
+transformers puts them on the layers in the first call that asks for either, under a lock, which no
+graph can hold. So they are put there before; in calls that do not ask they do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import symbolic_convert
+from torch._dynamo.convert_frame import preserve_global_state
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.torch import tracing_state_functions
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._guards import TracingContext
+from torch.autograd.function import FunctionCtx
+
+from autosplit.errors import CaptureError
+from autosplit.passes.graph import source_line
+
+if TYPE_CHECKING:
+    from torch._dynamo.convert_frame import BackendInput
+
+
+def _by_captures() -> bool:
+    """Whether captures do it themselves; twice, modes would be lost."""
+    inner = preserve_global_state.__code__.co_consts
+    codes = [each for each in inner if isinstance(each, CodeType)]
+    return any("torch_function_mode_stack_state_mgr" in each.co_names for each in codes)
+
+
+@contextlib.contextmanager
+def function_modes_known() -> Iterator[None]:
+    """Put modes aside for a capture, which knows of them; also inside of a compilation."""
+    if _by_captures():
+        yield
+        return
+    outer = torch_function_mode_stack_state_mgr.stack
+    try:
+        with torch_function_mode_stack_state_mgr:
+            yield
+    finally:
+        torch_function_mode_stack_state_mgr.stack = outer
+
+
+@contextlib.contextmanager
+def graph_put_aside(module: nn.Module, captured: BackendInput | None) -> Iterator[None]:
+    """The module is without those attributes that make a graph of it, and that the captured graph
+    has its own of.
+    """
+    taken: dict[str, Any] = {}
+    if captured is not None and isinstance(module, fx.GraphModule):
+        own = vars(captured.graph_module).keys() - nn.Module().__dict__.keys()
+        taken = {name: vars(module).pop(name) for name in own & vars(module).keys()}
+    try:
+        yield
+    finally:
+        vars(module).update(taken)
+
+
+@contextlib.contextmanager
+def without_trace_log_headers() -> Iterator[None]:
+    """While a graph is traced, no source file is parsed for the log, unless the log is on."""
+    log = getattr(symbolic_convert, "trace_call_log", None)
+    if log is None or log.isEnabledFor(logging.DEBUG):
+        yield
+        return
+    with patch.object(symbolic_convert, "get_funcname", _unnamed, create=True):
+        yield
+
+
+def _unnamed(filename: str, lineno: int) -> None:
+    """Instead of Dynamo's ``get_funcname``: no name."""
+
+
+@contextlib.contextmanager
+def refuse_lost_hooks() -> Iterator[None]:
+    """Around a capture by Dynamo.
+
+    Raises:
+        CaptureError: a hook would be lost; names the line that registers it.
+    """
+    lines: dict[int, str] = {}
+    register: Any = SideEffects.register_hook
+    remove: Any = SideEffects.remove_hook
+
+    def register_hook(effects: Any, tensor: Any, hook: Any, handle: Any, name: str) -> None:
+        register(effects, tensor, hook, handle, name)
+        if tensor.source is not None:
+            lines[handle.idx] = _current_line()
+
+    def remove_hook(effects: Any, number: int) -> None:
+        remove(effects, number)
+        lines.pop(number, None)
+
+    with (
+        patch.object(SideEffects, "register_hook", register_hook),
+        patch.object(SideEffects, "remove_hook", remove_hook),
+    ):
+        yield
+    for line in lines.values():
+        raise CaptureError(
+            f"{line} registers a hook on a tensor that the forward did not compute, which no graph "
+            "can hold. Register it on a view of its own, as in x = x.view_as(x), or outside of the "
+            "forward"
+        )
+
+
+def _current_line() -> str:
+    """Where the user's code is being traced."""
+    for frame in reversed(TracingContext.extract_stack()):
+        return f"{os.path.basename(frame.filename)}:{frame.lineno}: {(frame.line or '').strip()}"
+    return "the forward"
+
+
+_APPLY = torch.ops.higher_order.autograd_function_apply
+_UNMATERIALISED = FunctionCtx.set_materialize_grads.__code__
+
+
+def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]) -> None:
+    """Refuse functions that ask for None in place of gradients that do not exist: Dynamo traces
+    their backward with a gradient for every output, and the branch for None is lost.
+
+    Args:
+        module: what Dynamo made.
+        traced: the code that it went through.
+
+    Raises:
+        CaptureError: a gradient may be absent where the function is used; names the line.
+    """
+    if _UNMATERIALISED not in traced:
+        return
+    applied = _calls(module)
+    if any(_has_several_outputs(node) or _returns_none(node) for node in applied):
+        line = next(filter(None, map(source_line, applied)), "a custom autograd function")
+        raise CaptureError(
+            f"ctx.set_materialize_grads(False), at {line}: a graph would hand the backward zeros "
+            "where autograd hands it None. Leave it out if zeros will do; or call the function "
+            "from a method decorated with torch.compiler.disable, around which a model is split "
+            "in parts (without fullgraph=True or a memory setting)"
+        )
+
+
+def _calls(module: fx.GraphModule) -> list[fx.Node]:
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    return [node for graph in graphs for node in graph.nodes if node.target is _APPLY]
+
+
+def _has_several_outputs(node: fx.Node) -> bool:
+    """A loss may leave one of them out."""
+    results = node.meta.get("example_value")
+    constant = node.kwargs.get("non_differentiable_idx", ())
+    return not isinstance(results, (tuple, list)) or len(results) - len(_list(constant)) > 1
+
+
+def _returns_none(node: fx.Node) -> bool:
+    """The backward may hand None to the function whose result this one takes."""
+    body = getattr(node.graph.owning_module, str(getattr(node.args[1], "target", "")), None)
+    return body is None or None in _list(body.graph.output_node().args[0])
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+# With others, such as inputs that are written into, the operator stays and is refused.
+_KNOWN = {"non_differentiable_idx", "saved_for_backward_idx"}
+
+
+def make_traceable(node: fx.Node) -> None:
+    """Give a node that applies a custom autograd function a target that Dynamo can trace."""
+    if node.target is _APPLY and node.kwargs.keys() <= _KNOWN:
+        node.target = _apply
+
+
+def _apply(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *args: Any,
+    non_differentiable_idx: Any,
+    saved_for_backward_idx: Any,
+) -> Any:
+    constant, saved = tuple(non_differentiable_idx), tuple(saved_for_backward_idx)
+    return _Captured.apply(forward, backward, constant, saved, *args)  # type: ignore[no-untyped-call]
+
+
+class _Captured(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        constant: tuple[int, ...],
+        saved: tuple[int, ...],
+        *args: Any,
+    ) -> tuple[Tensor, ...]:
+        outputs, kept = forward(*args)
+        ctx.run = backward
+        ctx.count, ctx.places = len(kept), saved
+        ctx.others = tuple(each for at, each in enumerate(kept) if at not in saved)
+        ctx.save_for_backward(*(kept[at] for at in saved))
+        ctx.mark_non_differentiable(*(outputs[at] for at in constant))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved, others = list(ctx.saved_tensors), list(ctx.others)
+        places = (at in ctx.places for at in range(ctx.count))
+        kept = [(saved if is_saved else others).pop(0) for is_saved in places]
+        return (None, None, None, None, *ctx.run(*grads, *kept))
+
+
+LIMIT = 2048
+"""Operators from one line of one call: 512 steps of a state-space model."""
+
+
+class LongLoopError(TorchDynamoException):
+    """A line is in the graph too often."""
+
+
+class UnrollingLimit:
+    """Attributes:
+    line: of a loop that was unrolled too far; None as long as there is none.
+    """
+
+    def __init__(self) -> None:
+        self.line: str | None = None
+        self._seen: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
+
+    def see(self, graph: OutputGraph) -> None:
+        """Count an operator of the line that is being traced.
+
+        Raises:
+            LongLoopError: there were too many.
+        """
+        frame: Any = graph.current_tx
+        seen = self._seen.setdefault(frame, Counter())
+        seen[frame.lineno] += 1
+        if seen[frame.lineno] > LIMIT:
+            self.line = f"{frame.f_code.co_filename}:{frame.lineno}"
+            raise LongLoopError(f"{self.line} is in the graph more than {LIMIT} times")
+
+
+@contextlib.contextmanager
+def unrolling_limited() -> Iterator[UnrollingLimit]:
+    """Dynamo stops tracing in here where it unrolls a loop too far."""
+    limit = UnrollingLimit()
+    original: Any = OutputGraph.create_proxy
+
+    def create_proxy(graph: OutputGraph, *args: Any, **kwargs: Any) -> Any:
+        limit.see(graph)
+        return original(graph, *args, **kwargs)
+
+    with patch.object(OutputGraph, "create_proxy", create_proxy):
+        yield limit
+
+
+def compiled_not_exported() -> AbstractContextManager[Any]:
+    """Dynamo answers so if a forward asks; in torch 2.11 it has the other answer for all."""
+    return patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False})
+
+
+_LIBRARY = "transformers.utils.output_capturing"
+
+
+def install_output_hooks(module: nn.Module, error: Exception) -> bool:
+    """Install the hooks whose installation made tracing fail.
+
+    Args:
+        module: what was traced.
+        error: what tracing raised.
+
+    Returns:
+        Whether another try is worth while.
+    """
+    library = sys.modules.get(_LIBRARY)
+    stack = getattr(error, "real_stack", None)  # Dynamo's, the user's frames
+    if library is None or not stack or stack[-1].filename != library.__file__:
+        return False
+    install = getattr(library, "maybe_install_capturing_hooks", None)
+    parts = [part for part in module.modules() if _collects(part, stack[-1].filename)]
+    if install is None or not parts:
+        return False
+    for part in parts:
+        install(part)
+    return True
+
+
+def _collects(part: nn.Module, file: str) -> bool:
+    """Whether one of the decorators of the module's forward is of the library that collects."""
+    forward: Any = type(part).forward
+    while forward is not None:
+        if inspect.isfunction(forward) and forward.__code__.co_filename == file:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False

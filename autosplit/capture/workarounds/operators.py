@@ -1,0 +1,525 @@
+"""Recurrent layers of a Dynamo graph, as AOTAutograd can trace them.
+
+Settings under which Dynamo and AOTAutograd trace the operators of eager mode.
+
+Products of more than two sizes that are symbols.
+
+Checks that linear algebra succeeded, as plain nodes of a graph.
+
+``torch.linalg.inv`` and its like compute first and then look whether they could, and raise where
+they could not. Tracing threads a token through such checks, so that nothing reorders them, and a
+graph with tokens cannot be divided. A check needs none: it reads a result and writes nothing.
+
+Strides of the gradients of outputs that overlap themselves.
+
+User-registered kernels for torch's own operators, which tracing goes through.
+
+Two losses that torch traces as something else than it runs (seen with torch 2.13).
+
+Tracing takes them apart by Python decompositions that round differently from the kernels, and of
+which one gives other gradients and has shape [1] for an unbatched input where the kernel has [].
+Here Dynamo's graph calls the kernels that eager mode runs, below the key at which they are taken
+apart, and so does its backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+from torch._higher_order_ops import effects
+from torch._subclasses import fake_impls
+from torch.fx.experimental import proxy_tensor
+from torch.fx.node import _side_effectful_functions
+from torch.nn import _reduction as _Reduction
+
+from autosplit.errors import CaptureError
+from autosplit.passes.analysis.aliasing import overlaps_itself
+from autosplit.passes.analysis.operators import CHECKS
+from autosplit.torch_internals.version import TORCH
+
+_CELLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_ARGUMENTS = (
+    "input",
+    "hx",
+    "params",
+    "has_biases",
+    "num_layers",
+    "dropout",
+    "train",
+    "bidirectional",
+    "batch_first",
+)
+# The fused kernels round to these only what they return; products would round every step.
+_COARSE = {torch.bfloat16, torch.float16}
+# torch 2.11's decomposition returns the last states of an LSTM with a dimension too many
+# ([layers, 1, batch, feature]); 2.13's does not.
+_STATES_ARE_SHAPED = TORCH >= (2, 13)
+
+
+def divide_layers(module: fx.GraphModule) -> None:
+    """Make a call of several layers with dropout between them one call a layer, have an LSTM
+    return states of the shape that they go in with, and compute coarse layers in float32.
+
+    torch's decomposition of such a call leaves the dropout out, without a word.
+    """
+    for node in _calls(module):
+        value = node.args[0].meta.get("example_value", node.args[0].meta.get("val"))  # type: ignore[union-attr]
+        if isinstance(value, torch.Tensor) and value.dtype in _COARSE:
+            _widen(node, value.dtype)
+            node.graph.owning_module.recompile()  # type: ignore[union-attr]
+    for node in _calls(module):
+        given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+        if given["train"] and given["dropout"] != 0 and given["num_layers"] > 1:
+            _divide(node, given)
+            node.graph.owning_module.recompile()  # type: ignore[union-attr]
+    for node in () if _STATES_ARE_SHAPED else _calls(module):
+        if node.target is torch.lstm:
+            _shape_states(node)
+            node.graph.owning_module.recompile()  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def without_fused_recurrence(module: fx.GraphModule) -> Iterator[None]:
+    """Trace without the fused kernel, which returns None where its fake returns a tensor.
+
+    A recurrent layer is then traced as matrix products, whose weight gradients can wait.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled and not _calls(module))
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _calls(module: fx.GraphModule) -> list[fx.Node]:
+    """Of recurrent layers on padded sequences, bodies of checkpoints included. Packed ones read
+    their lengths from data, which Dynamo leaves outside of graphs.
+    """
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    return [node for graph in graphs for node in graph.nodes if node.target in _CELLS]
+
+
+def _widen(node: fx.Node, dtype: torch.dtype) -> None:
+    graph = node.graph
+    given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+
+    def cast(value: fx.Node, to: torch.dtype) -> fx.Node:
+        made = graph.call_function(torch.Tensor.to, (value, to))
+        made.stack_trace = node.stack_trace
+        return made
+
+    with graph.inserting_before(node):
+        for name in ("input", "hx", "params"):
+            given[name] = fx.node.map_arg(given[name], lambda each: cast(each, torch.float32))
+    node.args, node.kwargs = tuple(given[name] for name in _ARGUMENTS), {}
+    with graph.inserting_before(node.next):
+        count = 3 if node.target is torch.lstm else 2
+        found = [graph.call_function(operator.getitem, (node, at)) for at in range(count)]
+        results = graph.call_function(tuple, ([cast(each, dtype) for each in found],))
+    node.replace_all_uses_with(results, delete_user_cb=lambda user: user not in found)
+
+
+def _divide(node: fx.Node, given: dict[str, Any]) -> None:
+    graph, sequence, batch_first = node.graph, given["input"], given["batch_first"]
+    directions = 2 if given["bidirectional"] else 1
+    share = len(given["params"]) // given["num_layers"]
+    last: list[fx.Node] = []
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.stack_trace = node.stack_trace
+        return made
+
+    def of_layer(layer: int) -> Any:
+        own = slice(layer * directions, (layer + 1) * directions)
+        return fx.node.map_arg(given["hx"], lambda state: call(operator.getitem, state, own))
+
+    with graph.inserting_before(node):
+        # As in the fused call: masks are drawn for [time, batch, feature].
+        sequence = call(torch.transpose, sequence, 0, 1) if batch_first else sequence
+        for layer in range(given["num_layers"]):
+            if layer:
+                sequence = call(torch.dropout, sequence, given["dropout"], True)
+            weights = list(given["params"])[layer * share : (layer + 1) * share]
+            options = (given["has_biases"], 1, 0.0, True, given["bidirectional"], False)
+            last.append(call(node.target, sequence, of_layer(layer), weights, *options))
+            sequence = call(operator.getitem, last[-1], 0)
+        sequence = call(torch.transpose, sequence, 0, 1) if batch_first else sequence
+        states = 2 if node.target is torch.lstm else 1
+        finals = [[call(operator.getitem, one, 1 + i) for one in last] for i in range(states)]
+        results = [sequence, *(call(torch.cat, each) for each in finals)]
+        node.replace_all_uses_with(call(tuple, results))
+    graph.erase_node(node)
+
+
+def _shape_states(node: fx.Node) -> None:
+    graph = node.graph
+    given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    with graph.inserting_before(node.next):
+        found = [graph.call_function(operator.getitem, (node, at)) for at in range(3)]
+        states = [
+            graph.call_function(torch.Tensor.reshape_as, (state, like))
+            for state, like in zip(found[1:], given["hx"], strict=True)
+        ]
+        results = graph.call_function(tuple, ([found[0], *states],))
+    node.replace_all_uses_with(results, delete_user_cb=lambda user: user not in found)
+
+
+DEVICES = frozenset({"CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1"})
+"""Keys of kernels that tracing does not run."""
+# Nor does it those of vmap, which torch registers in Python when it is first used; and many meta
+# kernels are torch's own in Python.
+_UNTRACED = DEVICES | {"Meta", "FuncTorchBatched"}
+
+
+def overridden() -> list[str]:
+    """Names of the operators."""
+    found = set(filter(None, map(_traced, torch.library._impls.copy() - _torchs())))
+    # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
+    # one device are found where they come from C++, too.
+    for device in ("CPU", "CUDA"):
+        every = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autograd{device}")
+        found |= {op for op in every if op.startswith("aten::") and "::_test_" not in op}
+    return sorted(found)
+
+
+@functools.cache  # thousands of names, the same at each capture
+def _traced(registered: str) -> str | None:
+    """The operator of ``library/operator/key``, if it is torch's and tracing runs its kernel."""
+    library, operator, key = registered.split("/")
+    return f"aten::{operator}" if library == "aten" and key not in _UNTRACED else None
+
+
+def _torchs() -> set[str]:
+    """What torch registers when it is imported: torch 2.15 has kernels of ``to_dense`` for tracing
+    in Python.
+    """
+    values = vars(fake_impls).values()
+    libraries = [value for value in values if isinstance(value, torch.library.Library)]
+    return {name for library in libraries for name in library._op_impls}
+
+
+@contextlib.contextmanager
+def traced_as_registered() -> Iterator[None]:
+    """Clear operators' dispatch caches, which would keep tracing on the kernel that was registered
+    before.
+    """
+    operators = [_overload(name) for name in overridden()]
+    for each in operators:
+        each._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for each in operators:
+            each._dispatch_cache.clear()
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+@contextlib.contextmanager
+def gradients_apart() -> Iterator[None]:
+    """torch expects the gradient of an output to lie as the output does, and copies it there. Of
+    an output whose elements share memory (``unfold``, ``as_strided``) elements of the gradient
+    would then overwrite each other, so that is expected to be contiguous. (torch 2.13 does the
+    same by itself for ``expand`` only.)
+    """
+    guess = MemoryFormatMeta.from_tensor
+
+    def apart(tensor: Tensor, *args: Any, **kwargs: Any) -> MemoryFormatMeta | None:
+        guessed = guess(tensor, *args, **kwargs)
+        if guessed is None or guessed.memory_format is not None or not overlaps_itself(tensor):
+            return guessed
+        return MemoryFormatMeta(memory_format=torch.contiguous_format)
+
+    with patch.object(MemoryFormatMeta, "from_tensor", staticmethod(apart)):
+        yield
+
+
+_KEPT: set[Any] = _side_effectful_functions
+
+
+@contextlib.contextmanager
+def without_tokens() -> Iterator[None]:
+    """While a graph is traced, checks are operators without results that dead code elimination
+    leaves alone.
+    """
+    original = effects.has_effects
+
+    def has_effects(op: Any, *others: Any, **options: Any) -> bool:
+        return op not in CHECKS and original(op, *others, **options)
+
+    added = CHECKS - _KEPT
+    _KEPT.update(added)
+    try:
+        with patch.object(effects, "has_effects", has_effects):
+            yield
+    finally:
+        _KEPT.difference_update(added)
+
+
+_NAME = "_build_proxy_for_sym_expr"
+
+
+@contextlib.contextmanager
+def products_by_twos() -> Iterator[None]:
+    """While a graph is traced, a size that was computed out of its sight, as DTensor computes
+    those of local tensors, is a product of two others, not a call of ``operator.mul`` with as many
+    arguments as the product has factors, which fails where it runs (seen with torch 2.13).
+    """
+    original = getattr(proxy_tensor, _NAME, None)
+    if original is None:
+        yield
+        return
+
+    def build(tracer: Any, expr: Any, out: Any = None) -> Any:
+        many = getattr(expr, "is_Mul", False) and len(expr.args) > 2
+        if many and expr not in tracer.sympy_expr_tracker:
+            first, *others = expr.args
+            rest = expr.func(*others, evaluate=False)
+            expr = expr.func(first, rest, evaluate=False)
+        return original(tracer, expr, out)
+
+    with patch.object(proxy_tensor, _NAME, build):
+        yield
+
+
+# numpy.random draws what it draws in eager; torch's generator would draw instead.
+AS_IN_EAGER: dict[str, Any] = {"use_numpy_random_stream": True}
+"""Settings of Dynamo."""
+
+if TORCH < (2, 12):
+    # A parameter that is frozen or thawed is noticed, though it stays where it was in its module.
+    AS_IN_EAGER |= {
+        "use_recursive_dict_tags_for_guards": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
+    }
+
+
+@contextlib.contextmanager
+def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[None]:
+    """While a graph of Dynamo is traced by AOTAutograd:
+
+    - random operators stay though nobody reads them. They move the generator; without them all
+      that is drawn later would differ from eager's for the same seed. Not so where operators are
+      decomposed for a backend, which draws in a way of its own;
+    - the backward runs outside of the autocast that its forward ran in;
+    - checks of linear algebra are operators like others, without tokens;
+    - recurrent layers are traced without the fused kernel, which its fake does not match;
+    - gradients of outputs that overlap themselves do not;
+    - sizes that are symbols are multiplied by twos;
+    - kernels that somebody registered for torch's operators are traced through.
+    """
+    drawing = {} if decompositions is not None else {"fallback_random": True}
+    with (
+        torch._inductor.config.patch(drawing),
+        torch._functorch.config.patch(backward_pass_autocast="off"),
+        without_fused_recurrence(module),
+        without_tokens(),
+        gradients_apart(),
+        products_by_twos(),
+        traced_as_registered(),
+    ):
+        yield
+
+
+aten = torch.ops.aten
+Decompositions = dict[Any, Callable[..., Any]] | None
+_EACH, _MEAN = 0, 1  # reduction="none", "mean"
+_SEVERAL = aten.multilabel_margin_loss_forward.default
+
+
+class _MultiMargin(torch.autograd.Function):
+    """One right class for each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, target: Tensor, p: Any, margin: Any, weight: Any, reduction: int
+    ) -> Tensor:
+        ctx.save_for_backward(scores, target, weight)
+        ctx.options = p, margin, reduction
+        loss: Tensor
+        with torch._C._AutoDispatchBelowAutograd():
+            loss = aten.multi_margin_loss.default(scores, target, p, margin, weight, reduction)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scores, target, weight = ctx.saved_tensors
+        p, margin, reduction = ctx.options
+        found = aten.multi_margin_loss_backward.default(
+            grad, scores, target, p, margin, weight, reduction
+        )
+        return found, None, None, None, None, None
+
+
+class _MultilabelMargin(torch.autograd.Function):
+    """Several right classes for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, target: Tensor, reduction: int) -> Tensor:
+        loss: Tensor
+        with torch._C._AutoDispatchBelowAutograd():
+            loss, is_target = aten.multilabel_margin_loss_forward.default(scores, target, reduction)
+        ctx.save_for_backward(scores, target, is_target)
+        ctx.reduction = reduction
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scores, target, is_target = ctx.saved_tensors
+        found = aten.multilabel_margin_loss_backward.default(
+            grad, scores, target, ctx.reduction, is_target
+        )
+        return found, None, None
+
+
+_multi_margin_of: Callable[..., Any] = _MultiMargin.apply
+_multilabel_margin_of: Callable[..., Any] = _MultilabelMargin.apply
+
+
+def _multi_margin(
+    scores: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+) -> Any:
+    scores, weight = _cast(scores, scores), None if weight is None else _cast(weight, scores)
+    return _multi_margin_of(scores, target, p, margin, weight, reduction)
+
+
+def _cast(tensor: Tensor, scores: Tensor) -> Tensor:
+    """As autocast hands it to these losses: above autograd, so that what is saved is cast too."""
+    coarse = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.float() if coarse and torch.is_autocast_enabled(scores.device.type) else tensor
+
+
+def _multilabel_margin(scores: Tensor, target: Tensor, reduction: int = 1) -> Any:
+    scores = _cast(scores, scores)
+    if scores.ndim > 1:
+        return _multilabel_margin_of(scores, target, reduction)
+    # A batch of one is the same to the kernel, and has the shape that it is traced with.
+    loss = _multilabel_margin_of(scores.unsqueeze(0), target.unsqueeze(0), reduction)
+    return loss.squeeze(0) if reduction == _EACH else loss
+
+
+def _multi_margin_of_text(
+    input: Tensor,
+    target: Tensor,
+    p: float = 1,
+    margin: float = 1,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    number = _reduction(size_average, reduce, reduction)
+    return _multi_margin(input, target, p, margin, weight, number)
+
+
+def _multilabel_margin_of_text(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    return _multilabel_margin(input, target, _reduction(size_average, reduce, reduction))
+
+
+def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> int:
+    if size_average is not None or reduce is not None:
+        return _Reduction.legacy_get_enum(size_average, reduce, emit_warning=False)
+    return _Reduction.get_enum(reduction)
+
+
+_RUN: Mapping[Any, Callable[..., Any]] = {
+    nn.functional.multi_margin_loss: _multi_margin_of_text,
+    torch._C._nn.multi_margin_loss: _multi_margin,
+    aten.multi_margin_loss.default: _multi_margin,
+    nn.functional.multilabel_margin_loss: _multilabel_margin_of_text,
+    torch._C._nn.multilabel_margin_loss: _multilabel_margin,
+    aten.multilabel_margin_loss.default: _multilabel_margin,
+}
+
+
+def trace_as_run(module: fx.GraphModule) -> None:
+    """Have Dynamo's graph call the losses' kernels, in bodies of checkpoints too."""
+    for node in _losses(module):
+        node.target = _RUN[node.target]
+        node.graph.owning_module.recompile()  # type: ignore[union-attr]
+
+
+def right_decompositions(decompositions: Decompositions) -> Decompositions:
+    """A backend's table, with a forward of the second loss in place of torch's, which counts what
+    stands behind the -1 of a row as targets. The first loss's is right but for rounding.
+    """
+    if decompositions is None or _SEVERAL not in decompositions:
+        return decompositions
+    return {**decompositions, _SEVERAL: _multilabel_margin_forward}
+
+
+def _multilabel_margin_forward(
+    scores: Tensor, target: Tensor, reduction: int
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row or of all, and which scores are those of targets; one row or several."""
+    rows, labels = torch.atleast_2d(scores), torch.atleast_2d(target)
+    classes = rows.shape[1]
+    listed = (labels < 0).cumsum(1) == 0
+    slots = torch.where(listed, labels, 0)
+    is_class = slots.unsqueeze(2) == torch.arange(classes, device=rows.device)
+    is_target = (is_class & listed.unsqueeze(2)).any(1)
+    margins = (1 - rows.gather(1, slots).unsqueeze(2) + rows.unsqueeze(1)).clamp_min(0)
+    counted = listed.unsqueeze(2) & ~is_target.unsqueeze(1)
+    losses = torch.where(counted, margins, 0).sum((1, 2)) / classes
+    if reduction == _EACH:
+        loss = losses.reshape(scores.shape[:-1])
+    else:
+        loss = losses.mean() if reduction == _MEAN else losses.sum()
+    return loss, is_target.to(scores.dtype).reshape(target.shape)
+
+
+def refuse_unbatched(module: fx.GraphModule) -> None:
+    """Refuse to work on with the losses of one sample, which Dynamo has taken for shape [1].
+
+    Raises:
+        CaptureError: the graph does more with them than return them.
+    """
+    for node in _losses(module):
+        if _RUN[node.target] not in (_multilabel_margin, _multilabel_margin_of_text):
+            continue
+        scores, loss = (
+            each.meta.get("example_value", each.meta.get("val"))
+            for each in (node.all_input_nodes[0], node)
+        )
+        used = any(user.op != "output" for user in node.users)
+        if used and [getattr(each, "ndim", None) for each in (scores, loss)] == [1, 1]:
+            raise CaptureError(
+                "multilabel_margin_loss(reduction='none') of one sample has shape [], and torch "
+                "traces it as [1]: give it a batch of one (unsqueeze(0)), or another reduction"
+            )
+
+
+def _losses(module: fx.GraphModule) -> list[fx.Node]:
+    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    return [
+        node
+        for graph in graphs
+        for node in graph.nodes
+        if node.op == "call_function" and node.target in _RUN
+    ]

@@ -1,0 +1,275 @@
+"""A link between ranks, or between a rank and its host's memory.
+
+How fast a device computes and moves bytes: all that an estimate knows of it.
+
+The device of a process group's tensors.
+
+How long ranks take for a collective beside their own operators: known, or measured.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autosplit.errors import PlanError, SplitError
+from autosplit.passes import Rates
+from autosplit.torch_internals.distributed import all_reduced
+
+
+class Link(NamedTuple):
+    """One link: seconds that a message is under way, and bytes that it carries in a second."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+
+_SIDE = 1024  # of the matrices that are multiplied
+_COPIED = 2**26  # bytes: more than caches hold
+_TRIES = 5
+_CALLS = 200
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """A roofline: an operator takes the longer of computing and of moving its tensors.
+
+    Attributes:
+        flops_per_second: of matrix products, in the dtype that the model computes in.
+        bytes_per_second: read plus written.
+        call: seconds that an operator takes at least.
+
+    Raises:
+        PlanError: a rate that is not positive, or an impossible time.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    call: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = field.name == "call"
+            if math.isnan(value) or value < 0.0 or (value == 0.0 and not least):
+                raise PlanError(f"{field.name} must be {'>= 0' if least else '> 0'}, got {value!r}")
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """How long one operator takes."""
+        return max(self.call, flops / self.flops_per_second, moved / self.bytes_per_second)
+
+
+def measure_device(
+    device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> DeviceSpeed:
+    """The rates of this machine, measured in about a second: the best of a few tries each.
+
+    Args:
+        device: which device; None for the CPU.
+        dtype: what matrices are made of.
+    """
+    device = device or torch.device("cpu")
+    a = torch.ones(_SIDE, _SIDE, dtype=dtype, device=device)
+    b, product = torch.ones_like(a), torch.empty_like(a)
+    source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
+    target, one = torch.empty_like(source), torch.ones(1, device=device)
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            one.add_(1.0)
+
+    return DeviceSpeed(
+        2.0 * _SIDE**3 / _best(lambda: torch.mm(a, b, out=product), device),
+        2.0 * _COPIED / _best(lambda: target.copy_(source), device),
+        _best(calls, device) / _CALLS,
+    )
+
+
+def _best(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the quickest of a few calls, after one that is not counted."""
+    found = []
+    for _ in range(_TRIES + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        call()
+        _synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where a process group's tensors are: this process's GPU if the group has NCCL, else the CPU.
+
+    Args:
+        group: None for the default one.
+    """
+    # The backend has another name where it was left to torch, or given for each kind of device.
+    if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+_LARGE = 2**23  # bytes
+_EXCHANGES = 20
+_WARMUP = 3
+
+
+@dataclass(frozen=True)
+class CollectiveCosts:
+    """What decides how many weight gradients a collective can hide.
+
+    The same on all ranks, they give all ranks the same graphs.
+
+    Attributes:
+        link: of an all-reduce: seconds that it takes besides, and bytes of each rank's tensor in a
+            second. What only gathers or only scatters is taken to bring twice as many.
+        device: what operators take that run meanwhile.
+
+    Raises:
+        SplitError: these are not a ``Link`` and a ``DeviceSpeed``, or a link that cannot be.
+    """
+
+    link: Link
+    device: DeviceSpeed
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.link, Link) or not isinstance(self.device, DeviceSpeed):
+            raise SplitError(
+                "CollectiveCosts takes a Link(latency, bandwidth) and a "
+                "DeviceSpeed(flops_per_second, bytes_per_second, call); got a "
+                f"{type(self.link).__name__} and a {type(self.device).__name__}"
+            )
+        latency, bandwidth = map(_number, self.link)
+        if not (math.isfinite(latency) and latency >= 0.0):
+            raise SplitError(
+                f"the latency of a link must be finite seconds >= 0; got {self.link.latency!r}"
+            )
+        if not bandwidth > 0.0:
+            raise SplitError(
+                "the bandwidth of a link must be bytes in a second > 0; got "
+                f"{self.link.bandwidth!r}"
+            )
+
+    @property
+    def rates(self) -> Rates:
+        """What the passes decide by, in seconds."""
+        device, link = self.device, self.link
+        return Rates(
+            device.flops_per_second,
+            device.bytes_per_second,
+            device.call,
+            2.0 * link.bandwidth,
+            link.latency,
+        )
+
+
+Overlap: TypeAlias = str | CollectiveCosts
+"""What weight gradients hide, see ``autosplit.split``."""
+
+
+def passes_overlap(overlap: Overlap) -> str | Rates:
+    """``overlap`` as the passes take it, which know the names.
+
+    Raises:
+        SplitError: it is neither a name nor costs.
+    """
+    if isinstance(overlap, CollectiveCosts):
+        return overlap.rates
+    if isinstance(overlap, str):
+        return overlap
+    raise SplitError(
+        "overlap is 'collectives', 'none', or the CollectiveCosts that "
+        f"autosplit.measure_collectives(mesh['tp']) returns; got {overlap!r}"
+    )
+
+
+def measure_collectives(
+    ranks: DeviceMesh | dist.ProcessGroup, *, dtype: torch.dtype = torch.float32
+) -> CollectiveCosts:
+    """Measure all-reduces between ranks, and what these compute meanwhile.
+
+    Takes about a second. Collective over these ranks; all get the same: the times of the slowest.
+
+    Args:
+        ranks: a mesh of one dimension, such as ``mesh["tp"]``, or a process group.
+        dtype: what the model computes in.
+
+    Raises:
+        SplitError: no such thing, several dimensions, a group without this rank or of it alone.
+    """
+    group = _group(ranks)
+    device = device_of_group(group)
+    found = measure_device(device, dtype)
+    small, large = (_seconds(torch.zeros(n, device=device), group) for n in (1, _LARGE // 4))
+    mine = [
+        small,
+        max(large - small, 1e-9) / _LARGE,
+        1.0 / found.flops_per_second,
+        1.0 / found.bytes_per_second,
+        found.call,
+    ]
+    slowest = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    latency, each_byte, each_flop, each_moved, call = slowest.tolist()
+    return CollectiveCosts(
+        Link(latency, 1.0 / each_byte), DeviceSpeed(1.0 / each_flop, 1.0 / each_moved, call)
+    )
+
+
+def _group(ranks: object) -> dist.ProcessGroup:
+    if isinstance(ranks, DeviceMesh):
+        if ranks.ndim != 1:
+            names = ", ".join(map(repr, ranks.mesh_dim_names or ()))
+            raise SplitError(
+                "measure_collectives takes one dimension of a mesh, such as mesh['tp']; got one of "
+                f"{ranks.ndim} dimensions{names and f': {names}'}"
+            )
+        if ranks.get_coordinate() is None:
+            raise SplitError(
+                "measure_collectives is called by the ranks of the mesh; this rank is none of them"
+            )
+        ranks = ranks.get_group()
+    if ranks is dist.GroupMember.NON_GROUP_MEMBER:
+        raise SplitError(
+            "measure_collectives is called by the ranks of the group; this rank is none of them"
+        )
+    if not isinstance(ranks, dist.ProcessGroup):
+        raise SplitError(
+            "measure_collectives takes a DeviceMesh of one dimension, such as mesh['tp'], or a "
+            f"process group; got {ranks!r}"
+        )
+    if ranks.size() < 2:
+        raise SplitError(
+            "measure_collectives measures what several ranks exchange, and this group has one, "
+            "whose collectives take no time: leave overlap= out"
+        )
+    return ranks
+
+
+def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
+    """Of an all-reduce as graphs run it: the quickest of a few."""
+    found = []
+    for _ in range(_WARMUP + _EXCHANGES):
+        start = time.perf_counter()
+        all_reduced(tensor, group)
+        if tensor.device.type != "cpu":
+            torch.accelerator.synchronize(tensor.device)
+        found.append(time.perf_counter() - start)
+    return min(found[_WARMUP:])
+
+
+def _number(value: object) -> float:
+    """NaN for what is none."""
+    return float(value) if isinstance(value, int | float) else math.nan

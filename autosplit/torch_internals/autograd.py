@@ -1,0 +1,358 @@
+"""The backward that autograd's engine is running: its number, its nodes, modes around it.
+
+Gradient accumulation into ``.grad``, and the hooks that observe it.
+
+Autograd ends at a node for each parameter, AccumulateGrad, which only adds to ``.grad``
+(torch/csrc/autograd/functions/accumulate_grad.h) unless the tensor or that node has
+hooks. Where none is to fire, adding here is the same and takes a tenth of the engine's time.
+
+Who refers to a gradient besides ``.grad``; the exchange of what two tensor objects are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter, is_not
+from sys import getrefcount
+from typing import Any, TypeVar, cast
+from weakref import getweakrefcount
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from .dtensor import is_dtensor, like, local_tensor
+
+without_autocast = torch._C._DisableAutocast
+"""Context in which no operator is autocast: for graphs whose casts are operators already."""
+
+graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that is under way has ``retain_graph=True``."""
+
+current_backward = torch._C._current_graph_task_id
+"""Number of the backward that is under way on this thread; later ones have higher numbers."""
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have a function called when the backward under way has come to its end, and before whoever
+    asked for it goes on; now, where there is none.
+    """
+    if current_backward() < 0:
+        function()
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether saved-tensor hooks are set: offloading, ``checkpoint``."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward under way comes to a node: ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` leave those out that they need not.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def is_asked_for(node: Node) -> bool:
+    """Whether the backward under way comes to a leaf's node, also where it is to return, and not
+    to accumulate, that leaf's gradient.
+    """
+    try:
+        return will_run(node)
+    except RuntimeError:  # torch does not answer for what torch.autograd.grad was given
+        return True
+
+
+def in_transform() -> bool:
+    """Whether this runs inside a ``torch.func`` transform or forward-mode differentiation."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+T = TypeVar("T")
+
+_TENSOR_HOOKS = attrgetter("_backward_hooks")
+_LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_NEEDS_GRAD = attrgetter("requires_grad")
+_IS_SPARSE = attrgetter("is_sparse")
+_IS_LEAF = attrgetter("is_leaf")
+
+
+class Leaves:
+    """Parameters and their hooks, which can be checked cheaply at every step.
+
+    Their nodes are held: a hook that is put on one later is found, and autograd would make
+    another node where nobody holds it.
+
+    Attributes:
+        parameters: these.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = tuple(parameters)
+        # Without any, there is nothing to add.
+        self._plain = (
+            bool(parameters)
+            and len(set(map(id, parameters))) == len(parameters)
+            and all(map(_is_plain, parameters))
+        )
+        own = {id(p): p for p in parameters if p.is_leaf and p.requires_grad}
+        self._nodes = [get_gradient_edge(p).node for p in own.values()]
+        self._hooks = [hooks for node in self._nodes for hooks in _python_hooks(node)]
+        self._checked = -1
+
+    def are(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters."""
+        mine = self.parameters
+        return len(mine) == len(parameters) and not any(map(is_not, parameters, mine))
+
+    def allows_direct_add(self, *, reduced: bool | None = None) -> bool:
+        """Whether adding a gradient to ``.grad`` has the same effects as accumulation by the
+        engine without hooks.
+
+        Args:
+            reduced: whether data parallelism reduces them; None where that is not known.
+        """
+        return (
+            self._plain
+            and all(map(_NEEDS_GRAD, self.parameters))
+            and all(map(_IS_LEAF, self.parameters))
+            and not torch.is_inference_mode_enabled()
+            and not torch.is_anomaly_enabled()
+            # Data parallelism hooks into the nodes from C++, which cannot be seen from here.
+            and not (_may_be_reduced() if reduced is None else reduced)
+        )
+
+    def has_hooks(self) -> bool:
+        """Whether one of them, or its autograd node, has a hook."""
+        latest = RemovableHandle.next_id  # counts every hook that is put on anything
+        if latest != self._checked:
+            if any(self._hooks) or has_gradient_hooks(self.parameters):
+                return True
+            self._checked = latest
+        return False
+
+
+def _may_be_reduced() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Whether one of them has a hook of ``register_hook``."""
+    return any(map(_TENSOR_HOOKS, parameters))
+
+
+def has_hooks_of_users(tensor: Tensor) -> bool:
+    """Whether it has a hook of ``register_hook`` that is not torch's own: those of FSDP ask for the
+    moment at which a gradient comes, not for its value.
+    """
+    hooks = (_TENSOR_HOOKS(tensor) or {}).values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
+def has_accumulate_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Whether one of them has a hook of ``register_post_accumulate_grad_hook``."""
+    return any(map(_LATE_HOOKS, parameters))
+
+
+def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
+    """Whether one of them has either kind of hook."""
+    return has_tensor_hooks(parameters) or has_accumulate_hooks(parameters)
+
+
+@contextlib.contextmanager
+def hooks_put_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """No hook of these tensors fires, though those of data parallelism do."""
+    tables = [t for p in parameters for t in (_TENSOR_HOOKS(p), _LATE_HOOKS(p)) if t]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
+
+
+def add_gradients(
+    parameters: Sequence[Tensor], grads: Sequence[Tensor], borrowed: Sequence[bool]
+) -> None:
+    """Add to every ``.grad`` as AccumulateGrad does; call it without grad mode.
+
+    Args:
+        parameters: whose; leaves.
+        grads: one for each.
+        borrowed: which of them are not tensors of their own, and are copied.
+    """
+    sums = [parameter.grad for parameter in parameters]
+    present = [total for total in sums if total is not None]
+    apart = any(map(is_dtensor, grads)) or any(map(_IS_SPARSE, present))
+    if len(present) == len(sums) and not apart:
+        torch._foreach_add_(present, list(grads))
+        return
+    for parameter, total, grad, copied in zip(parameters, sums, grads, borrowed, strict=True):
+        if total is None:
+            parameter.grad = own_gradient(parameter, grad, copied)
+        elif total.is_sparse:
+            parameter.grad = grad + total
+        else:
+            total.add_(grad)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether it is a leaf whose gradients are dense, in its own layout."""
+    own = local_tensor(parameter)
+    return (
+        (own is not parameter or type(parameter) in (Tensor, torch.nn.Parameter))
+        and parameter.is_leaf
+        and parameter.requires_grad
+        and own.layout is torch.strided
+        and torch.empty_like(own, device="meta").stride() == own.stride()
+    )
+
+
+def _python_hooks(node: Node) -> list[dict[int, Any]]:
+    """The dictionaries in which hooks before and after the node are kept."""
+    handles = [node.register_prehook(_nothing), node.register_hook(_nothing)]
+    dictionaries = [cast(dict[int, Any], handle.hooks_dict_ref()) for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return dictionaries
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def own_gradient(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
+    """A gradient as ``.grad``: itself where it is not borrowed and has the parameter's strides. Of
+    a DTensor, this rank's part; it lies over ranks as before, which need not be as the parameter.
+    """
+    dtype = getattr(parameter, "grad_dtype", None) or grad.dtype
+    if is_dtensor(grad):
+        part, own = local_tensor(grad), local_tensor(parameter)
+        return like(grad, _owned(own if own.shape == part.shape else part, part, borrowed, dtype))
+    return _owned(parameter, grad, borrowed, dtype)
+
+
+def _owned(layout: Tensor, grad: Tensor, borrowed: bool, dtype: torch.dtype) -> Tensor:
+    if borrowed or grad.stride() != layout.stride() or grad.dtype is not dtype:
+        return torch.empty_like(layout, dtype=dtype, requires_grad=False).copy_(grad)
+    return grad.detach() if grad._base is not None else grad  # a view would keep its base
+
+
+def memoryless_tensor(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
+    """A tensor of a subclass of Tensor, without memory, in the shape and on the device of another.
+    Functions in C that ask for its memory raise a RuntimeError; without being told, they read it
+    at address 0.
+
+    Args:
+        kind: the subclass.
+        like: the other tensor.
+        dtype: of the new one.
+    """
+    make: Any = Tensor._make_wrapper_subclass
+    made = make(kind, like.shape, dtype=dtype, device=like.device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return cast(T, made)
+
+
+tensor_users = Tensor._use_count  # type: ignore[attr-defined]
+"""C++ reference count of a tensor, its Python object included."""
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""Context in which ``__torch_function__`` of subclasses is not called."""
+
+ZERO_ALL = torch._foreach_zero_
+
+
+@contextlib.contextmanager
+def outside_dispatch() -> Iterator[None]:
+    """Context with the dispatch keys of a fresh thread: below ``__torch_dispatch__`` autograd is
+    off, whatever ``enable_grad`` says.
+    """
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
+        yield
+
+
+def _dispatch_outside() -> tuple[Any, Any]:
+    """Dispatch keys that a fresh thread includes and excludes."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(
+            lambda: (
+                torch._C._dispatch_tls_local_include_set(),
+                torch._C._dispatch_tls_local_exclude_set(),
+            )
+        ).result()
+
+
+_OUTSIDE = _dispatch_outside()
+
+
+def is_held(gradient: Tensor) -> bool:
+    """Whether anything but ``.grad`` of one parameter refers to a gradient or its memory from C++:
+    another ``.grad``, a view, an array of NumPy, a flat buffer. Python's references the caller
+    counts itself, ``getrefcount(gradient) > UNHELD``: where torch.compile looks at frames, Python
+    counts the arguments of functions twice.
+    """
+    if tensor_users(gradient) > _USERS:
+        return True
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        return False
+    storage = gradient.untyped_storage()
+    users, handles = torch._C._storage_Use_Count(storage._cdata), getrefcount(storage)
+    base = gradient._base if users > _STORAGE else None
+    if base is not None and tensor_users(base) <= _USERS and getrefcount(base) <= UNHELD:
+        users -= 1  # of a gradient that was made as a view nobody else has what it is a view of
+    return users > _STORAGE or handles > _HANDLES
+
+
+def exchanged(one: Tensor, other: Tensor) -> bool:
+    """Let two Python objects exchange tensors and classes, attributes left out; False, and nothing
+    done, where somebody would notice: refers to ``other``, besides ``.grad``, two variables of the
+    callers' and this call.
+    """
+    if type(other) is not Tensor or _references(other) > _unseen() or getweakrefcount(other):
+        return False
+    try:
+        torch._C._swap_tensor_impl(one, other)
+    except RuntimeError:  # C++ has a weak reference
+        return False
+    one.__class__, other.__class__ = type(other), type(one)
+    return True
+
+
+def _references(tensor: Tensor) -> int:
+    """Python's references; C++ has one where it has any."""
+    return getrefcount(tensor) - bool(tensor_users(tensor) > 1)
+
+
+def _unseen() -> int:
+    """What ``_references`` gives for an object with one variable beyond its two callers'; asked
+    again each time, as it is not the same while torch.compile looks at frames.
+    """
+    token = object()
+    return (lambda passed: (lambda other: _count(other))(passed))(token)
+
+
+def _count(token: object) -> int:
+    return getrefcount(token)
+
+
+def _unheld() -> tuple[int, int, int, int]:
+    """What is counted of a gradient that only its parameter and one variable refer to."""
+    parameter = torch.zeros((), requires_grad=True)
+    parameter.grad = torch.zeros(())
+    gradient = parameter.grad
+    storage = gradient.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)
+    return getrefcount(gradient), tensor_users(gradient), users, getrefcount(storage)
+
+
+with torch.inference_mode(False):
+    UNHELD, _USERS, _STORAGE, _HANDLES = _unheld()

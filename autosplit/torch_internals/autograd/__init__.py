@@ -1,1 +1,0 @@
-"""Private API of autograd's engine and of ``.grad``."""

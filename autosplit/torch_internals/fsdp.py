@@ -1,0 +1,435 @@
+"""Parameter groups of ``fully_shard``, and what FSDP does to each of them.
+
+Modules of ``fully_shard`` as plain ones, while a graph of them is captured or looked up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.utils import _apply_to_tensors
+
+from .distributed import is_fsdp_managed
+from .dtensor import Sharding, redistributed
+
+
+def state_of(module: Any) -> Any:
+    """What ``fully_shard`` keeps of one of its modules."""
+    return module._get_fsdp_state()
+
+
+def root_states(module: nn.Module) -> list[Any]:
+    """States of the topmost modules that ``fully_shard`` was called with."""
+    found = {id(state): state for state in map(state_of, _topmost(module))}
+    return list(found.values())
+
+
+def managed_from_outside(module: nn.Module) -> bool:
+    """Whether FSDP manages parameters of a module by what is around it, or is none of the module's
+    own: ``FullyShardedDataParallel``, or ``fully_shard`` of a module that this one is a part of.
+    """
+    inside = {id(part) for root in _topmost(module) for part in root.modules()}
+    return any(
+        is_fsdp_managed(part) and id(part) not in inside for part in module.modules()
+    ) or any(state._is_root is False for state in root_states(module))
+
+
+def _topmost(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from _topmost(child)
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of one state; torch 2.11 has at most one."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def make_ready(root: Any) -> None:
+    """Have FSDP find out, as in a first forward, that this is a root, what is below it, and what a
+    root does not reshard.
+    """
+    root._lazy_init()
+
+
+def finish_backward(root: Any) -> None:
+    """Wait for the reductions below a root, as FSDP does at the end of a backward."""
+    context = root._state_ctx
+    # torch 2.15 notes in the backward's hooks whether its user is to finish it.
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = context.manual_backward_finalization
+    root._root_post_backward_final_callback()
+
+
+def _sharding(spec: Any) -> Sharding:
+    """That of a DTensor's spec, as torch 2.11 to 2.15 have them."""
+    meta = spec.tensor_meta
+    return Sharding(spec.mesh, tuple(spec.placements), meta.shape, meta.stride)
+
+
+class ParameterGroup:
+    """Parameters that are gathered in one all-gather and reduced in one reduce-scatter.
+
+    Attributes:
+        name: the module that ``fully_shard`` was called with, the first of several.
+    """
+
+    def __init__(self, group: Any, name: str) -> None:
+        self._group = group
+        self.name = name
+
+    @classmethod
+    def within(cls, module: nn.Module) -> list[ParameterGroup]:
+        """All of a module, in the order of ``modules()``."""
+        found: dict[int, tuple[str, Any]] = {}
+        for name, part in module.named_modules():
+            if isinstance(part, FSDPModule):
+                state = state_of(part)
+                found.setdefault(id(state), (name or type(part).__name__, state))
+        return [cls(group, name) for name, state in found.values() for group in groups_of(state)]
+
+    @property
+    def refusal(self) -> str:
+        """Why its parameters cannot be those of a graph; empty where they can."""
+        if isinstance(self._group.offload_policy, CPUOffloadPolicy):
+            return "with an offload policy, which moves parameters and gradients to the host"
+        if getattr(self._group.mesh_info, "is_spmd_mesh", False):
+            return "with dp_mesh_dims, where parameters are DTensors over the ranks that shard them"
+        for each in self._group.fsdp_params:
+            if each.is_dtensor and self._group._use_post_forward_mesh:
+                return (
+                    "with a number for reshard_after_forward, and has parameters of "
+                    "parallelize_module, which torch does not reshard to fewer ranks"
+                )
+            if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather"):
+                kind = type(each._sharded_local_tensor).__name__
+                return f"with tensors of class {kind}, which gather themselves in their own way"
+        return ""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The sharded parameters."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    @property
+    def gathered_shardings(self) -> list[tuple[Tensor, Sharding | None]]:
+        """Each sharded parameter, and how it lies over ranks when it is gathered: None where this
+        rank has the whole then, and not a part along other dimensions (``parallelize_module``).
+        """
+        return [
+            (each.sharded_param, _sharding(_gathered_spec(each)))
+            if each.is_dtensor
+            else (each.sharded_param, None)
+            for each in self._group.fsdp_params
+        ]
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each sharded parameter, and the one that stands in the module while it is gathered: the
+        same object each time, whose memory is freed in between.
+        """
+        return [
+            (each.sharded_param, each._unsharded_param)
+            for each in self._group.fsdp_params
+            if hasattr(each, "_unsharded_param")
+        ]
+
+    @property
+    def writes(self) -> list[int]:
+        """How often each sharded parameter was written: operators on a DTensor are counted there,
+        those on this rank's part of it on that.
+        """
+        return [
+            each.sharded_param._version + each._sharded_local_tensor._version
+            for each in self._group.fsdp_params
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gathered parameters are."""
+        device: torch.device = self._group.device
+        return device
+
+    @property
+    def is_unsharded(self) -> bool:
+        return bool(self._group.is_unsharded)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are to be reduced (``set_requires_gradient_sync``)."""
+        return bool(self._group.reduce_grads)
+
+    @property
+    def reduces_copies(self) -> bool:
+        """Whether they are reduced over copies of the shards, too (``set_requires_all_reduce``)."""
+        return bool(self._group.all_reduce_grads)
+
+    @property
+    def reshards_after_backward(self) -> bool:
+        """What ``set_reshard_after_backward`` has set."""
+        return bool(self._group.reshard_after_backward)
+
+    def start_unshard(self) -> None:
+        """Have the all-gather under way."""
+        self._group.lazy_init()
+        self._group.unshard(async_op=True)
+
+    def finish_unshard(self) -> None:
+        """Wait for it; the module has the gathered parameters from now on."""
+        self._group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        self._group.reshard()
+
+    def reshard_after_forward(self) -> None:
+        """As ``reshard_after_forward`` says: not, wholly, or to a smaller mesh."""
+        with self._group.use_training_state(TrainingState.FORWARD):
+            self._group.reshard()
+
+    def accumulate(self) -> None:
+        """Add this microbatch's unreduced gradients to those before it, in the policy's
+        ``reduce_dtype``.
+        """
+        for each in self._group.fsdp_params:
+            if not hasattr(each, "_unsharded_param"):
+                continue
+            if _sums_apart(each):
+                each.accumulate_unsharded_grad_if_needed()
+                each.to_accumulated_grad_if_needed()
+            else:
+                _put_in_dtype(each._unsharded_param, each.unsharded_grad_dtype)
+
+    def lay_gradients_out(self) -> None:
+        """Have the gradients that have come lie as their gathered parameters do: sums that ranks
+        have parts of (along "tp") are reduced there. Those ranks take part.
+
+        ``start_reduce`` does it where nobody has, in the thread that runs it: collectives of these
+        ranks that other threads start meanwhile could come before it on one rank, and behind it
+        on another.
+        """
+        if not any(each.is_dtensor for each in self._group.fsdp_params):
+            return
+        self.accumulate()
+        for each in self._group.fsdp_params:
+            if each.is_dtensor and hasattr(each, "_unsharded_param"):
+                lies = _gathered_spec(each).placements
+                own = each._unsharded_param
+                own.grad = redistributed(own.grad, lies)
+                if _sums_apart(each):
+                    each.unsharded_accumulated_grad = redistributed(
+                        each.unsharded_accumulated_grad, lies
+                    )
+
+    @property
+    def adds_in_another_dtype(self) -> bool:
+        """Whether ``accumulate`` puts gradients of the parameters' dtype into another."""
+        return any(
+            each.reduce_dtype not in (None, each._unsharded_param.dtype)
+            for each in self._group.fsdp_params
+            if hasattr(each, "_unsharded_param")
+        )
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients were accumulated that are not reduced yet."""
+        return any(
+            each.unsharded_accumulated_grad is not None or each._unsharded_param.grad is not None
+            for each in self._group.fsdp_params
+            if hasattr(each, "_unsharded_param")
+        )
+
+    def start_reduce(self, *, reshards: bool = True) -> None:
+        """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of
+        the sharded parameters; and free the gathered ones, where FSDP does after a backward.
+
+        Args:
+            reshards: whether to free them.
+        """
+        before = self._group.reshard_after_backward
+        self._group.reshard_after_backward = before and reshards
+        try:
+            with torch.no_grad():
+                self._group.post_backward()
+        finally:
+            self._group.reshard_after_backward = before
+
+    @property
+    def ranks(self) -> tuple[list[int], list[int]]:
+        """The ranks that hold shards of its parameters, and those that hold the same ones as this
+        rank.
+        """
+        info = self._group.mesh_info
+        dimensions = info.shard_mesh_dim, info.replicate_mesh_dim
+        own = [info.mesh.get_coordinate()[d] if d is not None else 0 for d in dimensions]
+        ranks = info.mesh.mesh
+        if None in dimensions:
+            line = [int(each) for each in ranks.flatten()]
+            alone = [torch.distributed.get_rank()]
+            return (alone, line) if dimensions[0] is None else (line, alone)
+        shards = ranks.select(dimensions[1], own[1])
+        copies = ranks.select(dimensions[0], own[0])
+        return shards.tolist(), copies.tolist()
+
+    @contextlib.contextmanager
+    def communicating(self, gathering: Any, reducing: Any, copying: Any) -> Iterator[bool]:
+        """Communicate over other process groups of the same ranks inside.
+
+        Args:
+            gathering: for parameters.
+            reducing: for gradients.
+            copying: for gradients of ranks that hold the same shards; None where none do.
+
+        Returns:
+            Whether parameters and gradients go over groups of their own, as from torch 2.13 on.
+        """
+        before = self._group.mesh_info
+        info = copy.copy(before)
+        apart = hasattr(info, "reduce_scatter_process_group")
+        info.shard_process_group = gathering
+        if apart:
+            info.reduce_scatter_process_group = reducing
+        if info.replicate_mesh_dim is not None:
+            info.replicate_process_group = copying
+        self._group.mesh_info = info
+        try:
+            yield apart
+        finally:
+            self._group.mesh_info = before
+
+    def forget(self, sharded: int) -> None:
+        """Drop what was accumulated for one of the sharded parameters (its ``id``)."""
+        for each in self._group.fsdp_params:
+            if id(each.sharded_param) == sharded and hasattr(each, "_unsharded_param"):
+                if _sums_apart(each):
+                    each.unsharded_accumulated_grad = None
+                each._unsharded_param.grad = None
+
+
+def _gathered_spec(parameter: Any) -> Any:
+    """How a gathered parameter lies over the ranks of other dimensions; torch 2.11's name of it."""
+    known = hasattr(parameter, "_unsharded_dtensor_spec")
+    return parameter._unsharded_dtensor_spec if known else parameter._tp_spec
+
+
+def _sums_apart(parameter: Any) -> bool:
+    """Whether sums of another dtype lie beside ``.grad`` of the gathered parameter; from torch 2.15
+    on they are in it.
+    """
+    return hasattr(parameter, "accumulate_unsharded_grad_if_needed")
+
+
+def _put_in_dtype(gathered: nn.Parameter, dtype: torch.dtype | None) -> None:
+    grad = gathered.grad
+    if grad is not None and dtype not in (None, grad.dtype):
+        gathered.grad = None
+        gathered.grad_dtype = dtype
+        gathered.grad = grad.to(dtype)
+
+
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _casted(dtype, args), _casted(dtype, kwargs)
+
+    return cast
+
+
+def _cast_output(dtype: torch.dtype) -> Callable[..., Any]:
+    def cast(module: nn.Module, args: Any, output: Any) -> Any:
+        return _casted(dtype, output)
+
+    return cast
+
+
+def _casted(dtype: torch.dtype, tree: Any) -> Any:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return _apply_to_tensors(cast, tree)
+
+
+class PlainView:
+    """Takes from one module what ``fully_shard`` has put on it, and gives it back: its class, its
+    hooks and its marks for Dynamo, which makes guards of a managed module's attributes too few.
+    What the mixed precision policy casts is cast by hooks that can be traced.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._sharded: dict[str, Any] = {}
+        self._class: Any = None
+        self._plain: dict[str, OrderedDict[int, Any]] = {name: OrderedDict() for name in _HOOKS}
+        self._seen: dict[str, list[Any]] = {}
+        state = _state_of(module)
+        self._casts: dict[str, Any] = dict.fromkeys(_HOOKS)
+        self._ids: frozenset[int] = frozenset()
+        if state is not None:
+            self._ids = frozenset(_handle_ids(state))
+            policy = state._mp_policy
+            if policy.cast_forward_inputs and policy.param_dtype:
+                self._casts["_forward_pre_hooks"] = _cast_inputs(policy.param_dtype)
+            if policy.output_dtype is not None:
+                self._casts["_forward_hooks"] = _cast_output(policy.output_dtype)
+
+    def enter(self) -> None:
+        own = self._module.__dict__
+        self._sharded = {name: own.pop(name) for name in _MARKS if name in own}
+        if self._ids:
+            self._class = type(self._module)
+            self._module.__class__ = self._class.__bases__[1]
+            for name in _HOOKS:
+                self._sharded[name] = own[name]
+                own[name] = self._without(name, own[name])
+
+    def leave(self) -> None:
+        self._module.__dict__.update(self._sharded)
+        if self._class is not None:
+            self._module.__class__ = self._class
+        self._sharded, self._class = {}, None
+
+    def _without(self, name: str, hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+        """The hooks, FSDP's replaced; the same dictionary as before, as guards may hold it."""
+        plain, found = self._plain[name], list(hooks.items())
+        if self._seen.get(name) != found:
+            self._seen[name] = found
+            plain.clear()
+            for key, hook in found:
+                if key not in self._ids:
+                    plain[key] = hook
+                elif self._casts[name] is not None:
+                    plain[key] = self._casts[name]
+        return plain
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` has left anything on this module."""
+    return _MARKS[0] in module.__dict__ or _state_of(module) is not None
+
+
+def _state_of(module: nn.Module) -> Any:
+    return state_of(module) if hasattr(module, "_get_fsdp_state") else None
+
+
+def _handle_ids(state: Any) -> list[int]:
+    """Numbers of the hooks on forwards; one object may stand for many, and twice for the same."""
+    ids = []
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        ids += [each.id for each in getattr(handle, "handles", (handle,))]
+    return ids

@@ -1,1 +1,0 @@
-"""What ``torch.distributed.fsdp.fully_shard`` made of a module."""

@@ -1,1 +1,0 @@
-"""torch.distributed.pipelining as its runtime drives stages: all private names of it."""

@@ -1,0 +1,220 @@
+"""Storages of tensors: version counters, lifetimes, reference counts and bytes.
+
+State of modules: parameters and buffers by name, and train/eval modes.
+
+How much an optimizer will keep for its parameters, before its first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .dtensor import local_tensor
+
+
+def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
+    """Autograd's version counter of each tensor; 0 for numbers."""
+    tensors = tuple(tensors)
+    try:
+        # A number has no version, nor has a None that stands for a tensor.
+        return tuple([getattr(tensor, "_version", 0) for tensor in tensors])
+    except RuntimeError:
+        # Some kernels return None where their fake promises a tensor (a workspace not needed);
+        # an inference tensor has no version, nor has a number.
+        counted = [isinstance(t, torch.Tensor) and not t.is_inference() for t in tensors]
+        return tuple([t._version if c else 0 for t, c in zip(tensors, counted, strict=True)])
+
+
+_OTHER_MEMORY = "_autosplit_other_memory"
+
+
+def allow_other_memory(tensors: Iterable[torch.Tensor]) -> None:
+    """Note that the owner of these tensors frees their memory and takes other memory for the same
+    values.
+    """
+    for tensor in tensors:
+        setattr(tensor, _OTHER_MEMORY, True)
+
+
+def allows_other_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may lie elsewhere than before, with the same values."""
+    return hasattr(tensor, _OTHER_MEMORY)
+
+
+def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    """A function that tells, without keeping the storage alive, whether it was freed."""
+    expired: Callable[[], bool] = StorageWeakRef(storage).expired
+    return expired
+
+
+def storage_users(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Reference counts of a storage: by tensors, views included, and by Python.
+
+    Both count the caller's own references; compare with an answer from the same place.
+    """
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+def storage_sizes(
+    tensors: Iterable[torch.Tensor | None],
+) -> dict[tuple[torch.device, int], int]:
+    """Bytes of each storage behind the tensors, by where it lies; of sparse ones, the parts',
+    of DTensors, what this rank has."""
+    storages = (part.untyped_storage() for tensor in tensors for part in _strided_parts(tensor))
+    return {(each.device, each.data_ptr()): each.nbytes() for each in storages}
+
+
+def distinct_storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of distinct storage behind the tensors."""
+    return sum(storage_sizes(tensors).values())
+
+
+def _strided_parts(tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    if tensor is None:
+        return []
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [local_tensor(tensor)]
+
+
+class StateReader:
+    """Reader of a module's parameters and buffers by name, as they are at the time of the call.
+
+    Looks each one up where the module keeps it, so that a parameter that was moved or
+    replaced since is found, without walking the module tree on every call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._index()
+
+    def _index(self) -> None:
+        slots: dict[str, tuple[dict[str, Any], str]] = {}
+        children: list[tuple[dict[str, Any], str]] = []
+        for prefix, child in self._module.named_modules(remove_duplicate=False):
+            modules, *spaces = map(_table, (child._modules, child._parameters, child._buffers))
+            children += [(modules, name) for name in modules]
+            for space in spaces:
+                for name in space:
+                    slots[f"{prefix}.{name}" if prefix else name] = (space, name)
+        self._names, self._slots, self._children = list(slots), list(slots.values()), children
+        self._found = self._present()
+
+    def _present(self) -> list[Any]:
+        return [modules.get(name) for modules, name in self._children]
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        if any(map(is_not, self._present(), self._found)):
+            self._index()  # a submodule was replaced
+        tensors = [space[name] for space, name in self._slots]
+        pairs = zip(self._names, tensors, strict=True)
+        return {name: tensor for name, tensor in pairs if tensor is not None}
+
+
+def _table(names: Any) -> dict[str, Any]:
+    """The dictionary in which a module keeps its own; TorchScript keeps them elsewhere."""
+    return names if isinstance(names, dict) else dict(names.items())
+
+
+def share_state(proxy: nn.Module, module: nn.Module) -> None:
+    """Make ``proxy`` hold the very parameters, buffers and submodules of ``module``.
+
+    The dictionaries are shared, not copied: both have one ``state_dict`` without a prefix,
+    and replacing a parameter on either replaces it on both.
+    """
+    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        proxy.__dict__[name] = module.__dict__[name]
+    proxy.training = module.training
+
+
+def hold_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
+    """Register these parameters and buffers of ``model`` in ``stage`` too, under the same names, in
+    containers where the model has modules.
+    """
+    for name in names:
+        *path, last = name.split(".")
+        owner, place = model, stage
+        for part in path:
+            owner = getattr(owner, part)
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place._modules[part]  # type: ignore[assignment]
+        if last in owner._parameters:
+            place.register_parameter(last, owner._parameters[last])
+        else:
+            lasting = last not in owner._non_persistent_buffers_set
+            place.register_buffer(last, owner._buffers[last], persistent=lasting)
+        place.train(owner.training)
+
+
+@contextlib.contextmanager
+def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Every submodule is in training or evaluation afterwards as it was before."""
+    before = [(part, part.training) for module in modules for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
+_SIDE = 8
+"""Of a tensor that stands for a parameter: what is kept for each row or element shows in it."""
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of an optimizer's state: what it has, or where it has none, what its first step makes.
+
+    That step is run on small tensors in the parameters' place, of as many dimensions, by an
+    optimizer that shares everything else. Where that fails nothing is known, and counts as none.
+    """
+    if optimizer is None:
+        return 0
+    there = distinct_storage_bytes(_tensors(optimizer))
+    return there or _predicted(optimizer)
+
+
+def _predicted(optimizer: torch.optim.Optimizer) -> int:
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        twin.__dict__[hooks] = OrderedDict()  # the user's are for true steps
+    pairs: list[tuple[Tensor, nn.Parameter]] = []
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        small = [_small(parameter) for parameter in group["params"]]
+        pairs += zip(group["params"], small, strict=True)
+        twin.param_groups.append({**group, "params": small})
+    try:
+        type(optimizer).step(twin)
+    except Exception:  # of anybody's making
+        return 0
+    total = 0.0
+    for parameter, stand_in in pairs:
+        for value in twin.state.get(stand_in, {}).values():
+            if isinstance(value, Tensor):
+                share = local_tensor(parameter).numel() / stand_in.numel() if value.dim() else 1.0
+                total += value.numel() * value.element_size() * share
+    return int(total)
+
+
+def _small(parameter: Tensor) -> nn.Parameter:
+    shape = [min(side, _SIDE) for side in parameter.shape]
+    small = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
+    small.grad = torch.zeros_like(small)
+    return small
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = optimizer.state.values()
+    return [value for each in states for value in each.values() if isinstance(value, Tensor)]
