@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -148,14 +147,13 @@ class SplitModule(ModuleProxy):
         own["_flatten"] = CallFlattening()
         own["_bound"] = dataclasses.replace(own["_bound"], early=0)
         deliver: Delivery
-        view: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if sharded is None:
             deliver = Delivery(own["_accumulation"])
             own["_queue"] = PendingQueue(deliver.all, own["_bound"])
         else:  # FSDP's hooks do not run inside of parts
             from autosplit.autograd.sharded_delivery import ShardedDelivery, ShardedQueue
 
-            deliver, view = ShardedDelivery(own["_accumulation"], sharded), sharded.plain
+            deliver = ShardedDelivery(own["_accumulation"], sharded)
             own["_queue"], insist = ShardedQueue(deliver, own["_bound"]), True
         dynamic = own["_dynamic"]
         by_graphs = bool(dynamic) and not options.holds_open_sizes
@@ -164,7 +162,7 @@ class SplitModule(ModuleProxy):
         )
         limit, hidden = own["_max_graphs"], own["_queue"].hidden
         own["_graphs"] = Specializations(
-            self.unsplit, options, limit, insist, hidden, view=view, dynamic=dynamic
+            self.unsplit, options, limit, insist, hidden, sharding=sharded, dynamic=dynamic
         )
         own["_anchor"] = WeightAnchor(own["_queue"], deliver, sharded)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
@@ -191,13 +189,10 @@ class SplitModule(ModuleProxy):
         if self._sharded is None and is_fsdp_managed(self.unsplit):  # by now; no guard looks for it
             self._attach()
         self._queue.make_room()
-        if self._sharded is not None:
-            with self._sharded.forward():
-                return self._call(args, kwargs)
         try:
             return self._call(args, kwargs)
         except ShardedError:
-            if fsdp_part(self.unsplit) is None:
+            if self._sharded is not None or fsdp_part(self.unsplit) is None:
                 raise
         self._attach()  # a part was sharded since
         return self.forward(*args, **kwargs)
@@ -228,7 +223,8 @@ class SplitModule(ModuleProxy):
 
     def _run(self, functions: SplitFunctions, leaves: list[Any], unsplit: bool) -> Any:
         """F of a captured graph, as autograd sees it; with ``unsplit`` its backward is I and W."""
-        state = self._graphs.state()
+        with self._parameters_in_place():
+            state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
@@ -326,17 +322,16 @@ class SplitModule(ModuleProxy):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, called: bool = True
     ) -> SplitFunctions:
         leaves, structure = self._flatten(args, kwargs)
-        with self._gathered():
-            functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
+        functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
         if self._accumulation.exact:
             functions.compile()
         else:  # a second microbatch's W adds into the first's gradients
             functions.compile(("backward_input", *["backward_weight"] * 2), self._accumulation)
         return functions
 
-    def _gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Around what reads the model's parameters outside of a backward."""
-        return contextlib.nullcontext() if self._sharded is None else self._sharded.forward()
+    def _parameters_in_place(self) -> contextlib.AbstractContextManager[None]:
+        """Around what looks up the parameters that graphs read."""
+        return contextlib.nullcontext() if self._sharded is None else self._sharded.standing_in()
 
     def report(self) -> str:
         """Tables: per graph ops, FLOPs, bytes; the boundary between I and W, tensor by tensor.

@@ -101,15 +101,13 @@ class Stage:
         owner, summed = f"stage {index}", Accumulation(accumulation, grad_dtype)
         options = SplitOptions(backend, memory, late_input, overlap)
         self.sharding = StageSharding(module)
-        with self.sharding.tracing():
-            if self.sharding.groups and backend == "cudagraphs":
-                raise ShardedError(
-                    f"{owner}: backend='cudagraphs' does not go with parameters that fully_shard "
-                    "has sharded, which are gathered into other memory each time: leave it out"
-                )
-            self._graphs = StageSpecializations(
-                owner, module, args, options, slices, self.sharding.plain
+        self.sharding.look()
+        if self.sharding.groups and backend == "cudagraphs":
+            raise ShardedError(
+                f"{owner}: backend='cudagraphs' does not go with parameters that fully_shard "
+                "has sharded, which are gathered into other memory each time: leave it out"
             )
+        self._graphs = StageSpecializations(owner, module, args, options, slices, self.sharding)
         self._outputs = self._graphs.outputs
         self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
@@ -179,8 +177,7 @@ class Stage:
             CaptureError: the module cannot be traced for them.
         """
         self._graphs.check_inputs(list(args))
-        with self.sharding.tracing():
-            self._graphs.fitting()
+        self._graphs.fitting()
 
     def takes(self, args: Sequence[Tensor]) -> bool:
         """Whether these are inputs for this stage, whatever their sizes."""
@@ -208,7 +205,8 @@ class Stage:
         self._graphs.check_inputs(inputs)
         self.sharding.gather()
         functions = self._graphs.fitting()
-        state = self._graphs.state()
+        with self.sharding.standing_in():
+            state = self._graphs.state()
         kept = None
         if keep == "inputs" and functions.has_backward:
             kept = KeptInputs(functions, state, inputs)

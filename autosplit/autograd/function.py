@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +73,10 @@ class WeightAnchor:
             self.leaf = torch.zeros((), requires_grad=True)
             self.node = get_gradient_edge(self.leaf).node
 
-    def gathered(self, writes: Writes) -> AbstractContextManager[None]:
-        """Around a backward: the parameters are those of the forward."""
-        return contextlib.nullcontext() if self.sharded is None else self.sharded.backward(writes)
+    def check(self, writes: Writes) -> None:
+        """Refuse a backward on other sharded parameters than those of the forward."""
+        if self.sharded is not None:
+            self.sharded.check(writes)
 
     @property
     def owner(self) -> Any:
@@ -171,7 +170,8 @@ class Split(torch.autograd.Function):
         ctx.saved = saved.again() if kept else None
         if ctx.packed:
             saved.bring_back(ctx.saved_tensors)
-        with without_autocast(), ctx.anchor.gathered(ctx.writes):
+        ctx.anchor.check(ctx.writes)
+        with without_autocast():
             grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None

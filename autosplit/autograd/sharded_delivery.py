@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,21 +129,20 @@ class ShardedDelivery(Delivery):
         reduction.arrived(parameters)
 
     def _deliver_through_engine(self, works: Sequence[DeferredBackward]) -> None:
-        with self._gathered(works):
-            super()._deliver_through_engine(works)
+        self._check(works)
+        super()._deliver_through_engine(works)
         self.sharded.accumulate()
 
     def _add(self, works: Sequence[DeferredBackward], leaves: Leaves) -> None:
-        with self._gathered(works):
-            super()._add(works, leaves)
+        self._check(works)
+        super()._add(works, leaves)
         self.sharded.accumulate()
 
-    def _gathered(self, works: Sequence[DeferredBackward]) -> AbstractContextManager[None]:
-        """Parameters gathered where W reads some; as a rule it reads none."""
+    def _check(self, works: Sequence[DeferredBackward]) -> None:
+        """Refuse to run a W that reads parameters, as few do, on others than its forward's."""
         for work in works:
             if self._reads_parameters(work):
-                return self.sharded.backward(work.writes)
-        return contextlib.nullcontext()
+                self.sharded.check(work.writes)
 
     def _reads_parameters(self, work: DeferredBackward) -> bool:
         deferred = work.deferred

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
 
 from autosplit.passes.analysis.symbolic_sizes import concrete
 from autosplit.passes.graph import Role
+
+if TYPE_CHECKING:
+    from autosplit.sharded.gathering import Gathering
 
 Boxed = Callable[[list[Any]], list[Any]]
 Strides = tuple[int | torch.SymInt, ...]
@@ -35,7 +38,13 @@ def restrided(value: Any, strides: Strides | None) -> Any:
 
 
 class Backend(Protocol):
-    """Makes callables of the graphs of one traced module."""
+    """Makes callables of the graphs of one traced module.
+
+    Attributes:
+        gathering: gathers the parameters that graphs read, where they are sharded.
+    """
+
+    gathering: Gathering | None
 
     @property
     def decompositions(self) -> dict[Any, Callable[..., Any]] | None:

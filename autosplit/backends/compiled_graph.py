@@ -87,6 +87,8 @@ def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> Compil
         module = inline(module)
     with _errors_name(name, backend):
         call, strides = backend.compile(name, module)
+    if backend.gathering is not None:
+        call = backend.gathering.graph(name, module, call)
     taken = tuple(inputs(module.graph))
     returned = tuple(role for role, _ in outputs(module.graph))
     return CompiledGraph(call, taken, returned, strides)

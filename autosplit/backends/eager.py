@@ -7,7 +7,7 @@ import hashlib
 import importlib.abc
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -18,12 +18,17 @@ from autosplit.passes.subgraph import Subgraph, subgraphs
 
 from .backend import Boxed, Code
 
+if TYPE_CHECKING:
+    from autosplit.sharded.gathering import Gathering
+
 
 class Eager:
     """Runs the very source that ``dump`` writes.
 
     Args:
         known: compiled graphs that others call; the rest are compiled here.
+        gathering: see ``Backend``.
+
     """
 
     decompositions: dict[Any, Any] | None = None
@@ -33,8 +38,13 @@ class Eager:
     calls_subgraphs = True
     generated: Mapping[str, str] = types.MappingProxyType({})
 
-    def __init__(self, known: Mapping[Subgraph, Boxed] = types.MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        known: Mapping[Subgraph, Boxed] = types.MappingProxyType({}),
+        gathering: Gathering | None = None,
+    ) -> None:
         self._called = dict(known)
+        self.gathering = gathering
 
     def rewrite(self, joint: fx.GraphModule) -> None:
         """No rewrite: the traced operators are run."""
@@ -42,7 +52,9 @@ class Eager:
     def compile(self, name: str, module: fx.GraphModule) -> Code:
         source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
         constants = codegen.constants(module)
-        constants |= {called.name: self._compiled(called) for called in subgraphs(module.graph)}
+        for called in subgraphs(module.graph):
+            block, gathering = self._compiled(called), self.gathering
+            constants[called.name] = gathering.block(name, block) if gathering else block
         digest = hashlib.sha256(source.encode()).hexdigest()[:12]
         file = f"autosplit-generated/{name}-{digest}.py"
         space = types.ModuleType(name)

@@ -8,7 +8,7 @@ over without the names that users gave.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -32,6 +32,9 @@ from .backend import Boxed, Code, Strides, restrided
 from .eager import Eager
 from .garbage_collection import collecting_new_objects_only
 
+if TYPE_CHECKING:
+    from autosplit.sharded.gathering import Gathering
+
 aten = torch.ops.aten
 
 # What is returned so, only graphs take that are compiled later.
@@ -49,6 +52,7 @@ class Inductor:
     reuses_memory = True
     compiles_slowly = True
     calls_subgraphs = True
+    gathering: Gathering | None = None
 
     def __init__(self) -> None:
         from autosplit.torch_internals import inductor
@@ -91,7 +95,7 @@ class Inductor:
                 role, value = results[item.args[1]]  # type: ignore[index]
                 item.meta["val"] = restrided(value.meta["val"], chosen.get(role))
         known = {called: code.call for called, code in self._called.items()}
-        call = Eager(known).compile(name, outlined).call
+        call = Eager(known, self.gathering).compile(name, outlined).call
         left = outputs(outlined.graph, *_CROSSING)
         values = {role: getattr(value, "meta", {}).get("val") for role, value in left}
         return Code(call, {r: v.stride() for r, v in values.items() if isinstance(v, Tensor)})

@@ -146,7 +146,7 @@ class SplitPipelineStage(RuntimeStage):
             True,
             no_context,
             computed=self.stage_index > 0,
-            view=self.sharding.plain,
+            sharding=self.sharding,
         )
 
     def _forget(self) -> None:
@@ -193,8 +193,8 @@ class SplitPipelineStage(RuntimeStage):
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
             refuse_difference(self._owner, "input", "input_args", self._given, args)
             self._agreed = {}
-        with self.sharding.tracing():
-            functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
+        self.sharding.look()
+        functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
         made = self._agreed[chunk] = self._results_of(functions)
         if not self.is_last:
             refuse_dtensors(self._owner, self._module, functions)
@@ -221,7 +221,8 @@ class SplitPipelineStage(RuntimeStage):
         made = self._results_of(functions)
         if not self.is_last:
             made.refuse_other_shapes(self._owner, chunk, self._agreed)
-        state = self._graphs.state()
+        with self.sharding.standing_in():
+            state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         kept = self._kept_roots(chunk, functions, leaves, kwargs)

@@ -35,6 +35,7 @@ from .split_options import SplitOptions
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
+    from autosplit.sharded.gathering import Gathering
 
 # Dynamo's settings and Python's warning filters, both changed while tracing, belong to the
 # process: two threads must not trace at once.
@@ -55,6 +56,7 @@ def trace(
     insist: bool = True,
     by_value: bool = False,
     regions: bool = False,
+    gathering: Gathering | None = None,
 ) -> SplitFunctions:
     """Capture, split and compile a module for inputs like these; with ``by_value``, where their
     values decide, for inputs of which the graph's guards hold.
@@ -76,6 +78,7 @@ def trace(
             tried on a copy without data, and what it does outside of the module it does then, too.
         regions: whether blocks that the module has several of are captured once a kind, and called
             by the graphs, unless a budget or a dump is of the whole.
+        gathering: gathers the parameters that graphs read, where ``fully_shard`` has sharded them.
 
     Raises:
         CaptureError: the module cannot be traced.
@@ -89,6 +92,7 @@ def trace(
     refuse_sharded(module)
     refuse_lost_shardings(module)
     compiler, setting = backend_named(options.backend), options.memory_policy
+    compiler.gathering = gathering
     with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = _dump_folder(module)
         calls = (called, insist, by_value)

@@ -21,6 +21,8 @@ from autosplit.torch_internals.fsdp import (
 )
 from autosplit.torch_internals.state import allow_other_memory
 
+from .gathering import Gathering
+
 Writes = Sequence[int]
 """How often each sharded parameter was written."""
 
@@ -28,17 +30,19 @@ Writes = Sequence[int]
 class ShardedModule:
     """Takes the part of FSDP's hooks for a module whose forward, I and W are graphs.
 
-    A graph reads gathered parameters, all of them: they are gathered before it and resharded after
-    it as ``fully_shard`` was told. Weight gradients are accumulated unreduced, in the policy's
-    ``reduce_dtype``, and reduced once for each parameter group when ``reduce`` is called, into
-    ``.grad`` of the sharded parameters: as with FSDP and ``set_requires_gradient_sync(False)`` for
-    all microbatches but the last.
+    A graph reads gathered parameters: ``gathering`` gathers them for it, block by block, and
+    reshards them as ``fully_shard`` was told. Weight gradients are accumulated unreduced, in the
+    policy's ``reduce_dtype``, and reduced once for each parameter group when ``reduce`` is called,
+    into ``.grad`` of the sharded parameters: as with FSDP and
+    ``set_requires_gradient_sync(False)`` for all microbatches but the last.
 
     Args:
         module: what ``fully_shard`` was called with, whole or in parts.
 
     Attributes:
         groups: its parameter groups.
+        gathering: gathers them for graphs.
+        memory: where gathered parameters lie, freed or not -> their group.
 
     Raises:
         ShardedError: it is sharded in a way that cannot be taken apart; says which.
@@ -58,6 +62,8 @@ class ShardedModule:
                 )
         self._views = [PlainView(part) for part in module.modules() if is_managed(part)]
         self._owners: dict[int, Tensor] = {}
+        self.memory: dict[int, ParameterGroup] = {}
+        self.gathering = Gathering(self)
 
     @classmethod
     def of(cls, module: nn.Module) -> ShardedModule | None:
@@ -67,63 +73,66 @@ class ShardedModule:
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
         """The module as if it were not sharded: to be captured, and for guards to be asked."""
-        for view in self._views:
-            view.enter()
-        try:
-            yield
-        finally:
+        with self.standing_in():
             for view in self._views:
-                view.leave()
+                view.enter()
+            try:
+                yield
+            finally:
+                for view in self._views:
+                    view.leave()
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Parameters are gathered, and afterwards as ``reshard_after_forward`` says."""
-        self.unshard()
+    def standing_in(self) -> Iterator[None]:
+        """The module holds its gathered parameters, which may be without memory."""
+        self._make_ready()
+        undo = [group.stand_in() for group in self.groups]
+        self._note()
         try:
             yield
         finally:
-            for group in self.groups:
-                group.reshard_after_forward()
-
-    @contextlib.contextmanager
-    def backward(self, writes: Writes) -> Iterator[None]:
-        """Parameters are gathered, and afterwards as ``set_reshard_after_backward`` says.
-
-        Args:
-            writes: what ``writes`` gave at the forward.
-
-        Raises:
-            SplitError: parameters were written in between: the gathered ones would be others.
-        """
-        self.check(writes)
-        self.unshard()
-        try:
-            yield
-        finally:
-            for group in self.groups:
-                if group.reshards_after_backward:
-                    group.reshard()
+            for each in undo:
+                each()
 
     @property
     def is_unsharded(self) -> bool:
         """Whether all parameters are gathered."""
         return all(group.is_unsharded for group in self.groups)
 
-    def unshard(self) -> None:
-        """Gather all parameters: one all-gather a group, all under way at once."""
-        waiting = [group for group in self.groups if not group.is_unsharded]
-        if not waiting and self._owners:
-            return
-        for root in self._roots:  # not before parameters have left the meta device
-            make_ready(root)
+    def unshard(self, *, left_by_forward: bool = False) -> bool:
+        """Gather parameters that are not: one all-gather a group, all under way at once.
+
+        Args:
+            left_by_forward: only those that a forward is to leave gathered.
+
+        Returns:
+            whether there were any.
+        """
+        self._make_ready()
+        kept = [group for group in self.groups if not (left_by_forward and group.frees)]
+        waiting = [group for group in kept if not group.is_unsharded]
         for group in waiting:
             group.start_unshard()
         for group in waiting:
             group.finish_unshard()
-        pairs = [pair for group in self.groups for pair in group.pairs]
-        self._owners = {id(whole): sharded for sharded, whole in pairs}
-        for _, whole in pairs:
-            allow_other_memory((whole, local_tensor(whole)))
+        self._note()
+        return bool(waiting)
+
+    def _make_ready(self) -> None:
+        for root in self._roots:  # not before parameters have left the meta device
+            make_ready(root)
+
+    def _note(self) -> None:
+        """Which gathered parameter is whose, and where it lies."""
+        found = [(group, *pair) for group in self.groups for pair in group.pairs]
+        owners = {id(whole): sharded for _, sharded, whole in found}
+        if owners.keys() == self._owners.keys():
+            return
+        self._owners, self.memory = owners, {}
+        for group, _, whole in found:
+            local = local_tensor(whole)
+            allow_other_memory((whole, local))
+            self.memory[local.untyped_storage()._cdata] = group
 
     def reshard(self) -> None:
         """Free all gathered parameters."""
@@ -197,9 +206,7 @@ class ShardedModule:
 
     def lies_in_parameters(self, tensors: Iterable[Tensor | None]) -> bool:
         """Whether one of these is in the memory of a gathered parameter, which comes and goes."""
-        every = (local_tensor(p) for group in self.groups for _, p in group.pairs)
-        memory = {each.untyped_storage()._cdata for each in every}
-        return any(t is not None and t.untyped_storage()._cdata in memory for t in tensors)
+        return any(t is not None and t.untyped_storage()._cdata in self.memory for t in tensors)
 
     def forget(self, parameters: Collection[int]) -> None:
         """Drop what was accumulated for some of the sharded parameters (their ``id``)."""

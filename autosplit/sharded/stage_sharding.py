@@ -13,6 +13,7 @@ from autosplit.torch_internals.distributed import fsdp_part
 if TYPE_CHECKING:
     from autosplit.torch_internals.fsdp import ParameterGroup
 
+    from .gathering import Gathering
     from .module import ShardedModule
 
 
@@ -20,8 +21,9 @@ class StageSharding:
     """Gathers a stage's sharded parameters where its schedule has not, and reduces its gradients.
 
     A schedule that knows of sharding gathers parameters (UNSHARD) ahead of a stage's first
-    microbatch, and frees them (RESHARD) behind its last. Under one that does not, they are gathered
-    at the first microbatch and freed when gradients are reduced.
+    microbatch, and frees them (RESHARD) behind its last. Under one that does not, graphs gather
+    those that are to be freed after a forward, block by block (ZeRO-3); the others are gathered
+    at the first microbatch and freed when gradients are reduced (ZeRO-2).
 
     Args:
         module: the stage's; it may be sharded after the stage was made.
@@ -36,22 +38,18 @@ class StageSharding:
         """The parameter groups; none where nothing is sharded, or nothing was looked at yet."""
         return [] if self._sharded is None else self._sharded.groups
 
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Around what looks at the module before the first microbatch."""
+    @property
+    def gathering(self) -> Gathering | None:
+        """Gathers parameters for the stage's graphs, where any are sharded."""
+        return None if self._sharded is None else self._sharded.gathering
+
+    def look(self) -> None:
+        """Find out whether the module is sharded, before anything is traced."""
         if self._sharded is None and fsdp_part(self._module) is not None:
             # Importing autosplit imports nothing distributed.
             from .module import ShardedModule
 
             self._sharded = ShardedModule(self._module)
-        if self._sharded is None:
-            yield
-            return
-        self._sharded.unshard()
-        try:
-            yield
-        finally:
-            self._sharded.reshard()
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
@@ -59,12 +57,15 @@ class StageSharding:
         with contextlib.nullcontext() if self._sharded is None else self._sharded.plain():
             yield
 
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """The module holds the parameters that graphs read, with or without their memory."""
+        with contextlib.nullcontext() if self._sharded is None else self._sharded.standing_in():
+            yield
+
     def gather(self) -> bool:
-        """Gather parameters that are not; whether there were any."""
-        if self._sharded is None or self._sharded.is_unsharded:
-            return False
-        self._sharded.unshard()
-        return True
+        """Gather parameters that a forward leaves gathered; whether any were not."""
+        return self._sharded is not None and self._sharded.unshard(left_by_forward=True)
 
     def free(self) -> None:
         """Free gathered parameters."""

@@ -147,6 +147,28 @@ class ParameterGroup:
             if hasattr(each, "_unsharded_param")
         ]
 
+    def stand_in(self) -> Callable[[], None]:
+        """Have the module hold the gathered parameters without their memory; gives what undoes it.
+
+        The first time parameters are gathered and freed for that, to be made.
+        """
+        if self.is_unsharded:
+            return _nothing
+        if len(self.pairs) < len(self._group.fsdp_params):
+            self.start_unshard()
+            self.finish_unshard()
+            self.reshard()
+        for each in self._group.fsdp_params:
+            if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
+                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
+            each._setattr_on_modules(each._unsharded_param)
+        return self._stand_back
+
+    def _stand_back(self) -> None:
+        for each in self._group.fsdp_params:
+            fewer = getattr(each, "_sharded_post_forward_param", None)
+            each._setattr_on_modules(each.sharded_param if fewer is None else fewer)
+
     @property
     def writes(self) -> list[int]:
         """How often each sharded parameter was written: operators on a DTensor are counted there,
@@ -176,6 +198,11 @@ class ParameterGroup:
     def reduces_copies(self) -> bool:
         """Whether they are reduced over copies of the shards, too (``set_requires_all_reduce``)."""
         return bool(self._group.all_reduce_grads)
+
+    @property
+    def frees(self) -> bool:
+        """Whether a forward frees it (``reshard_after_forward``); roots by default do not."""
+        return bool(self._group._reshard_after_forward)
 
     @property
     def reshards_after_backward(self) -> bool:
@@ -317,6 +344,10 @@ class ParameterGroup:
                 if _sums_apart(each):
                     each.unsharded_accumulated_grad = None
                 each._unsharded_param.grad = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _gathered_spec(parameter: Any) -> Any:

@@ -30,7 +30,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Embedding, blocks and head."""
 
-    def __init__(self, *, tied: bool = False, blocks: int = 1) -> None:
+    def __init__(self, *, tied: bool = False, blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(blocks)])

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -28,6 +28,10 @@ from .call_signature import CallSignature, CallStructure
 from .open_sizes import Dimensions, OpenSizes
 from .specialization_cache import SpecializationCache
 
+if TYPE_CHECKING:
+    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded.stage_sharding import StageSharding
+
 
 class Specializations:
     """Captures a module for each kind of call, and looks captured graphs up again.
@@ -41,7 +45,8 @@ class Specializations:
         insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
         traced: what is around a capture, given the parameters.
         computed: whether inputs are what an earlier module hands over, see ``without_history``.
-        view: what the model is looked at in, to be captured and whenever guards are asked.
+        sharding: has the model looked at as a plain one, to be captured and whenever guards are
+            asked, and gathers parameters for its graphs; None where nothing is sharded.
         dynamic: which sizes captures leave open, see ``OpenSizes``.
 
     Attributes:
@@ -57,7 +62,7 @@ class Specializations:
         traced: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
         *,
         computed: bool = False,
-        view: Callable[[], AbstractContextManager[None]] = nullcontext,
+        sharding: ShardedModule | StageSharding | None = None,
         dynamic: bool | None = None,
     ) -> None:
         self._model = model
@@ -66,7 +71,8 @@ class Specializations:
         self._graphs = SpecializationCache(type(model).__name__, limit)
         self._insist = insist
         self._traced = traced
-        self._view = view
+        self._sharding = sharding
+        self._view = nullcontext if sharding is None else sharding.plain
         self._sizes = OpenSizes(split, dynamic)
         self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
@@ -176,8 +182,8 @@ class Specializations:
                 "called": called and signature not in self._first,
                 "insist": self._insist or not called,
                 "by_value": True,
-                # A module that is looked at in other tensors than its own is captured whole.
-                "regions": self._view is nullcontext,
+                "regions": True,
+                "gathering": self._sharding and self._sharding.gathering,
             }
             with self._traced(self._model.parameters()):
                 made = trace(self._model, args, kwargs, self._split, **options)

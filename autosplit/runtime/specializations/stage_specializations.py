@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from autosplit.torch_internals.state import StateReader
 from .call_signature import CallSignature
 from .open_sizes import Dimensions, OpenSizes
 from .specialization_cache import SpecializationCache
+
+if TYPE_CHECKING:
+    from autosplit.sharded.stage_sharding import StageSharding
 
 _MAX_GRAPHS = 64
 _MAX_SIZES = 1024  # combinations of sizes whose inputs need no second look
@@ -54,7 +57,7 @@ class StageSpecializations:
         args: example inputs.
         options: how it is split.
         slices: into how many parts W can be run.
-        view: what the module is looked at in, to be captured and whenever guards are asked.
+        sharding: as for ``Specializations``.
 
     Attributes:
         outputs: paths of the module's outputs.
@@ -72,10 +75,11 @@ class StageSpecializations:
         args: Sequence[Tensor],
         options: SplitOptions,
         slices: int,
-        view: Callable[[], AbstractContextManager[None]] = nullcontext,
+        sharding: StageSharding | None = None,
     ) -> None:
         self._name = name
-        self._view = view
+        self._sharding = sharding
+        self._view = nullcontext if sharding is None else sharding.plain
         self._module = module
         self._options = options
         self._slices = slices
@@ -86,7 +90,7 @@ class StageSpecializations:
         self._grad_mode = torch.is_grad_enabled()
         self._cache = SpecializationCache(name, _MAX_GRAPHS)
         self._sizes = OpenSizes(options)
-        with view():
+        with self._view():
             self._latest = self._trace(without_history(args, computed=True))
         self._sizes.of(None, args)
         self._keep(self._latest)
@@ -198,7 +202,10 @@ class StageSpecializations:
         return self._trace(without_history(examples, computed=True, varying=varying))
 
     def _trace(self, args: list[Tensor]) -> SplitFunctions:
-        functions = trace(self._module, tuple(args), {}, self._options, regions=True)
+        gathering = self._sharding.gathering if self._sharding is not None else None
+        functions = trace(
+            self._module, tuple(args), {}, self._options, regions=True, gathering=gathering
+        )
         if functions.has_backward and self._slices != 1:
             functions.sliced(self._slices)  # now is the time to hear that it cannot be
         return functions
