@@ -51,17 +51,35 @@ class CompiledGraph:
     outputs: tuple[Role, ...]
     strides: Mapping[Role, Strides]
 
-    def taking(self, given: Sequence[Role]) -> Boxed:
-        """``call`` for a list in the order of ``given``, of which the graph may take a part."""
-        order = positions(self.inputs, given)
-        call = self.call
+    def taking(self, given: Sequence[Role], wanted: Sequence[Role]) -> Boxed:
+        """``call`` for a list in the order of ``given``, of which the graph may take a part; its
+        results in the order of ``wanted``, None for what it does not return.
+        """
+        order, call = positions(self.inputs, given), self.call
+        at = {role: index for index, role in enumerate(self.outputs)}
+        picked = [at.get(role) for role in wanted]
+        takes_all = order == [*range(len(given))]
+        if picked == [*range(len(self.outputs))]:
+            if takes_all:
+                return call
 
-        def run(pool: list[Any]) -> list[Any]:
-            args = [pool[at] for at in order]
-            pool.clear()
-            return call(args)
+            def run(pool: list[Any]) -> list[Any]:
+                args = [pool[at] for at in order]
+                pool.clear()
+                return call(args)
 
-        return call if order == list(range(len(given))) else run
+            return run
+
+        def run_and_pick(pool: list[Any]) -> list[Any]:
+            if not takes_all:
+                args = [pool[at] for at in order]
+                pool.clear()
+                pool = args
+                del args
+            results = call(pool)
+            return [None if at is None else results[at] for at in picked]
+
+        return run_and_pick
 
 
 def positions(wanted: Iterable[Role], given: Sequence[Role]) -> list[int]:

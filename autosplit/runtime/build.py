@@ -30,6 +30,7 @@ from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_lost_shardings
 
+from .dtensor_functions import DTensorFunctions
 from .functions import SplitFunctions
 from .split_options import SplitOptions
 
@@ -101,7 +102,8 @@ def trace(
             split = partial(_split_block, compiler, setting)
         traced = _capture(module, args, kwargs, compiler, split, *calls)
         try:
-            functions = SplitFunctions(traced, _split(traced, compiler, setting, dump), compiler)
+            made = DTensorFunctions if traced.shardings else SplitFunctions
+            functions = made(traced, _split(traced, compiler, setting, dump), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error

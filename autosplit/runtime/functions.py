@@ -15,24 +15,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx
 
-from autosplit.backends.compiled_graph import Backend
+from autosplit.backends.compiled_graph import Backend, compile_graph, hand_over, positions
 from autosplit.errors import SplitError
-from autosplit.passes import Kind, SplitGraphs
+from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.symbolic_sizes import concrete, is_size
-from autosplit.passes.graph import STATE, inputs, outputs
+from autosplit.passes.graph import STATE, calls, fixed, inputs, outputs
+from autosplit.passes.lowering.concatenate_microbatches import (
+    concatenate_microbatches,
+    microbatch_role,
+)
+from autosplit.passes.lowering.donation import donatable, donate
 from autosplit.passes.lowering.lent_memory import lent
-from autosplit.passes.subgraph import inlined
+from autosplit.passes.subgraph import inline, inlined
+from autosplit.passes.verify import verify_graph
 from autosplit.runtime.activations.last_uses import last_uses
 from autosplit.runtime.activations.saved_tensors import Constants, Residuals, State, TensorSpec
 from autosplit.torch_internals.dtensor import Sharding
 
 from .autocast_guard import AutocastGuard
-from .backward_graphs import BackwardGraphs
-from .dtensor_values import DTensorValues, local_tensors
-from .forward_graph import ForwardGraph
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
-from .gradient_graphs import Call, CalledVariant
+from .gradient_graphs import Call, CalledVariant, GradientGraph, variants
 from .weight_slices import SlicedWeight
 
 if TYPE_CHECKING:
@@ -54,8 +57,26 @@ class ForwardResult(NamedTuple):
     saved: Residuals
 
 
+class HandOver(NamedTuple):
+    """What I leaves for W.
+
+    Attributes:
+        roles: of all of it: what I defers, then state and what W writes into.
+        names: theirs.
+        read_at: places of the state among what the backward reads.
+        constants: those that W reads.
+        loose: how many, the last, W writes into.
+    """
+
+    roles: Sequence[Role]
+    names: tuple[str, ...]
+    read_at: Sequence[int]
+    constants: Constants
+    loose: int
+
+
 class SplitFunctions:
-    """F, I, W and B of one traced module.
+    """F, I, W and B of one traced module; those of the backward are compiled when first used.
 
     Attributes:
         output_names: paths of the outputs of ``forward``, in order.
@@ -75,36 +96,55 @@ class SplitFunctions:
     def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
         self.capture = traced
         self._graphs = graphs if backend.calls_subgraphs else inlined(graphs)
-        graphs = self._graphs
-        self._dtensors = DTensorValues(traced.shardings)
         self.base = self
         self._backend = backend
         self._size: Callable[[Any], int] = concrete
-        self._forward = ForwardGraph(graphs, traced.inputs, backend)
-        self.output_names = self._forward.output_names
-        self.updated_inputs = self._forward.updated_inputs
-        self.updated_state = self._forward.updated_state
-        self.forward_state = self._forward.read
-        tangents = inputs(graphs.joint.graph, Kind.TANGENT)
-        self.tangent_specs = self._specs({r.name: n.meta["val"] for r, n in tangents.items()})
+        self._slices: dict[int, SlicedWeight] = {}
+        self._together: dict[int, GradientGraph] = {}
+        saved = self._compile_forward()
+        self.tangent_specs = self._tangent_specs()
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
         self.dependence = GradientDependence(graphs, traced.inputs, self._tangents)
-        self._backward = BackwardGraphs(
-            traced,
-            graphs,
-            saved=self._forward.saved,
-            tangents=self.tangent_specs,
-            dependence=self.dependence,
-            backend=backend,
-        )
+        self.parameter_names = _parameters(graphs.joint)
+        early = {*_parameters(graphs.backward_input)}
+        self.early_parameters = [name for name in self.parameter_names if name in early]
+        self.late_parameters = [name for name in self.parameter_names if name not in early]
+        backward = self._graphs.backward
+        # Parameters and buffers that the backward reads, then what it writes into.
+        self._read = [] if backward is None else fixed(backward.graph)
+        self._constants = self._constants_of([] if backward is None else [backward])
+        self._taken = [*(Role(Kind.TANGENT, name) for name in self.tangent_specs), *saved]
+        self._taken += self._read
+        self._saved_names = tuple([role.name for role in (*saved, *self._read)])
         places = {name: at for at, name in enumerate(traced.inputs)}
-        targets = [role.name for role in self._backward.read if role.kind is Kind.TARGET]
+        self._read_state = [role.name for role in self._read if role.kind in STATE]
+        targets = [role.name for role in self._read if role.kind is Kind.TARGET]
         self._targets = [(name, places.get(name)) for name in targets]
-        crossing = (*self._forward.saved, *self._backward.read)
-        self._saved_names = tuple([role.name for role in crossing])
-        self.parameter_names = self._backward.parameter_names
-        self.early_parameters = self._backward.early_parameters
-        self.late_parameters = self._backward.late_parameters
+
+    def _compile_forward(self) -> list[Role]:
+        """Compile F, and tell the backward how what it saves lies in memory. Returns the roles of
+        that.
+        """
+        graphs, backend, taken = self._graphs, self._backend, self.capture.inputs
+        compiled = compile_graph("forward", graphs.forward, backend)
+        takers = graphs.backward, graphs.backward_input
+        hand_over(compiled.strides, *takers)
+        # What the backward may write over.
+        donated = donatable(graphs.forward.graph) if backend.reuses_memory else set()
+        donate(donated, *takers)
+        by_kind = {kind: [r for r in compiled.outputs if r.kind is kind] for kind in Kind}
+        updated, saved = by_kind[Kind.UPDATE], by_kind[Kind.SAVED]
+        inside = [role for role in updated if role.name not in taken]
+        results = [*by_kind[Kind.OUTPUT], *(role for role in updated if role.name in taken)]
+        self.updated_inputs = [role.name for role in updated if role.name in taken]
+        self.updated_state = [role.name for role in inside]
+        self.output_names = [role.name for role in results]
+        self._donated = [at for at, role in enumerate(saved) if role in donated]
+        read = [role for role in compiled.inputs if role.kind in STATE]
+        self.forward_state = [role.name for role in read]
+        given = [*(Role(Kind.INPUT, name) for name in taken), *read]
+        self._forward = compiled.taking(given, [*results, *inside, *saved])
+        return saved
 
     @cached_property
     def graphs(self) -> SplitGraphs:
@@ -123,8 +163,7 @@ class SplitFunctions:
         twin = copy.copy(self)
         twin._size = sizes.value(leaves)
         twin.__dict__.pop("output_specs", None)
-        tangents = inputs(self._graphs.joint.graph, Kind.TANGENT)
-        twin.tangent_specs = twin._specs({r.name: n.meta["val"] for r, n in tangents.items()})
+        twin.tangent_specs = twin._tangent_specs()
         return twin
 
     def fits_budget(self, leaves: Sequence[Any]) -> bool:
@@ -133,6 +172,10 @@ class SplitFunctions:
         """
         sizes = self.capture.sizes
         return sizes is None or self._graphs.memory.budget is None or not sizes.larger(leaves)
+
+    def _tangent_specs(self) -> dict[str, TensorSpec]:
+        tangents = inputs(self._graphs.joint.graph, Kind.TANGENT)
+        return self._specs({role.name: node.meta["val"] for role, node in tangents.items()})
 
     def _specs(self, traced: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
         """Specs of traced tensors with the sizes that they have in a call."""
@@ -168,7 +211,20 @@ class SplitFunctions:
             SplitError: an unknown call.
             BackendError: the backend cannot compile a graph.
         """
-        self._backward.compile(calls, accumulation, slices)
+        makes = {
+            "backward_input": self.early_parameters,
+            "backward_weight": self.late_parameters,
+            "backward": self.parameter_names,
+        }
+        needed = variants(calls, makes)
+        if not self.has_backward:
+            return
+        order = [*makes]  # I before W: it decides how what W gets lies in memory
+        for variant in sorted(needed, key=lambda each: (order.index(each.call), *each[1:])):
+            graph: GradientGraph | SlicedWeight = self._graph_of(variant)
+            if slices > 1 and variant[:2] == ("backward_weight", 1):
+                graph = self.sliced(slices)
+            graph.compile(accumulation if variant.adds else None)
 
     def source(
         self,
@@ -188,7 +244,97 @@ class SplitFunctions:
         """
         if call == "forward":
             return self.graphs.forward
-        return self._backward.source(CalledVariant(call, microbatches, adds), accumulation)
+        graph = self._graph_of(CalledVariant(call, microbatches, adds))
+        return inline(graph.source(accumulation if adds else None))
+
+    def _graph_of(self, variant: CalledVariant) -> GradientGraph:
+        match variant.call:
+            case "backward_input":
+                return self._input
+            case "backward_weight" if variant.microbatches > 1 and not self.writes_late:
+                return self._weight_of(variant.microbatches)
+            case "backward_weight":
+                return self._weight
+        return self._weight if self._passes_on else self._unsplit
+
+    @cached_property
+    def _handed(self) -> HandOver:
+        weight = self._module("backward_weight")
+        deferred = [
+            role for role, _ in outputs(self._module("backward_input").graph, Kind.DEFERRED)
+        ]
+        read = fixed(weight.graph)
+        return HandOver(
+            [*deferred, *read],
+            tuple([role.name for role in (*deferred, *read)]),
+            positions(read, self._read),
+            self._constants_of([weight]),
+            sum(role.kind is Kind.TARGET for role in read),
+        )
+
+    @cached_property
+    def _input(self) -> GradientGraph:
+        """I: takes tangents, what F saved, and the state that the backward reads; its other results
+        are gradients of the module's inputs and then what is deferred.
+        """
+        deferred = self._handed.roles[: len(self._handed.roles) - len(self._handed.read_at)]
+        others, late = [*self._wanted, *deferred], self._module("backward_weight")
+        return self._graph("backward_input", self._taken, self.early_parameters, others, [late])
+
+    @cached_property
+    def _passes_on(self) -> bool:
+        """Whether I only passes on what it takes, so that W is the whole backward: no input needs a
+        gradient, and either nobody waits for I, see ``passes.memory``, or there is but one product
+        with data.
+        """
+        return not (self.early_parameters or any(calls(self._module("backward_input").graph)))
+
+    @cached_property
+    def _weight(self) -> GradientGraph:
+        """W of one microbatch."""
+        return self._graph("backward_weight", self._handed.roles, self.late_parameters)
+
+    @cached_property
+    def _unsplit(self) -> GradientGraph:
+        """B: takes the arguments of I; its other results are gradients of the module's inputs."""
+        return self._graph("backward", self._taken, self.parameter_names, self._wanted)
+
+    def _weight_of(self, count: int) -> GradientGraph:
+        """W of several microbatches in one call; takes the residuals of each, one after another."""
+        if count not in self._together:
+            self._input.compile()  # decides how what W gets lies in memory
+            module = concatenate_microbatches(inline(self._module("backward_weight")), count)
+            verify_graph("backward_weight", module, "batch")
+            roles = self._handed.roles
+            given = [microbatch_role(role, index) for index in range(count) for role in roles]
+            self._together[count] = GradientGraph(
+                "backward_weight", module, given, self.late_parameters, backend=self._backend
+            )
+        return self._together[count]
+
+    def _graph(
+        self,
+        name: str,
+        given: Sequence[Role],
+        parameters: Sequence[str],
+        others: Sequence[Role] = (),
+        takers: Sequence[fx.GraphModule] = (),
+    ) -> GradientGraph:
+        module, backend = self._module(name), self._backend
+        return GradientGraph(name, module, given, parameters, others, takers, backend=backend)
+
+    @property
+    def _wanted(self) -> list[Role]:
+        return [Role(Kind.INPUT_GRAD, name) for name in self.capture.inputs]
+
+    def _constants_of(self, modules: Iterable[fx.GraphModule]) -> Constants:
+        return Constants.of(modules, self.capture.guards.name_of)
+
+    def _module(self, name: str) -> fx.GraphModule:
+        module = self._graphs.graphs().get(name)
+        if module is None:
+            raise SplitError("this module was traced without gradients; it has no backward")
+        return module
 
     @property
     def has_backward(self) -> bool:
@@ -214,7 +360,7 @@ class SplitFunctions:
     @cached_property
     def writes_late(self) -> bool:
         """Whether W writes into something, microbatch by microbatch."""
-        return self.has_backward and bool(self._backward.weight_writes)
+        return self.has_backward and bool(self._handed.loose)
 
     def concatenates(self, one: Residuals, other: Residuals) -> bool:
         """Whether W of two microbatches that ran these graphs can be one call: on the same
@@ -225,7 +371,7 @@ class SplitFunctions:
     @cached_property
     def forward_constants(self) -> Constants:
         """The constants that F reads."""
-        return Constants.of([self._graphs.forward], self.capture.guards.name_of)
+        return self._constants_of([self._graphs.forward])
 
     @cached_property
     def last_uses(self) -> Mapping[str, int]:
@@ -248,7 +394,7 @@ class SplitFunctions:
         if not lenders:
             return []
         places = {name: at for at, name in enumerate(self.capture.inputs)}
-        roles = enumerate(self._backward.backward_input.handed)
+        roles = enumerate(self._handed.roles)
         found = [(at, lenders[role]) for at, role in roles if role in lenders]
         return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in found]
 
@@ -265,26 +411,24 @@ class SplitFunctions:
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
-        dtensors = self._dtensors
-        if dtensors:
-            state = dtensors.local_state(state)
-            leaves[:] = dtensors.local(Kind.INPUT, self.capture.inputs, leaves)
-        read = [state[role.name] for role in self._backward.read if role.kind in STATE]
-        read += [state[name] if at is None else leaves[at] for name, at in self._targets]
-        values = self._forward.run(state, leaves)
-        constants, donated = self._backward.constants, self._forward.donated
-        loose = len(self._targets)
+        read = [state[name] for name in self._read_state]
+        if self._targets:
+            read += [state[name] if at is None else leaves[at] for name, at in self._targets]
+        pool = leaves.copy()
+        leaves.clear()
+        pool += [state[name] for name in self.forward_state]
+        results = self._forward(pool)
+        outputs = len(self.output_names)
+        end = outputs + len(self.updated_state)
         saved = Residuals(
-            self._saved_names, values.saved, tuple(read), constants, donated, loose=loose
+            self._saved_names,
+            results[end:],
+            tuple(read),
+            self._constants,
+            self._donated,
+            loose=len(self._targets),
         )
-        if not dtensors:
-            return ForwardResult(values.outputs, values.updates, saved)
-        results = len(self.output_names) - len(self.updated_inputs)
-        names, outputs = self.output_names, values.outputs
-        returned = dtensors.whole(Kind.OUTPUT, names[:results], outputs[:results])
-        written = dtensors.whole(Kind.UPDATE, names[results:], outputs[results:])
-        updates = dtensors.whole(Kind.UPDATE, self.updated_state, values.updates)
-        return ForwardResult([*returned, *written], updates, saved)
+        return ForwardResult(results[:outputs], results[outputs:end], saved)
 
     def backward_input(
         self,
@@ -309,17 +453,13 @@ class SplitFunctions:
             SplitError: a gradient does not fit its output, or a saved tensor was written
                 in place since the forward.
         """
-        read, half = saved.state, self._backward.backward_input
+        read, (_, names, read_at, constants, loose) = saved.state, self._handed
         pool = self._backward_pool(saved, output_grads)
-        results, early = half.graph.run(pool, local_tensors(gradients), accumulation)
-        deferred = results[half.inputs :]
-        del results[half.inputs :]
-        kept = tuple([read[at] for at in half.read_at])
-        residuals = Residuals(
-            half.names, deferred, kept, half.constants, late=True, loose=half.loose
-        )
-        found = self._made(self.early_parameters, early, gradients)
-        return self._dtensors.whole(Kind.INPUT_GRAD, self.capture.inputs, results), residuals, found
+        results, early = self._input.run(pool, gradients, accumulation)
+        count = len(self.capture.inputs)
+        kept = tuple([read[at] for at in read_at])
+        deferred = Residuals(names, results[count:], kept, constants, late=True, loose=loose)
+        return results[:count], deferred, early
 
     def backward_weight(
         self,
@@ -342,9 +482,7 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        given = local_tensors(gradients)
-        _, found = self._backward.weight.run(deferred.take(), given, accumulation)
-        return self._made(self.late_parameters, found, gradients)
+        return self._weight.run(deferred.take(), gradients, accumulation)[1]
 
     def backward_weight_together(
         self,
@@ -367,17 +505,15 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        count = len(deferred)
-        if count == 1:
+        if len(deferred) == 1:
             return self.backward_weight(deferred[0], gradients, accumulation)
-        graph = self._backward.together(count)
+        graph = self._weight_of(len(deferred))
         taken = [each.take() for each in deferred]
         pool: list[Any] = []
         for tensors in taken:
             pool += tensors
             tensors.clear()
-        _, found = graph.run(pool, local_tensors(gradients), accumulation)
-        return self._made(self.late_parameters, found, gradients)
+        return graph.run(pool, gradients, accumulation)[1]
 
     def backward(
         self,
@@ -391,11 +527,11 @@ class SplitFunctions:
         Raises:
             SplitError: as ``backward_input``.
         """
-        graph, given = self._backward.unsplit, local_tensors(gradients)
+        if self._passes_on:
+            grads, deferred, _ = SplitFunctions.backward_input(self, saved, output_grads)
+            return grads, SplitFunctions.backward_weight(self, deferred, gradients, accumulation)
         pool = self._backward_pool(saved, output_grads)
-        results, found = graph.run(pool, given, accumulation)
-        grads = self._dtensors.whole(Kind.INPUT_GRAD, self.capture.inputs, results)
-        return grads, self._made(self.parameter_names, found, gradients)
+        return self._unsplit.run(pool, gradients, accumulation)
 
     def sliced(self, count: int) -> SlicedWeight:
         """W in slices; the same object for the same count.
@@ -403,7 +539,17 @@ class SplitFunctions:
         Raises:
             SplitError: W cannot be cut into so many.
         """
-        return self._backward.sliced(count)
+        if count not in self._slices:
+            self._input.compile()  # decides how what the slices get lies in memory
+            self._slices[count] = SlicedWeight(
+                inline(self._module("backward_weight")),
+                self._handed.roles,
+                count,
+                borrowed=self.dependence.borrowed,
+                constants_of=self._constants_of,
+                backend=self._backend,
+            )
+        return self._slices[count]
 
     def weight_slice(
         self,
@@ -414,22 +560,10 @@ class SplitFunctions:
         accumulation: Accumulation = EXACT,
     ) -> tuple[Sequence[Tensor], Residuals]:
         """One slice of W; see ``SlicedWeight.run``."""
-        weight = self.sliced(count)
-        found, left = weight.run(index, deferred, local_tensors(gradients), accumulation)
-        return self._made(weight.parameter_names[index], found, gradients), left
-
-    def _made(
-        self, names: Sequence[str], found: Sequence[Tensor], into: Sequence[Tensor] | None
-    ) -> Sequence[Tensor]:
-        """Weight gradients as the user gets them: what they were added into, or new ones."""
-        if into is not None:
-            return into
-        return self._dtensors.whole(Kind.PARAMETER_GRAD, names, found)
+        return self.sliced(count).run(index, deferred, gradients, accumulation)
 
     def _backward_pool(self, saved: Residuals, output_grads: list[Tensor | None]) -> list[Any]:
         """Arguments of I or B in the only list that refers to them, so that they can die inside."""
-        if self._dtensors:
-            output_grads[:] = self._dtensors.local(Kind.TANGENT, self.output_names, output_grads)
         tangents = [self._tangent(name, output_grads[at]) for name, at in self._tangents]
         output_grads.clear()
         return [*tangents, *saved.take()]
@@ -445,3 +579,10 @@ class SplitFunctions:
                 f"got {grad.dtype} {list(grad.shape)}"
             )
         return spec.conform(grad)
+
+
+def _parameters(module: fx.GraphModule | None) -> list[str]:
+    """Parameters whose gradients a graph returns."""
+    if module is None:
+        return []
+    return [role.name for role, _ in outputs(module.graph, Kind.PARAMETER_GRAD)]

@@ -21,24 +21,8 @@ from autosplit.passes.verify import verify_graph
 from .gradient_accumulation import Accumulation
 
 
-class GraphVariant(NamedTuple):
-    """A compiled graph and the positions of its results.
-
-    Attributes:
-        call: takes what was given to ``GradientGraph``, then accumulators where it adds.
-        others_at: places of the other results, None where there is none.
-        parameter_grads_at: for each parameter its gradient's place; empty where it adds.
-        writes_at: places of new values, each with that of what it is written into among the given.
-    """
-
-    call: Boxed
-    others_at: Sequence[int | None]
-    parameter_grads_at: Sequence[int]
-    writes_at: Sequence[tuple[int, int]]
-
-
 class GradientGraph:
-    """W, a slice of it, or B: as it was split, and in variants that add into accumulators.
+    """I, W, a slice of it, or B: as it was split, and in variants that add into accumulators.
 
     Args:
         name: of the graph.
@@ -55,10 +39,10 @@ class GradientGraph:
         name: str,
         module: fx.GraphModule,
         given: Sequence[Role],
-        *,
         parameters: Sequence[str],
         others: Sequence[Role] = (),
         takers: Sequence[fx.GraphModule] = (),
+        *,
         backend: Backend,
     ) -> None:
         self._name = name
@@ -68,7 +52,8 @@ class GradientGraph:
         self._others = others
         self._takers = takers
         self._backend = backend
-        self._variants: dict[Accumulation | None, GraphVariant] = {}
+        self._writes = [role.name for role, _ in outputs(module.graph, Kind.WRITE)]
+        self._variants: dict[Accumulation | None, Boxed] = {}
 
     def run(
         self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
@@ -80,24 +65,30 @@ class GradientGraph:
             gradients: what to add into.
             accumulation: how to add.
         """
-        inside = gradients is not None and not self._adds_outside(accumulation)
-        form = self._variant(accumulation if inside else None)
-        if inside:
-            pool += gradients or ()
-        targets = [pool[at] for _, at in form.writes_at]
-        results = form.call(pool)
-        for target, (at, _) in zip(targets, form.writes_at, strict=True):
-            with torch.no_grad():
-                target.copy_(results[at])
-        found = [None if at is None else results[at] for at in form.others_at]
-        if inside:
-            return found, gradients or ()
-        made = [results[at] for at in form.parameter_grads_at]
+        inside = None
+        if gradients is not None and not self._adds_outside(accumulation):
+            inside = accumulation
+            pool += gradients
+        call = self._variants.get(inside) or self._variant(inside)
+        results = self._written(call, pool) if self._writes else call(pool)
+        if inside is not None:
+            return results, gradients or ()
+        made = results[len(self._others) :]
+        del results[len(self._others) :]
         if gradients is None:
-            return found, made
+            return results, made
         for total, gradient in zip(gradients, made, strict=True):
             total.add_(gradient)
-        return found, gradients
+        return results, gradients
+
+    def _written(self, call: Boxed, pool: list[Any]) -> list[Any]:
+        """The results, without new values that are written here into what was given for them."""
+        targets = [pool[self._given.index(Role(Kind.TARGET, name))] for name in self._writes]
+        results = call(pool)
+        with torch.no_grad():
+            for target, value in zip(targets, results[-len(targets) :], strict=True):
+                target.copy_(value)
+        return results[: -len(targets)]
 
     def compile(self, accumulation: Accumulation | None = None) -> None:
         """Compile, unless that has been done, the form that adds up gradients in this way, or
@@ -122,7 +113,7 @@ class GradientGraph:
             if role in wanted
         )
 
-    def _variant(self, accumulation: Accumulation | None) -> GraphVariant:
+    def _variant(self, accumulation: Accumulation | None) -> Boxed:
         if accumulation not in self._variants:
             with collecting_new_objects_only():
                 self._variants[accumulation] = self._make(accumulation)
@@ -138,51 +129,20 @@ class GradientGraph:
             self._name, self._module, accumulation, fused=self._backend.writes_views
         )
 
-    def _make(self, accumulation: Accumulation | None) -> GraphVariant:
+    def _make(self, accumulation: Accumulation | None) -> Boxed:
+        """A graph that takes what is given, then accumulators where it adds; and returns the other
+        results, then new gradients where it does not, then new values of what it writes into.
+        """
         name, module, given = self._name, self.source(accumulation), [*self._given]
-        sums: list[Role] = []
+        wanted = [*self._others]
         if accumulation is None:
-            sums = [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
+            wanted += [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
         else:
             name = f"{name}_accumulating"
             given += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
         hand_over(graph.strides, *self._takers)
-        at = {role: index for index, role in enumerate(graph.outputs)}
-        return GraphVariant(
-            graph.taking(given),
-            [at.get(role) for role in self._others],
-            [at[r] for r in sums],
-            [
-                (index, given.index(Role(Kind.TARGET, role.name)))
-                for role, index in at.items()
-                if role.kind is Kind.WRITE
-            ],
-        )
-
-
-class PassThrough:
-    """Replacement for a graph that computes nothing and returns its arguments.
-
-    Args:
-        others: how many other results there would be; there are none.
-        count: how many of what is given, the first ones, are handed over.
-    """
-
-    def __init__(self, others: int, count: int) -> None:
-        self._others = others
-        self._count = count
-
-    def run(
-        self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
-    ) -> tuple[list[Any], Sequence[Tensor]]:
-        """As ``GradientGraph.run``: no gradients, and no other results but what is handed over."""
-        results = [*[None] * self._others, *pool[: self._count]]
-        pool.clear()
-        return results, ()
-
-    def compile(self, accumulation: Accumulation | None = None) -> None:
-        """There is nothing to compile."""
+        return graph.taking(given, wanted + [Role(Kind.WRITE, name) for name in self._writes])
 
 
 class CalledVariant(NamedTuple):

@@ -146,9 +146,9 @@ def _slice(
         "backward_weight_slice",
         module,
         given,
-        parameters=[role.name for role, _ in results if role.kind is Kind.PARAMETER_GRAD],
-        others=made,
-        takers=following,
+        [role.name for role, _ in results if role.kind is Kind.PARAMETER_GRAD],
+        made,
+        following,
         backend=backend,
     )
     held = {storage_root(value) for role, value in results if role.kind is Kind.DEFERRED}

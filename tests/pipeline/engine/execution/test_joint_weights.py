@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import autosplit
 from autosplit.errors import PipelineError
@@ -22,7 +22,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, memory_over_time
 from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.runtime.backward_graphs import BackwardGraphs
+from autosplit.runtime import functions
 from autosplit.runtime.functions import SplitFunctions
 from tests.pipeline.engine.execution import joining_workers
 from tests.pipeline.engine.execution.joining_workers import (
@@ -302,13 +302,13 @@ def test_replaced_parameters_do_not_go_together() -> None:
 def test_what_an_accumulating_schedule_compiles_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled within a step, where other ranks would wait for it."""
     made: list[int] = []
-    original = BackwardGraphs.together
+    original = functions.concatenate_microbatches
 
-    def noted(self: BackwardGraphs, count: int) -> Any:
+    def noted(module: fx.GraphModule, count: int) -> Any:
         made.append(count)
-        return original(self, count)
+        return original(module, count)
 
-    monkeypatch.setattr(BackwardGraphs, "together", noted)
+    monkeypatch.setattr(functions, "concatenate_microbatches", noted)
     row = build("gpipe", 1, 3, weights="2bp").ranks
     mine = Schedule("mine", 1, 3, row, (0,), True)
     stage = autosplit.Stage(_linear(), [torch.randn(2, 6)], accumulation="concatenated")
