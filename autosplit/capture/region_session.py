@@ -151,7 +151,9 @@ def look_of(block: nn.Module) -> Hashable:
     return type(block), block.training, lying
 
 
-SplitBlock = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple["Capture", SplitGraphs]]
+SplitBlock = Callable[
+    [str, nn.Module, tuple[Any, ...], dict[str, Any]], tuple["Capture", SplitGraphs]
+]
 
 _TAKEN = {FakeTensor, Tensor, nn.Parameter, int, float, bool, str, type(None)}
 
@@ -165,7 +167,7 @@ class RegionSession:
 
     Args:
         model: that is captured.
-        split: captures and splits a block for a call of it.
+        split: captures and splits a block for a call of it, given the name of its kind.
         refused: names of blocks that are entered all the same -> why; added to.
     """
 
@@ -266,7 +268,7 @@ class RegionSession:
                     return region
             args, kwargs = tree_unflatten([*map(_blank, leaves)], spec)
             kind = f"{type(self._blocks[name]).__name__}_{len(self.regions)}"
-            found = Region(kind, args, kwargs, *self._split(block, args, kwargs))
+            found = Region(kind, args, kwargs, *self._split(kind, block, args, kwargs))
             refuse_what_cannot_be_called(found)
             known.append(found)
             return found
@@ -294,12 +296,19 @@ class RegionSession:
                 guards.remove(guard)
 
     @contextlib.contextmanager
-    def tokens(self, calls: Sequence[RegionCall]) -> Iterator[None]:
-        """While modules with a token each stand in for the blocks that are called."""
+    def tokens(self, exported: fx.GraphModule, calls: Sequence[RegionCall]) -> Iterator[None]:
+        """While modules with a token each stand in for the blocks that are called.
+
+        Args:
+            exported: Dynamo's graph, which shares the model's submodules.
+            calls: in this graph.
+        """
         places = []
         for call in calls:
             parent, _, key = call.name.rpartition(".")
-            places.append((self._model.get_submodule(parent)._modules, key, call))
+            # The model's own submodules are also the graph's.
+            owners = [self._model.get_submodule(parent)] if parent else [self._model, exported]
+            places += [(owner._modules, key, call) for owner in owners]
         try:
             for modules, key, call in places:
                 modules[key] = stand_in(call)

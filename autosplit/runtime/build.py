@@ -78,7 +78,7 @@ def trace(
         insist: whether nothing but a graph will do. Then a forward that cannot be traced may be
             tried on a copy without data, and what it does outside of the module it does then, too.
         regions: whether blocks that the module has several of are captured once a kind, and called
-            by the graphs, unless a budget or a dump is of the whole.
+            by the graphs, unless a budget is of the whole.
         gathering: gathers the parameters that graphs read, where ``fully_shard`` has sharded them.
 
     Raises:
@@ -98,8 +98,8 @@ def trace(
         dump = _dump_folder(module)
         calls = (called, insist, by_value)
         split = None
-        if regions and setting.budget is None and dump is None:
-            split = partial(_split_block, compiler, setting)
+        if regions and setting.budget is None:
+            split = partial(_split_block, compiler, setting, dump)
         traced = _capture(module, args, kwargs, compiler, split, *calls)
         try:
             made = DTensorFunctions if traced.shardings else SplitFunctions
@@ -114,15 +114,17 @@ def trace(
 def _split_block(
     compiler: Backend,
     memory: Memory,
+    dump: pathlib.Path | None,
+    kind: str,
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Capture, SplitGraphs]:
-    """A block of a model, captured and split by itself."""
+    """A block of a model, captured and split by itself; dumped into a folder of its kind."""
     from autosplit.capture.joint_graph import capture
 
     traced = capture(block, args, kwargs, compiler.decompositions)
-    return traced, _split(traced, compiler, memory, None)
+    return traced, _split(traced, compiler, memory, dump and dump / kind)
 
 
 def _split(

@@ -146,6 +146,11 @@ class SplitFunctions:
         self._forward = compiled.taking(given, [*results, *inside, *saved])
         return saved
 
+    @property
+    def calling(self) -> SplitGraphs:
+        """The graphs that are run, which may call graphs of blocks."""
+        return self._graphs
+
     @cached_property
     def graphs(self) -> SplitGraphs:
         """The graphs with all their operators; those that are run may call graphs of blocks."""

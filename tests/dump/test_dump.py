@@ -46,8 +46,12 @@ def test_files(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "x"),
-    [(SwiGLU(), torch.randn(2, 4, 16)), (convolutions(), torch.randn(4, 3, 8, 8))],
-    ids=["swiglu", "convolutions"],
+    [
+        (SwiGLU(), torch.randn(2, 4, 16)),
+        (convolutions(), torch.randn(4, 3, 8, 8)),
+        (nn.Sequential(nn.Linear(16, 16), SwiGLU(), SwiGLU(), SwiGLU()), torch.randn(2, 4, 16)),
+    ],
+    ids=["swiglu", "convolutions", "blocks"],
 )
 def test_dumped_code_computes_the_gradients(
     model: nn.Module, x: Tensor, tmp_path: pathlib.Path
@@ -55,7 +59,7 @@ def test_dumped_code_computes_the_gradients(
     """Wire the dumped files by role, as a person debugging would, and compare with autograd."""
     split = autosplit.split(model, (x.requires_grad_(),))
     split.dump(tmp_path)
-    graphs = split.functions[0].graphs.graphs()
+    graphs = split.functions[0].calling.graphs()
     known: dict[str, Tensor] = dict(model.named_parameters())
     known |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     known["args[0]"] = x
@@ -79,6 +83,22 @@ def test_dumped_code_computes_the_gradients(
     assert torch.equal(values["grad of args[0]"], x.grad)
     for name, parameter in model.named_parameters():
         assert torch.equal(values[f"grad of {name}"], parameter.grad), name
+
+
+def test_blocks_have_a_folder_a_kind(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many alike blocks one is dumped, and a line a call tells where each is."""
+    monkeypatch.setenv("PATH", "")
+    model = nn.Sequential(nn.Linear(16, 16), *[SwiGLU() for _ in range(5)])
+    split = autosplit.split(model, (torch.randn(2, 4, 16, requires_grad=True),))
+    split.dump(tmp_path)
+    halves = ["backward_input.py", "backward_weight.py", "boundary.md", "forward.py", "graph.dot"]
+    assert sorted(path.name for path in (tmp_path / "SwiGLU_0").iterdir()) == halves
+    assert (tmp_path / "forward.py").read_text().count("constants['SwiGLU_0_forward']") == 5
+    assert "5 calls: each 6 tensors" in (tmp_path / "boundary.md").read_text()
+    assert "| _1_down_input " in (tmp_path / "SwiGLU_0" / "boundary.md").read_text()
+    assert (tmp_path / "graph.dot").read_text().count('label="SwiGLU_0_forward') == 5
 
 
 def test_drawing_without_graphviz(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

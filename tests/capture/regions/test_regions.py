@@ -256,6 +256,11 @@ def test_models(model: type[Stack]) -> None:
     assert kinds(split) == MODELS[model]
 
 
+def test_blocks_that_are_the_models_own_submodules() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(Residual, range(4)))
+    assert kinds(assert_equals_autograd(model, batches())) == [4]
+
+
 def test_no_input_needs_a_gradient() -> None:
     split = assert_equals_autograd(Stack(), [(torch.randn(5, WIDTH),) for _ in range(2)])
     assert kinds(split) == [4]
