@@ -1,5 +1,6 @@
 """autosplit: split any ``nn.Module``'s backward into input gradients and weight gradients."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from autosplit.dynamo.pending_weights import backward_weight
@@ -21,7 +22,8 @@ from .splitting import split
 from .stage import Stage
 
 if TYPE_CHECKING:
-    from .planner import partition
+    from .planner import Plan, meta_model, partition
+    from .report.pictures import draw_memory
 
 __version__ = "0.1.0"
 
@@ -35,6 +37,7 @@ __all__ = [
     "DeviceSpeed",
     "Link",
     "PipelineError",
+    "Plan",
     "PlanError",
     "ScheduleError",
     "SplitError",
@@ -42,16 +45,24 @@ __all__ = [
     "Stage",
     "__version__",
     "backward_weight",
+    "draw_memory",
     "measure_collectives",
+    "meta_model",
     "partition",
     "split",
 ]
 
 
+_LATE = {
+    "Plan": "autosplit.planner",
+    "draw_memory": "autosplit.report.pictures",
+    "meta_model": "autosplit.planner",
+    "partition": "autosplit.planner",
+}
+
+
 def __getattr__(name: str) -> Any:
     """The planner needs the pipeline, which not everybody needs; so it is imported when asked."""
-    if name == "partition":
-        from .planner import partition
-
-        return partition
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

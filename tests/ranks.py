@@ -58,7 +58,7 @@ def measure_cheaply() -> None:
     """
     if speed := sys.modules.get("autosplit.mesh.costs"):
         speed._SIDE, speed._COPIED = 128, 2**20  # type: ignore[attr-defined]
-    if timing := sys.modules.get("autosplit.planner.costs.timing"):
+    if timing := sys.modules.get("autosplit.planner.profile"):
         timing._ENOUGH = 0.1  # type: ignore[attr-defined]
 
 

@@ -8,6 +8,13 @@ from typing import Any
 
 import click
 
+from autosplit.backends.compiled_graph import check_backend
+from autosplit.compare.run import compare as run
+from autosplit.compare.run import write_json, write_pictures
+from autosplit.compare.settings import Settings, comparison_table, durations_table
+from autosplit.compare.workload import load_workload
+from autosplit.pipeline.builders.build import build
+
 from .options import (
     backend,
     counts,
@@ -75,11 +82,6 @@ def compare(
     """Train FACTORY (MODULE:NAME, returning a Workload) with the fused and with the split
     backward, alternating step by step, and print what changed.
     """
-    from autosplit.compare.run import compare as run
-    from autosplit.compare.run import write_json, write_timelines
-    from autosplit.compare.settings import Settings
-    from autosplit.compare.table import comparison_table, durations_table
-
     dump = str(output / "graphs") if output else None
     if mesh and ranks is not None:
         raise click.UsageError("--ranks has no effect beside --mesh, which says how many there are")
@@ -96,17 +98,13 @@ def compare(
     if json_file:
         write_json(found, json_file)
     if output:
+        files = [*write_pictures(found, output), output / "results.json", output / "graphs"]
         write_json(found, output / "results.json")
-        files = [*write_timelines(found, output), output / "results.json", output / "graphs"]
         click.echo("\nwritten: " + ", ".join(map(str, files)))
 
 
-def _check_before_launch(settings: Any) -> None:
+def _check_before_launch(settings: Settings) -> None:
     """Fail here, in one process, on what every rank would fail on."""
-    from autosplit.backends.compiled_graph import check_backend
-    from autosplit.compare.workload import load_workload
-    from autosplit.pipeline.builders.build import build
-
     check_backend(settings.backend)
     load_workload(settings.factory, settings.overrides)
     for name in settings.schedules:

@@ -2,25 +2,381 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import pathlib
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
+import torch
+from torch import Tensor, nn
+
+from autosplit.compare.workload import example_of, prepared
+from autosplit.errors import AutosplitError, PlanError
+from autosplit.mesh.costs import DeviceSpeed, measure_device
+from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.engine.launch import launch
+from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.costs import Limits, ModelCosts
+from autosplit.planner.cuts import CapError, Solution
+from autosplit.planner.cutting import (
+    CutRequest,
+    check_seconds,
+    device_of_trainer,
+    grouped,
+    profile_together,
+    refined_by_trial_runs,
+    with_host,
+)
+from autosplit.planner.estimate import EFFICIENCY, DeviceKind, device_kind, estimate
+from autosplit.planner.meta_model import meta_model
+from autosplit.planner.plan import Plan, PlanSignature, made_for, make_plan
+from autosplit.planner.plan_search import (
+    Configuration,
+    SearchSpace,
+    count_settings,
+    search_plans,
+)
+from autosplit.planner.profile import BlockOptions
+from autosplit.planner.trial import can_run_trial, measure_links, profile_transfer
+from autosplit.report.plan_tables import (
+    check_picture,
+    draw_plan,
+    measures_table,
+    plan_table,
+    refused_table,
+    search_table,
+    source_line,
+)
+from autosplit.runtime.split_options import SplitOptions
+from autosplit.text.figures import parse_size, size_text
+from autosplit.text.files import write_text
+from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .options import backend, counts, file_to_write, json_option, names, setting, typed_errors
 
 _SECONDS = 60.0
+_TIMEOUT = 24 * 3600.0  # a model may take long to capture; a rank that dies ends all at once
 
 # With any of these nothing can be measured here.
 _ELSEWHERE = ("device", "flops", "bandwidth_memory", "link", "efficiency")
 
 
+def resized(inputs: Any, size: int) -> Any:
+    """Example inputs with ``size`` samples: repeated or cut along dimension 0.
+
+    Only tensors with as many samples as the first one are; others, such as a mask that all samples
+    share, stay as they are.
+
+    Raises:
+        PlanError: there is no tensor with samples, or this machine has no room for so many.
+    """
+    leaves, spec = tree_flatten(inputs)
+    count = samples_of(inputs)
+
+    def has(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+
+    needed = size * (8 + sum(leaf.nbytes // count for leaf in leaves if has(leaf)))
+    if 0.0 < memory_for_trials() < needed:
+        raise PlanError(
+            f"the inputs of a microbatch of {size:,} samples take {size_text(needed)}, more than "
+            f"half of this machine's memory: take a smaller batch, or more microbatches"
+        )
+    rows = torch.arange(size) % count
+    made = [leaf[rows.to(leaf.device)] if has(leaf) else leaf for leaf in leaves]
+    return tree_unflatten(made, spec)
+
+
+def samples_of(inputs: Any) -> int:
+    """Of the first tensor among example inputs, along dimension 0.
+
+    Raises:
+        PlanError: there is none.
+    """
+    leaves = tree_flatten(inputs)[0]
+    counts = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not counts or not counts[0]:
+        raise PlanError(
+            "the example inputs hold no tensor with samples along dimension 0, of which a batch "
+            "could be made"
+        )
+    return counts[0]
+
+
+def memory_for_trials() -> float:
+    """Bytes that a rehearsal may take: half of what the machine, or its devices, have."""
+    if torch.cuda.device_count():
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return sum(each.total_memory for each in devices) / 2
+    if not hasattr(os, "sysconf"):
+        return 0.0
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked for.
+
+    Attributes:
+        devices: one rank each.
+        batch: samples in a step; None: as many as the example inputs have.
+        space: what is settled.
+        limits: memory and links; links that take no time are measured, unless costs are estimated.
+        estimated: from FLOPs and bytes, rather than measured.
+        seconds: to measure for, in all.
+        backend: how graphs are run.
+        machine: what the plan is for, where that is not this machine.
+        efficiency: which share of the rates of that machine is reached.
+
+    Raises:
+        PlanError: seconds or an efficiency that are none.
+    """
+
+    devices: int
+    batch: int | None
+    space: SearchSpace
+    limits: Limits
+    estimated: bool = False
+    seconds: float = _SECONDS
+    backend: str = "eager"
+    machine: DeviceKind | None = None
+    efficiency: float = EFFICIENCY
+
+    def __post_init__(self) -> None:
+        check_seconds(self.seconds)
+        if self.machine is not None:
+            self.machine.speed(efficiency=self.efficiency)
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """All configurations, the best first, and the plan of the best.
+
+    Attributes:
+        configurations: with steps predicted from blocks.
+        plan: of the first.
+        rehearsed: whether the plan's step and stages are those of a rehearsal.
+    """
+
+    configurations: list[Configuration]
+    plan: Plan
+    rehearsed: bool = False
+
+
+class KnownCosts:
+    """The costs of a model by microbatch size and memory setting, each found once.
+
+    Args:
+        model: the model.
+        args: positional example inputs.
+        kwargs: keyword example inputs.
+        request: what is planned.
+        batch: samples in a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        request: PlanRequest,
+        batch: int,
+    ) -> None:
+        self.made_for: dict[int, PlanSignature] = {}
+        self._model, self._inputs = model, (args, kwargs)
+        self._request = request
+        self._wholes: dict[int, WholeModel] = {}
+        self._known: dict[tuple[int, str | int], ModelCosts] = {}
+        self._speed: DeviceSpeed | None = None
+        self._share = request.seconds / count_settings(request.space, request.devices, batch)
+
+    def __call__(self, size: int, memory: str | int) -> ModelCosts:
+        if (size, memory) not in self._known:
+            self._known[size, memory] = self._find(self._whole(size), memory)
+        return self._known[size, memory]
+
+    def rehearsed(self, best: Configuration, limits: Limits) -> Solution | None:
+        """The stages of a configuration after rehearsals; None where none can be run here."""
+        solution = best.solution
+        if solution is None or _needs(solution, limits) > memory_for_trials():
+            return None
+        whole = self._whole(best.microbatch_size)
+        if not can_run_trial(whole, solution.schedule):
+            return None
+        # A schedule that was searched for suits the cuts that it was searched for.
+        own = best.schedule not in SCHEDULES
+        wanted = CutRequest(
+            best.stages,
+            [cut + 1 for cut in solution.cuts] if own else None,
+            ScheduleRequest(
+                solution.schedule if own else best.schedule,
+                best.microbatches,
+                best.ranks,
+                split_backward=own or not best.fused,
+            ),
+            limits,
+        )
+        costs = self(best.microbatch_size, str(best.memory))
+        options = self._conditions(best.memory)
+        return refined_by_trial_runs(whole, costs, wanted.best, options, self._request.seconds)
+
+    def _conditions(self, memory: str | int) -> BlockOptions:
+        device = device_of_trainer(alone=False)
+        return BlockOptions(SplitOptions(self._request.backend, memory), device=device)
+
+    def _whole(self, size: int) -> WholeModel:
+        if size not in self._wholes:
+            args, kwargs = resized(self._inputs, size)
+            self._wholes[size] = WholeModel.capture(self._model, args, kwargs)
+            self.made_for[size] = made_for(self._wholes[size])
+        return self._wholes[size]
+
+    def _find(self, whole: WholeModel, memory: str | int) -> ModelCosts:
+        request, options = self._request, self._conditions(memory)
+        if not request.estimated:
+            return profile_together(whole, options, self._share, alone=not grouped())
+        if self._speed is None:
+            machine, dtype = request.machine, _computes_in(self._model)
+            self._speed = machine.speed(dtype, request.efficiency) if machine else measure_device()
+        return estimate(whole, options, device=self._speed)
+
+
+def _computes_in(model: nn.Module) -> torch.dtype:
+    """The dtype of most parameters' elements."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else torch.float32
+
+
+def _needs(found: Solution, limits: Limits) -> float:
+    """Bytes that all ranks hold in a rehearsal, which has no optimizer state."""
+    return sum(found.peaks) - limits.optimizer_state * sum(found.parameters)
+
+
+def plan_factory(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResult:
+    """Plan what a factory builds.
+
+    Where this machine has a device or a core for each rank, so many processes measure at the same
+    time, with one thread each, as ranks that ``launch`` or torchrun start have; else this process
+    measures alone. Parameters take memory only while a block is measured, and in a rehearsal, which
+    is left out where it would take more than half of the machine's.
+
+    Args:
+        build: returns what ``example_of`` takes.
+        name: of the factory, for messages.
+        request: what for.
+
+    Raises:
+        PlanError: nothing that can be done, see ``search``.
+        CapError: the parameters alone exceed the limit.
+        PipelineError: the factory fails, or gives no example inputs.
+        CaptureError: the model cannot be captured whole.
+    """
+    if request.estimated or request.devices == 1 or not _can_launch(build, request.devices):
+        return _plan(build, name, request)
+    outcomes = launch(
+        _outcome, request.devices, (build, name, request), timeout=_TIMEOUT, threads=1
+    )
+    if isinstance(outcomes[0], AutosplitError):
+        raise outcomes[0]
+    return outcomes[0]
+
+
+def _can_launch(build: Callable[[], Any], devices: int) -> bool:
+    """Whether this machine has a device, or a core, for each rank, and processes can be told what
+    to build.
+    """
+    try:
+        pickle.dumps(build)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return devices <= (torch.cuda.device_count() or os.cpu_count() or 1)
+
+
+def _outcome(
+    build: Callable[[], Any], name: str, request: PlanRequest
+) -> PlanResult | AutosplitError:
+    """What a rank finds. A typed error goes back as it is, for launch would wrap it."""
+    try:
+        return _plan(build, name, request)
+    except AutosplitError as error:
+        return error
+
+
+def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResult:
+    """The plan, measured by this process or by all of its group at once."""
+    model, args, kwargs = example_of(meta_model(build), name)
+    limits = request.limits
+    if request.machine is not None:
+        limits = request.machine.limits(limits)
+    _check_hope(model, request.devices, limits)
+    batch = samples_of((args, kwargs)) if request.batch is None else request.batch
+    if not request.estimated and request.devices > 1:
+        limits = replace(limits, links=measure_links() if grouped() else profile_transfer())
+    if not request.estimated and limits.measures:
+        limits = replace(limits, links=with_host(limits.links, alone=not grouped()))
+    source = KnownCosts(model, args, kwargs, request, batch)
+    found = search_plans(source, request.devices, batch, space=request.space, limits=limits)
+    best = found[0]
+    seen = None if request.estimated else source.rehearsed(best, limits)
+    made = source.made_for[best.microbatch_size]
+    solution = seen or best.solution
+    if solution is None:  # cannot be: the first of them can run
+        raise PlanError(best.lost)
+    plan = make_plan(
+        solution,
+        made,
+        limits,
+        name=best.schedule,
+        size=best.microbatch_size,
+        split=SplitOptions(request.backend, best.memory),
+    )
+    return PlanResult(found, plan, rehearsed=seen is not None)
+
+
+def _check_hope(model: nn.Module, devices: int, limits: Limits) -> None:
+    """Refuse a limit that the parameters alone exceed, before anything is captured or measured."""
+    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    least = math.ceil(limits.factor * trained / devices)
+    if least > limits.cap:
+        raise CapError(
+            f"{devices} devices of {size_text(math.floor(limits.cap))} cannot hold the "
+            "model: its trained parameters, their gradients and the optimizer's state alone take "
+            f"{size_text(least)} a device: raise the limit, or use more devices",
+            float(least),
+        )
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """What ``--json`` gives; ``stage_times`` are seconds of F, I and W together."""
+    return {
+        "stage_times": [sum(times) for times in plan.stage_times],
+        "predicted_step_s": plan.predicted_step,
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+        "memory": plan.memory,
+        "cuts": list(plan.cuts),
+        "bubble": plan.bubble,
+        "peak_memory": list(plan.peak_memory),
+        "measures": [
+            {"measure": name, "seconds": seconds, "bytes_saved": list(saved)}
+            for name, seconds, saved in plan.measures
+        ],
+    }
+
+
 def _limit(context: click.Context, parameter: click.Parameter, value: str | None) -> float:
     """Bytes of a device; any, where the option is left out."""
-    from autosplit.errors import PlanError
-    from autosplit.text.figures import parse_size
-
     try:
         return math.inf if value is None else parse_size(value)
     except PlanError as error:
@@ -52,13 +408,6 @@ def _limit(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--efficiency", type=float, help="Share of these rates that is reached; 0.5.")
 @click.option("--seconds", type=float, help="To measure blocks for, in all; 60.")
 @click.option(
-    "--rehearse/--no-rehearse",
-    default=None,
-    help="Run a few steps of the best stages; default: where this machine can run all ranks.",
-)
-@click.option("--latency", type=float, help="Of a link, milliseconds; measures none.")
-@click.option("--bandwidth", type=float, help="Of a link, gigabytes a second; measures none.")
-@click.option(
     "--optimizer-state",
     default=2.0,
     show_default=True,
@@ -78,7 +427,6 @@ def _limit(context: click.Context, parameter: click.Parameter, value: str | None
 def plan(
     factory: str,
     overrides: dict[str, str],
-    backend: str,
     rows: int,
     output: pathlib.Path | None,
     picture: pathlib.Path | None,
@@ -88,23 +436,9 @@ def plan(
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
     returns (model, args) or (model, args, kwargs). Parameters get memory only in a rehearsal.
     """
-    from autosplit.compare.factory import prepared
-    from autosplit.report.plan_tables import (
-        check_picture,
-        draw_plan,
-        measures_table,
-        plan_table,
-        refused_table,
-        search_table,
-        source_line,
-    )
-
-    from .planning import plan_factory, write_summary
-
     if picture:
         check_picture(picture)
-    _settle(options)
-    request = _request(backend=backend, **options)
+    request = _request(**options)
     build = prepared(factory, overrides)
     if not request.estimated:
         click.echo(
@@ -112,61 +446,25 @@ def plan(
             "beside the time to capture it; --estimate measures nothing",
             err=True,
         )
-    if math.isfinite(options["limit"]):
+    if request.limits.measures:
         click.echo("a step within the limit is searched for: up to a minute or two", err=True)
     found = plan_factory(build, factory, request)
-    click.echo(search_table(found.configurations, rows))
-    refused = refused_table(found.configurations)
-    if refused:
-        click.echo("\n" + refused)
-    click.echo("\n" + plan_table(found.plan))
-    if found.plan.measures:
-        click.echo("\n" + measures_table(found.plan))
-    click.echo(
-        "\n" + source_line(found.plan, rehearsed=found.rehearsed, estimated=request.estimated)
-    )
-    files = []
+    parts = [
+        search_table(found.configurations, rows),
+        refused_table(found.configurations),
+        plan_table(found.plan),
+        measures_table(found.plan),
+        source_line(found.plan, rehearsed=found.rehearsed, estimated=request.estimated),
+    ]
+    click.echo("\n\n".join(filter(None, parts)))
     if output:
         found.plan.save(output)
-        files.append(output)
     if json_file:
-        write_summary(found.plan, json_file)
-        files.append(json_file)
+        write_text(json_file, json.dumps(summary(found.plan), indent=2) + "\n")
     if picture:
         draw_plan(found.plan, picture)
-        files.append(picture)
-    if files:
+    if files := [file for file in (output, json_file, picture) if file]:
         click.echo("\nwritten: " + ", ".join(map(str, files)))
-
-
-def _settle(options: dict[str, Any]) -> None:
-    """Fill in what depends on other options, and refuse options that others leave without effect.
-
-    Raises:
-        click.BadParameter: naming both.
-    """
-    elsewhere = [name for name in _ELSEWHERE if options[name] is not None]
-    if elsewhere or options["estimate"]:
-        why = f"--{elsewhere[0].replace('_', '-')}" if elsewhere else "--estimate"
-        for name in ("seconds", "rehearse"):
-            if options[name] not in (None, False):
-                raise click.BadParameter(
-                    f"--{name} has no effect with {why}, by which nothing is measured here"
-                )
-    for name in ("latency", "bandwidth"):
-        if options["link"] is not None and options[name] is not None:
-            raise click.BadParameter(
-                f"--link and --{name} both say what the link between devices is: leave one out"
-            )
-    for name in ("flops", "bandwidth_memory", "bandwidth", "latency"):
-        value, least = options[name], name == "latency"
-        if value is not None and not (value > 0.0 or (least and value == 0.0)):
-            raise click.BadParameter(
-                f"--{name.replace('_', '-')} must be {'>= 0' if least else '> 0'}, got {value!r}"
-            )
-    options["estimate"] = bool(elsewhere) or options["estimate"]
-    options["seconds"] = _SECONDS if options["seconds"] is None else options["seconds"]
-    options["rehearse"] = options["rehearse"] is not False
 
 
 def _request(
@@ -180,32 +478,35 @@ def _request(
     microbatches: tuple[int, ...] | None,
     memory: tuple[str, ...],
     estimate: bool,
-    device: str | None,
-    flops: float | None,
-    bandwidth_memory: float | None,
-    link: str | None,
-    efficiency: float | None,
-    seconds: float,
-    rehearse: bool,
-    latency: float | None,
-    bandwidth: float | None,
+    seconds: float | None,
     optimizer_state: float,
-) -> Any:
-    from autosplit.pipeline.simulation.transfer import Transfer
-    from autosplit.planner.costs.limits import Limits
-    from autosplit.planner.plan.plan_search import SearchSpace
+    **elsewhere: Any,
+) -> PlanRequest:
+    """What the options ask for; refuses those that others leave without effect.
 
-    from .plan_request import PlanRequest, machine_of
-
-    links = Transfer((latency or 0.0) / 1e3, math.inf if bandwidth is None else 1e9 * bandwidth)
+    Raises:
+        click.BadParameter: naming both.
+    """
+    given = [name for name in _ELSEWHERE if elsewhere[name] is not None]
+    if seconds is not None and (given or estimate):
+        why = f"--{given[0].replace('_', '-')}" if given else "--estimate"
+        raise click.BadParameter(
+            f"--seconds has no effect with {why}, by which nothing is measured here"
+        )
+    for name in ("flops", "bandwidth_memory"):
+        if elsewhere[name] is not None and not elsewhere[name] > 0.0:
+            raise click.BadParameter(
+                f"--{name.replace('_', '-')} must be > 0, got {elsewhere[name]!r}"
+            )
+    efficiency = elsewhere.pop("efficiency")
     return PlanRequest(
         devices,
         batch,
         SearchSpace(stages, microbatches, schedules or None, memory or None),
-        Limits(limit, optimizer_state, links, measures=math.isfinite(limit)),
-        estimate,
-        seconds,
+        Limits(limit, optimizer_state, Transfer(), measures=math.isfinite(limit)),
+        bool(given) or estimate,
+        _SECONDS if seconds is None else seconds,
         backend,
-        rehearse,
-        machine_of(device, flops, bandwidth_memory, link, efficiency),
+        device_kind(**elsewhere) if given else None,
+        EFFICIENCY if efficiency is None else efficiency,
     )

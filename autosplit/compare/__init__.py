@@ -1,6 +1,5 @@
 """Fused against split backward, alternating within one run, on the same model and data."""
 
-from .factory_settings import configure
-from .workload import Workload
+from .workload import Workload, configure
 
 __all__ = ["Workload", "configure"]

@@ -1,11 +1,4 @@
-"""What each rank of a comparison does. Every rank makes the same calls in the same order.
-
-The most bytes of tensors that one call holds at any time.
-
-How a comparison's trainers get their stages: built one by one, or cut from a whole model.
-
-Gradients of the whole pipeline by plain autograd in one process.
-"""
+"""What each rank of a comparison does. Every rank makes the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -34,11 +27,10 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Timeline, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.options import RunOptions, StageOptions
-from autosplit.planner.costs.block_costs import ModelCosts, average
-from autosplit.planner.costs.profile import profile
-from autosplit.planner.cuts.rank_measurement import device_of_trainer
-from autosplit.planner.model.block_instance import StageOptions as ProfiledStage
-from autosplit.planner.model.captured_model import WholeModel
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.costs import ModelCosts
+from autosplit.planner.cutting import device_of_trainer, profile_together
+from autosplit.planner.profile import BlockOptions
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.text.figures import spread
@@ -124,16 +116,13 @@ def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
         return None
     inputs, targets = workload.batch_fn(0, workload.microbatch_size)
     whole = WholeModel.capture(workload.model_fn(), inputs)
-    options = ProfiledStage(
+    options = BlockOptions(
         split=SplitOptions(settings.backend),
         loss_fn=workload.loss_fn,
         targets=targets,
         device=device_of_trainer(alone=False),
     )
-    costs = profile(whole, options, seconds=settings.profiling)
-    if not dist.is_initialized():
-        return costs
-    return average(gather(costs))
+    return profile_together(whole, options, settings.profiling, alone=False)
 
 
 def stages_for(workload: Workload, settings: Settings, costs: ModelCosts | None) -> dict[str, Any]:
@@ -200,22 +189,15 @@ def compare_on_rank(settings: Settings) -> Comparison:
     workload = load_workload(settings.factory, settings.overrides)
     costs = measured_costs(workload, settings)
     cases = settings.cases
-    rows: list[Row] = []
-    timelines: list[Timeline] = []
-    ideals: list[Timeline] = []
-    memory: list[list[StageMemory]] = []
+    found: list[_Summary] = []
     total = len(cases) * 2 * (settings.warmup + settings.steps + 2)
     # None: shown on a terminal, not in a log file.
     with tqdm(total=total, unit="step", disable=True if _rank() > 0 else None) as bar:
         for schedule, microbatches in cases:
             bar.set_description(f"{schedule} M={microbatches}")
             case = _Case(settings, workload, costs, schedule, microbatches, bar.update)
-            for row, timeline, ideal, kept in case.run():
-                rows.append(row)
-                timelines.append(timeline)
-                ideals.append(ideal)
-                memory.append(kept)
-    return Comparison(rows, timelines, ideals, memory)
+            found += case.run()
+    return Comparison(*map(list, zip(*found, strict=True)))
 
 
 class _Case:

@@ -12,10 +12,8 @@ from typing import Any
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.activation_memory import memory_over_time
-from autosplit.report.timeline_page import Panel, write_page
-from autosplit.report.timeline_picture import draw_timelines
-from autosplit.report.trace import write_chrome_trace
-from autosplit.text.files import write_text, writing
+from autosplit.report.timelines import Panel, write_timelines
+from autosplit.text.files import write_text
 
 from .rank import compare_on_rank
 from .settings import Comparison, Settings
@@ -49,23 +47,17 @@ def compare(settings: Settings) -> Comparison | None:
 def write_json(comparison: Comparison, file: pathlib.Path) -> None:
     """``{"rows": [...]}`` with the fields of ``Row``."""
     rows: list[dict[str, Any]] = [dataclasses.asdict(row) for row in comparison.rows]
-    with writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps({"rows": rows}, indent=2) + "\n")
 
 
-def write_timelines(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
-    """``timeline.png``, ``timeline.html`` and ``trace.json``; returns their paths."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+def write_pictures(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
+    """``write_timelines``, on whose page each step is above what it would be if nothing were lost;
+    returns the paths.
+    """
     pairs = zip(comparison.rows, comparison.timelines, strict=True)
     titled = [(row.title, timeline) for row, timeline in pairs]
-    picture, page = folder / "timeline.png", folder / "timeline.html"
-    trace = folder / "trace.json"
-    draw_timelines(titled, picture)
-    write_page(list(_panels(comparison)), page, title=f"{comparison.rows[0].stages} stages")
-    write_chrome_trace(titled, trace)
-    return [picture, page, trace]
+    title = f"{comparison.rows[0].stages} stages"
+    return write_timelines(titled, folder, title=title, panels=[*_panels(comparison)])
 
 
 def _panels(comparison: Comparison) -> Iterator[Panel]:

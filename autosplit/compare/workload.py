@@ -1,4 +1,8 @@
-"""What `autosplit compare MODULE:FACTORY` trains.
+"""Settings of a factory, from the text of a command line to what its parameters take.
+
+A user's function named as `MODULE:FACTORY`: found, called, and its failures told as its own.
+
+What `autosplit compare MODULE:FACTORY` trains.
 
 A factory is a function that takes keyword settings (`--set dim=256`) and returns a
 `Workload`.
@@ -6,16 +10,272 @@ A factory is a function that takes keyword settings (`--set dim=256`) and return
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from autosplit.errors import PipelineError
-
-from .factory import prepared
+from autosplit.errors import AutosplitError, PipelineError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Settings = TypeVar("Settings", bound=DataclassInstance)
     from torch import Tensor, nn
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def configure(kind: type[Settings], overrides: Mapping[str, object]) -> Settings:
+    """A dataclass `kind` of settings with some of its fields overridden.
+
+    Values may be the text of a command line (`"256"`, `"true"`) or of the field's own type.
+    Fields are int, float, bool or str.
+
+    Raises:
+        PipelineError: an unknown name (the known ones are listed) or a value that does not
+            fit its field.
+    """
+    known = {field.name: field.type for field in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for name in overrides:
+        if name not in known:
+            raise PipelineError(
+                f"unknown setting {name!r} of {kind.__name__}; known: {', '.join(known)}"
+            )
+    return kind(**{name: _convert(name, value, hints[name]) for name, value in overrides.items()})
+
+
+def parameter_kinds(factory: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """What each parameter takes, that of `**settings` under `"**"`; none where nothing says."""
+    function = inspect.getattr_static(factory, "__init__") if isinstance(factory, type) else factory
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # names of the user's that are only there for a type checker
+        every = {name: each.annotation for name, each in signature.parameters.items()}
+        hints = {n: a for n, a in every.items() if a is not signature.empty and type(a) is not str}
+    found = {}
+    for name, parameter in signature.parameters.items():
+        key = "**" if parameter.kind is parameter.VAR_KEYWORD else name
+        if name in hints:
+            found[key] = hints[name]
+        elif type(parameter.default) in _PLAIN:
+            found[key] = type(parameter.default)
+    return found
+
+
+def read_setting(name: str, text: str, kind: Any) -> object:
+    """The value that a text stands for."""
+    if kind in _PLAIN:
+        return _convert(name, text, kind)
+    if kind is object:  # left to the factory, as `configure` takes it
+        return text
+    if typing.get_origin(kind) is typing.Literal:
+        known = {str(value): value for value in typing.get_args(kind)}
+        if text not in known:
+            raise PipelineError(f"setting {name} is one of {', '.join(known)}, got {text!r}")
+        return known[text]
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return _read_one_of(name, text, typing.get_args(kind))
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _read_one_of(name: str, text: str, kinds: Sequence[Any]) -> object:
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    errors = []
+    for kind in sorted(kinds, key=lambda each: each is str):  # a text fits always
+        if kind is not type(None):
+            try:
+                return read_setting(name, text, kind)
+            except PipelineError as error:
+                errors.append(str(error))
+    raise PipelineError("; or ".join(errors))
+
+
+def _convert(name: str, value: object, kind: type) -> object:
+    truths = {"true": True, "1": True, "false": False, "0": False}
+    try:
+        if isinstance(value, str):
+            return truths[value.lower()] if kind is bool else kind(value)
+        if kind is float and type(value) is int:
+            return float(value)
+    except (KeyError, ValueError):
+        pass
+    # type() and not isinstance(): True is an int, but `dim=True` is a mistake.
+    if type(value) is kind:
+        return value
+    expected = "true or false" if kind is bool else kind.__name__
+    raise PipelineError(f"setting {name} expects {expected}, got {value!r}")
+
+
+def load_factory(spec: str) -> Callable[..., Any]:
+    """The factory that `spec`, a text like "examples.models:llama", names.
+
+    The working directory comes first on `sys.path` from here on, as under `python -m`, so
+    that a model's file needs no installation and its own late imports work too.
+
+    Raises:
+        PipelineError: `spec` has no colon; the module is not there, or raises while it is
+            imported; it has no such attribute, or that is not callable.
+    """
+    module_name, _, attribute = spec.partition(":")
+    if not (module_name and attribute):
+        raise PipelineError(
+            f"expected MODULE:FACTORY, for example examples.models:llama, got {spec!r}"
+        )
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    module = _import(module_name)
+    missing = object()
+    factory = getattr(module, attribute, missing)
+    if factory is missing:
+        raise PipelineError(
+            f"{module_name} has no {attribute!r}; functions there: "
+            f"{', '.join(_functions(module)) or 'none'}"
+        )
+    if not callable(factory):
+        raise PipelineError(
+            f"{spec} is not callable but of type {type(factory).__name__}; functions there: "
+            f"{', '.join(_functions(module)) or 'none'}"
+        )
+    return typing.cast(Callable[..., Any], factory)
+
+
+def prepared(spec: str, overrides: Mapping[str, object]) -> Callable[[], Any]:
+    """The factory `spec` with these settings, yet to be called.
+
+    A setting that is a text, as from a command line, becomes what its parameter is annotated as: an
+    int, float, bool or str, one of several values, or None where that may be. A parameter without
+    annotation goes by its default; without either, and under another annotation, a Python literal
+    becomes its value and anything else stays a text.
+
+    Raises:
+        PipelineError: as `load_factory`, or the factory does not take the settings; and when it is
+            called, what the factory raises.
+    """
+    factory = load_factory(spec)
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**overrides)
+    except TypeError as error:
+        raise PipelineError(
+            f"{spec}{signature} cannot be called with {_listed(overrides)}: {error}"
+        ) from None
+    kinds = parameter_kinds(factory, signature)
+    read = {
+        name: read_setting(name, value, kinds.get(name, kinds.get("**")))
+        if isinstance(value, str)
+        else value
+        for name, value in overrides.items()
+    }
+    return _Prepared(spec, factory, read)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A factory with its settings; what it raises names it."""
+
+    spec: str
+    factory: Callable[..., Any]
+    overrides: Mapping[str, object]
+
+    def __call__(self) -> Any:
+        with failures_of(self.spec):
+            return self.factory(**self.overrides)
+
+
+@contextlib.contextmanager
+def failures_of(what: str) -> Iterator[None]:
+    """Around a user's own code: an error of it says whose it is, and where.
+
+    Args:
+        what: is called, for messages.
+
+    Raises:
+        PipelineError: in place of any error that is not autosplit's own.
+    """
+    try:
+        yield
+    except AutosplitError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise PipelineError(
+            f"{what} raised {type(error).__name__}: {error} ({_where(error)})"
+        ) from error
+
+
+def _listed(overrides: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in overrides.items()) or "no settings"
+
+
+def _import(name: str) -> ModuleType:
+    if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+        dotted = ".".join(Path(name).with_suffix("").parts).strip(".")
+        raise PipelineError(
+            f"expected the dotted name of a module, got {name!r}; did you mean {dotted!r}?"
+        )
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if _is_or_contains(error.name, name):
+            raise PipelineError(
+                f"no module named {error.name!r}; {name!r} was looked for in the working "
+                f"directory {os.getcwd()} and among the installed packages"
+            ) from error
+        raise _broken_module(name, error) from error
+    except Exception as error:  # a user's module may raise anything
+        raise _broken_module(name, error) from error
+
+
+def _is_or_contains(found: str | None, name: str) -> bool:
+    """Whether module `found` is `name` itself or one of the packages around it."""
+    return found is not None and f"{name}.".startswith(f"{found}.")
+
+
+def _broken_module(name: str, error: Exception) -> PipelineError:
+    return PipelineError(
+        f"module {name!r} was found but raised {type(error).__name__} while it was imported: "
+        f"{error} ({_where(error)})"
+    )
+
+
+def _where(error: Exception) -> str:
+    """The user's line: the last one that is not in torch."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/torch/" not in Path(frame.filename).as_posix()]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """Public functions that `module` defines itself; its classes are layers and settings."""
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and callable(value)
+        and not isinstance(value, type)
+        and getattr(value, "__module__", None) == module.__name__
+    )
 
 
 def _nothing_shared(stages: int) -> Sequence[Sequence[tuple[int, str]]]:

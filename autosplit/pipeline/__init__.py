@@ -3,8 +3,10 @@
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
+from autosplit.pipeline.memory.balance import balance
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.search import search
+from autosplit.pipeline.search.within_memory import search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.critical_path import critical_path
 from autosplit.pipeline.simulation.reductions import Reductions
@@ -30,12 +32,14 @@ __all__ = [
     "StageOptions",
     "Timeline",
     "Transfer",
+    "balance",
     "build",
     "critical_path",
     "launch",
     "peak_memory",
     "process_group",
     "search",
+    "search_within",
     "simulate",
     "validate",
 ]

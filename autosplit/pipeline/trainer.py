@@ -176,7 +176,7 @@ def _cut(
         PlanError: it cannot be cut so; says why.
     """
     # Training stages that are there needs no planner, which takes long to import.
-    from autosplit.planner.cuts.cut_model import Planning, cut_model
+    from autosplit.planner.cutting import Planning, cut_model
 
     if count is None or example is None:
         raise PipelineError(

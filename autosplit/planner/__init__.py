@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from autosplit.planner.meta_init.meta_model import meta_model
-from autosplit.planner.model.captured_model import WholeModel
-from autosplit.planner.model.stages import Partition, cut
-from autosplit.planner.plan.partitioning import partition
-from autosplit.planner.plan.plan import Plan
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.meta_model import meta_model
+from autosplit.planner.plan import Plan, partition
+from autosplit.planner.stages import Partition, cut
 
 __all__ = ["Partition", "Plan", "WholeModel", "cut", "meta_model", "partition"]

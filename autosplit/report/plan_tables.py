@@ -11,11 +11,12 @@ from tabulate import tabulate
 
 from autosplit.dump.tables import milliseconds
 from autosplit.errors import AutosplitError
-from autosplit.planner.cuts.within_limit import NOT_COUNTED
-from autosplit.planner.plan.alternatives import Configuration
-from autosplit.planner.plan.plan import Plan
+from autosplit.planner.cutting import NOT_COUNTED
+from autosplit.planner.plan import Plan
+from autosplit.planner.plan_search import Configuration
 from autosplit.text.figures import few, size_text
-from autosplit.text.files import writing
+
+from .pictures import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +90,11 @@ def plan_table(plan: Plan) -> str:
 
 
 def measures_table(plan: Plan) -> str:
-    """A row a measure of memory that the plan takes: what it costs, and saves on every rank."""
+    """A row a measure of memory that the plan takes: what it costs, and saves on every rank; empty
+    where it takes none.
+    """
+    if not plan.measures:
+        return ""
     rows = [
         [name, f"+{milliseconds(seconds)}", *(size_text(round(size)) for size in saved)]
         for name, seconds, saved in plan.measures
@@ -133,16 +138,13 @@ def draw_plan(plan: Plan, path: str | Path, *, title: str | None = None) -> None
         OutputError: the file cannot be written.
     """
     check_picture(path)
-    from matplotlib.figure import Figure
-
     height = 1.7 + 0.55 * max(plan.stages, plan.ranks)
-    figure = Figure(figsize=(13.0, height), facecolor="white", layout="constrained")
+    figure = new_figure("a plan", (13.0, height), layout="constrained")
     times, memory = figure.subplots(1, 2, width_ratios=(2.2, 1.0))
     _draw_times(times, plan)
     _draw_memory(memory, plan)
     figure.suptitle(title or _title(plan), x=0.01, ha="left", color=_INK, fontsize=11)
-    with writing(path):
-        figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def check_picture(path: str | Path) -> None:
@@ -151,13 +153,7 @@ def check_picture(path: str | Path) -> None:
     Raises:
         AutosplitError: no matplotlib, or a suffix that it has no format for.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise AutosplitError(
-            f"drawing a plan needs matplotlib ({error}); run: pip install autosplit[plot]"
-        ) from error
-    known = Figure().canvas.get_supported_filetypes()
+    known = new_figure("a plan", (1.0, 1.0)).canvas.get_supported_filetypes()
     suffix = Path(path).suffix.removeprefix(".")
     if suffix and suffix.lower() not in known:
         raise AutosplitError(f"no picture format {suffix!r} of {path}; known: {', '.join(known)}")

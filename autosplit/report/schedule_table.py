@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from autosplit.dump.tables import milliseconds
-from autosplit.errors import AutosplitError
 from autosplit.pipeline.search.survey import SimulatedSchedule, Survey
-from autosplit.text.files import writing
+
+from .pictures import new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,14 +124,9 @@ def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -
     Raises:
         AutosplitError: no matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patheffects import withStroke
-    except ModuleNotFoundError as error:
-        raise AutosplitError(
-            f"drawing schedules needs matplotlib ({error}); run: pip install autosplit[plot]"
-        ) from error
-    figure = Figure(figsize=(9.0, 6.0), facecolor="white", layout="constrained")
+    figure = new_figure("schedules", (9.0, 6.0), layout="constrained")
+    from matplotlib.patheffects import withStroke
+
     axes = figure.add_subplot()
     limit = _SLOWEST * min(entry.timeline.step_time for entry in survey.fitting)
     shown = [entry for entry in survey.entries if entry.timeline.step_time <= limit]
@@ -149,8 +144,7 @@ def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -
     axes.legend(frameon=False, loc="upper right")
     if title is not None:
         axes.set_title(title, color=_INK, loc="left", parse_math=False)
-    with writing(path):
-        figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def _draw_front(axes: Axes, front: Sequence[SimulatedSchedule]) -> None:

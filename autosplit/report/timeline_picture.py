@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import Action, ActionKind, numbered
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.text.files import writing
+
+from .pictures import check_format, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,8 +125,6 @@ _IDLE: dict[str, Any] = {
     "linewidth": 0.0,
 }
 _INK, _MUTED = "#222222", "#666666"
-_FORMATS = (".pdf", ".png", ".svg")
-_DPI = 150
 _POINTS = 72.0  # in an inch
 _BAR = 0.82  # height of a bar in rows
 _LINE = 0.09  # and of a transfer
@@ -160,15 +159,8 @@ def draw_timelines(rows: Rows, path: str | Path, *, title: str | None = None) ->
             matplotlib.
         OutputError: the file cannot be written.
     """
-    path = Path(path)
-    if path.suffix.lower() not in _FORMATS:
-        raise AutosplitError(
-            f"cannot draw timelines into {str(path)!r}: expected a name that ends in "
-            f"{', '.join(_FORMATS)}"
-        )
-    figure = timeline_figure(rows, title=title)
-    with writing(path):
-        figure.savefig(path, dpi=_DPI)
+    check_format(path, "timelines")
+    save_figure(timeline_figure(rows, title=title), path)
 
 
 def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
@@ -189,7 +181,7 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
         if not any(timeline.busy(rank) for rank in range(timeline.ranks)):
             raise AutosplitError(f"nothing to draw: no rank computes in the timeline {name!r}")
     layout = _layout(rows, title)
-    figure = _new_figure(layout.width, layout.height(rows))
+    figure = new_figure("timelines", (layout.width, layout.height(rows)))
     end = 1e3 * max(timeline.makespan for _, timeline in rows)
     panels = _add_panels(figure, layout, rows, end)
     for index, (axes, (name, timeline)) in enumerate(zip(panels, rows, strict=True)):
@@ -209,17 +201,6 @@ def _layout(rows: Rows, title: str | None) -> _PageLayout:
         row=min(0.42, max(0.2, 14.0 / ranks)),
         top=0.32 if title is None else 0.72,
     )
-
-
-def _new_figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise AutosplitError(
-            f"drawing timelines needs matplotlib ({error}); run: pip install autosplit[plot]"
-        ) from error
-    # The object interface: pyplot would register the figure in global state and pick a display.
-    return Figure(figsize=(width, height), facecolor="white")
 
 
 def _add_panels(figure: Figure, layout: _PageLayout, rows: Rows, end: float) -> list[Axes]:

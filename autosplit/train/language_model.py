@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from autosplit.compare.factory import prepared
+from autosplit.compare.workload import prepared
 from autosplit.errors import PipelineError
-from autosplit.planner.meta_init.meta_model import meta_model, model_of
+from autosplit.planner.meta_model import meta_model, model_of
 
 from .settings import TrainSettings
 

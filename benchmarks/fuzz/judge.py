@@ -19,8 +19,8 @@ from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.torch_csv import read_csv, write_csv
-from autosplit.planner.model.captured_model import WholeModel
-from autosplit.planner.plan.plan import Plan
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.plan import Plan
 
 LIMIT = 20.0
 """Seconds: a file of this size is read in milliseconds."""

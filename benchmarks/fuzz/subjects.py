@@ -12,9 +12,9 @@ from torch import nn
 
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.validation.torch_csv import write_csv
-from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
-from autosplit.planner.model.captured_model import WholeModel
-from autosplit.planner.plan.partitioning import partition
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.costs import BlockCost, ModelCosts
+from autosplit.planner.plan import partition
 
 from .judge import check_csv, check_plan
 

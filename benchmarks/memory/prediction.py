@@ -11,7 +11,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.ledger.bands import StepMemory
-from autosplit.report.memory_picture import draw_memory
+from autosplit.report.pictures import draw_memory
 from examples.families import FAMILIES
 
 from ..paper.settings import SIZES

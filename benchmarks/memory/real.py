@@ -15,7 +15,7 @@ from autosplit.pipeline.memory.balance import balance
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.planner.plan.plan import Plan
+from autosplit.planner.plan import Plan
 from examples.families import FAMILIES, Family
 
 from ..paper.settings import SIZES

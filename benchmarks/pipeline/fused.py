@@ -6,9 +6,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from autosplit.compare.run import compare, write_timelines
-from autosplit.compare.settings import Row, Settings
-from autosplit.compare.table import comparison_table, durations_table
+from autosplit.compare.run import compare, write_pictures
+from autosplit.compare.settings import Row, Settings, comparison_table, durations_table
 
 from ..results import Rows, table
 
@@ -32,7 +31,7 @@ def measure(steps: int, folder: pathlib.Path) -> Rows:
     found = compare(settings)
     if found is None:
         raise SystemExit("run this without torchrun")
-    write_timelines(found, folder)
+    write_pictures(found, folder)
     for name in ("trace.json", "timeline.html"):
         (folder / name).unlink()
     return [{"name": row.title, **dataclasses.asdict(row)} for row in found.rows]

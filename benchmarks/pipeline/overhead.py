@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.cli.inspection import example_inputs
+from autosplit.cli.inspect import example_inputs
 from autosplit.compare import Workload
 from autosplit.text.figures import quartiles, ratios
 from examples.models import convnet, llama, mlp

@@ -15,16 +15,13 @@ from autosplit.mesh.costs import measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.planner.costs.block_costs import ModelCosts, average
-from autosplit.planner.costs.estimate import estimate
-from autosplit.planner.costs.limits import Limits
-from autosplit.planner.costs.links import measure_links
-from autosplit.planner.costs.profile import profile
-from autosplit.planner.costs.trial_run import TrialRun, run_trial
-from autosplit.planner.cuts.rank_measurement import refine_by_trial_runs
-from autosplit.planner.cuts.solve import Solution, solve, weigh
-from autosplit.planner.model.block_instance import StageOptions, distinct
-from autosplit.planner.model.captured_model import WholeModel
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.costs import Limits, ModelCosts, average
+from autosplit.planner.cuts import Solution, solve, weigh
+from autosplit.planner.cutting import refine_by_trial_runs
+from autosplit.planner.estimate import estimate
+from autosplit.planner.profile import BlockOptions, distinct, profile
+from autosplit.planner.trial import TrialRun, measure_links, run_trial
 
 from .models import CASES
 from .training import Training, alternate
@@ -63,7 +60,7 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     names = subject.cut_by_hand(STAGES)
     whole = WholeModel.capture(model, subject.example()).divided(names)
     _, targets = subject.batch_fn(0, subject.microbatch_size)
-    options = StageOptions(loss_fn=subject.loss_fn, targets=targets)
+    options = BlockOptions(loss_fn=subject.loss_fn, targets=targets)
     start = time.perf_counter()
     costs = average(_gather(profile(whole, options, seconds=amount.seconds)))
     links = measure_links()
@@ -122,7 +119,7 @@ class _Planner:
     """What ``autosplit.partition`` does, with what it passes over on the way."""
 
     whole: WholeModel
-    options: StageOptions
+    options: BlockOptions
     costs: ModelCosts
     links: Transfer
     seconds: float
@@ -145,9 +142,9 @@ class _Planner:
         return {"even": even.uneven, "even_step": even.step / own.step}
 
     def _settled(self, find: Callable[[ModelCosts], Solution]) -> _Planned:
-        found = refine_by_trial_runs(self.costs, find, self._rehearse)
-        firsts = [cut + 1 for cut in found.solution.cuts]
-        return _Planned(firsts, self._weighed(self.costs, firsts), found.solution, found.costs)
+        found, costs = refine_by_trial_runs(self.costs, find, self._rehearse)
+        firsts = [cut + 1 for cut in found.cuts]
+        return _Planned(firsts, self._weighed(self.costs, firsts), found, costs)
 
     def _weighed(self, costs: ModelCosts, firsts: list[int]) -> Solution:
         # A solver's cuts lie behind a block, a partition's before one.

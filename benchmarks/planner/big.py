@@ -17,12 +17,11 @@ import torch
 
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
-from autosplit.planner.costs.device_kinds import device_named
-from autosplit.planner.costs.estimate import estimate
-from autosplit.planner.cuts.solve import solve
-from autosplit.planner.meta_init.meta_model import meta_model
-from autosplit.planner.model.block_instance import StageOptions
-from autosplit.planner.model.captured_model import WholeModel
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.cuts import solve
+from autosplit.planner.estimate import device_kind, estimate
+from autosplit.planner.meta_model import meta_model
+from autosplit.planner.profile import BlockOptions
 from examples.families import FAMILIES, PAPER, TINY
 
 from ..malloc import KEEPING
@@ -54,8 +53,8 @@ def plan(device: str, *, tiny: bool) -> dict[str, Any]:
     whole = WholeModel.capture(model, family.example())
     captured = time.perf_counter()
     here = device == "this CPU"
-    rates: DeviceSpeed = measure_device() if here else device_named(device).speed(efficiency=1.0)
-    options = StageOptions(
+    rates: DeviceSpeed = measure_device() if here else device_kind(device).speed(efficiency=1.0)
+    options = BlockOptions(
         loss_fn=family.loss_fn,
         targets=family.example()[0],
         autocast=None if here else torch.bfloat16,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..part import Part, fill
 from ..results import Results, Rows
-from . import big, playback
+from . import big
 from .automatic import MICROBATCHES, SCHEDULE, STAGES, Amount, measure
 from .tables import render_predictions, render_stages, render_steps
 
@@ -82,15 +82,6 @@ memory of the process, libraries included. Steps by peak rates rank plans; real 
 twice as long.""",
         lambda amount: big.measure(tiny=amount.tiny),
         big.render,
-    ),
-    "playback": Part(
-        "Playing all cuts at once",
-        f"""\
-Cuts of {playback.BLOCKS} blocks are looked for, 1F1B, M = 2N, in two ways: as the planner does,
-which plays an order once for all cuts that it compares, with a tensor for each number; and each by
-itself in the simulator's core. Both find the same cuts. Medians of {playback.TURNS} turns.""",
-        lambda amount: playback.measure(tiny=amount.tiny),
-        playback.render,
     ),
 }
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from autosplit.errors import PipelineError
 from autosplit.pipeline import RunOptions
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.planner.costs.trial_run import stage_times, trial_steps
-from autosplit.planner.cuts.solve import Solution
-from autosplit.planner.model.block_instance import StageOptions
-from autosplit.planner.model.captured_model import WholeModel
-from autosplit.planner.model.stages import cut
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.cuts import Solution
+from autosplit.planner.profile import BlockOptions
+from autosplit.planner.stages import cut
+from autosplit.planner.trial import stage_times, trial_steps
 
 from .models import Subject
 
@@ -64,7 +64,7 @@ class Training:
             raise PipelineError(f"a loss of {losses.tolist()}")
         return seconds
 
-    def beside_rehearsals(self, options: StageOptions, *, turns: int, steps: int) -> dict[str, Any]:
+    def beside_rehearsals(self, options: BlockOptions, *, turns: int, steps: int) -> dict[str, Any]:
         """Steps alternate with those of a rehearsal, another one in each turn."""
         seconds: dict[str, list[float]] = {"rehearsed": [], "seconds": []}
         spans: dict[str, list[Any]] = {"rehearsed_times": [], "times": []}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.planner import big, playback, tables
+from benchmarks.planner import big, tables
 from benchmarks.planner.automatic import Amount, measure
 from benchmarks.planner.models import CASES, Pyramid
 from benchmarks.planner.page import page
@@ -40,12 +40,6 @@ def test_a_model_is_planned_from_its_shapes() -> None:
     assert row["parameters"] > 10_000
     assert "**" not in big.render([{**row, "peak": 2**30}])
     assert "**5.00**" in big.render([{**row, "peak": 5 * 2**30}])
-
-
-def test_cuts_are_played_both_ways() -> None:
-    (row,) = playback.measure(tiny=True)
-    assert all(len(seconds) == 1 for seconds in row["seconds"].values())
-    assert "N = 4" in playback.render([row])
 
 
 def _row(**changes: Any) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from autosplit import CheckpointError, PlanError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
 from autosplit.checkpoint.storage.writer import unworried
-from autosplit.planner.meta_init.checkpoint_values import CheckpointValues
-from autosplit.planner.meta_init.materialise import materialise_stage
-from autosplit.planner.meta_init.meta_model import meta_model
+from autosplit.planner.initialise import CheckpointValues, materialise_stage
+from autosplit.planner.meta_model import meta_model
 from tests.checkpoint import checkpoint_workers
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
 from tests.ranks import Ranks

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.checkpoint.storage.writer import unworried
-from autosplit.planner.meta_init.checkpoint_values import CheckpointValues
+from autosplit.planner.initialise import CheckpointValues
 from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autosplit.cli.example_inputs import resized
+from autosplit.cli.plan import resized
 from autosplit.errors import PlanError
 
 

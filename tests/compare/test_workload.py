@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.compare.factory import load_factory, prepared
-from autosplit.compare.factory_settings import configure
-from autosplit.compare.workload import Workload
+from autosplit.compare.workload import Workload, configure, load_factory, prepared
 from autosplit.errors import PipelineError
 
 

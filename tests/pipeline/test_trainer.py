@@ -11,8 +11,8 @@ import torch
 from autosplit import partition
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline import PipelineTrainer, StageOptions, build
-from autosplit.planner.costs.limits import Limits
-from autosplit.planner.cuts.solve import CapError
+from autosplit.planner.costs import Limits
+from autosplit.planner.cuts import CapError
 from tests.pipeline.trainer_options import grouped
 from tests.planner.planned_models import UNEVEN, cut_by_trainers, loss, net, sgd, tokens
 from tests.planner.whole_models import llama_with_hidden_states

@@ -16,9 +16,8 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
-from autosplit.planner.costs.limits import Limits
-from autosplit.planner.cuts.solve import Solution, solve
+from autosplit.planner.costs import BlockCost, Limits, ModelCosts
+from autosplit.planner.cuts import Solution, solve
 
 _small = st.integers(0, 6).map(float)
 _time = st.integers(1, 8).map(float)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autosplit import partition
 from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Plan
-from autosplit.planner.costs.block_costs import BlockCost, ModelCosts
+from autosplit.planner.costs import BlockCost, ModelCosts
 from tests.pipeline.trainer_options import grouped
 from tests.planner.planned import even
 
@@ -138,8 +138,6 @@ def cut_by_trainers(cases: dict[str, dict[str, Any]]) -> dict[str, int]:
 def rehearsed() -> tuple[tuple[str, ...], float, int]:
     """A plan of ranks that rehearse: its cuts, its step, and how many gradients that left."""
     model = net(6)
-    plan = partition(
-        model, tokens(), stages=2, seconds=0.5, loss_fn=loss, targets=tokens(), rehearse=True
-    )
+    plan = partition(model, tokens(), stages=2, seconds=0.5, loss_fn=loss, targets=tokens())
     touched = [p for p in model.parameters() if p.grad is not None]
     return plan.cuts, plan.predicted_step, len(touched)

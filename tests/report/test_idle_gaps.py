@@ -6,7 +6,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.timeline_page import Gap, gaps
+from autosplit.report.timelines import Gap, gaps
 
 
 def _text(gap: Gap) -> str:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import OWNERS, Band, StepMemory, owners_of
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.report.memory_picture import COLOURS, draw_memory, memory_figure
-from autosplit.report.timeline_page import Panel, write_page
+from autosplit.report.pictures import COLOURS, draw_memory, memory_figure
 
 MIB = 2**20
 
@@ -55,20 +50,3 @@ def test_a_panel_a_rank_with_peak_and_prediction(tmp_path: Path) -> None:
 def test_formats_are_checked_before_anything_is_drawn() -> None:
     with pytest.raises(AutosplitError, match=r"a name that ends in \.pdf, \.png, \.svg"):
         draw_memory(MEMORY, "memory.odd")
-
-
-def test_the_timeline_page_has_the_bands(tmp_path: Path) -> None:
-    timeline = simulate(build("1f1b", 2, 3), lambda action: 0.25)
-    path = tmp_path / "page.html"
-    write_page([Panel("measured", timeline, bands=MEMORY)], path)
-    (text,) = re.findall(r"^const data = (.*);$", path.read_text(), re.MULTILINE)
-    (panel,) = json.loads(text)["panels"]
-    assert [owner for owner, _ in panel["owners"]] == ["parameters", "saved", "working"]
-    assert panel["memory"][0] == [[5000.0, MIB], [5000.0, 2 * MIB]]
-    assert panel["held"][1] == [[MIB, 0, 0], [MIB, 0, 3]]
-
-
-def test_the_page_wants_bands_of_all_ranks(tmp_path: Path) -> None:
-    timeline = simulate(build("1f1b", 3, 3), lambda action: 0.25)
-    with pytest.raises(AutosplitError, match="'odd' has 3 ranks, but memory for 2"):
-        write_page([Panel("odd", timeline, bands=MEMORY)], tmp_path / "page.html")

@@ -17,7 +17,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, JoinedWeights
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.timeline_page import Panel, write_page
+from autosplit.report.timelines import Panel, write_page
 from tests.pipeline.training.moving import SAVED, evicting
 
 BROWSER = next(

@@ -13,7 +13,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, JoinedWeights
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.trace import write_chrome_trace
+from autosplit.report.timelines import write_chrome_trace
 
 Event = dict[str, Any]
 

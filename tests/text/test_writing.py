@@ -15,7 +15,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.torch_csv import write_csv
 from autosplit.report.timeline_picture import draw_timelines
-from autosplit.report.trace import write_chrome_trace
+from autosplit.report.timelines import write_chrome_trace
 from autosplit.text.files import check_file, check_folder
 
 ROWS = [("1f1b", simulate(build("1f1b", 2, 2), lambda action: 1.0))]

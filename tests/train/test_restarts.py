@@ -30,8 +30,7 @@ def settings(folder: str, name: str) -> Any:
 def rank(folder: str, name: str) -> None:
     """Train; where the agent has started the ranks for the first time, one dies at a step."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    from autosplit.train.rank import StepLog
-    from autosplit.train.run import train
+    from autosplit.train.run import StepLog, train
 
     tell = StepLog.tell
 
@@ -57,7 +56,7 @@ def agent(folder: str, servers: Servers, pipe: Connection) -> None:
 
 
 def uninterrupted(folder: str) -> None:
-    from autosplit.train.rank import train_on_rank
+    from autosplit.train.run import train_on_rank
 
     train_on_rank(settings(folder, "whole"))
 

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from autosplit.errors import PipelineError
-from autosplit.train.text_windows import TextWindows, read_tokens
+from autosplit.train.preparation import TextWindows, read_tokens
 
 
 def test_a_pass_has_every_window_once_and_the_next_in_another_order() -> None:

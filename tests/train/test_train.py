@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import autosplit.train.run  # noqa: F401  # launches ranks, and is imported late otherwise
 from autosplit.checkpoint import read_checkpoint
 from autosplit.cli import main
-from autosplit.train.text_windows import TextWindows, read_tokens
+from autosplit.train.preparation import TextWindows, read_tokens
 from tests.ranks import Ranks
 from tests.train.test_language_model import saved, tiny
 from tests.train.workers import differing

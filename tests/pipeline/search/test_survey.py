@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.cli.projection import choose_schedule
+from autosplit.cli.simulate import choose_schedule
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.search.survey import survey

@@ -19,7 +19,7 @@ from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.report.timeline_page import gaps
+from autosplit.report.timelines import gaps
 from tests.pipeline.tables import schedule_of, seconds
 
 LINKS = Transfer(0.0, 4.0, host=Link(0.0, 2.0))

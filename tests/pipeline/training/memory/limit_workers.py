@@ -15,8 +15,8 @@ from autosplit.checkpoint import save_checkpoint
 from autosplit.errors import PipelineError
 from autosplit.pipeline import RunOptions
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.planner.cuts.solve import CapError
-from autosplit.planner.plan.plan import Plan
+from autosplit.planner.cuts import CapError
+from autosplit.planner.plan import Plan
 from autosplit.stage import Stage
 from tests.pipeline.trainer_options import grouped
 from tests.pipeline.workers import equal

@@ -1,1 +1,0 @@
-"""What blocks and stages cost: time, memory and messages, measured or estimated."""

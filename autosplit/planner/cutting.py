@@ -1,0 +1,564 @@
+"""A whole model captured, measured, cut for a schedule, and refined by trial runs: plan, run,
+correct the costs, plan again. All ranks measure at once, with the same result on each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autosplit.errors import AutosplitError, PipelineError, PlanError
+from autosplit.mesh.costs import Link, device_of_group
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.engine.default_group import gather, tell
+from autosplit.pipeline.engine.host_store import open_store
+from autosplit.pipeline.engine.shapes import Part
+from autosplit.pipeline.engine.timing import measure_store
+from autosplit.pipeline.search.within_memory import LimitError, search_within
+from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.training.memory.limited_schedule import MemoryLimitError
+from autosplit.pipeline.training.stage_modules import LossFunction
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.costs import BlockCost, Limits, ModelCosts, average
+from autosplit.planner.cuts import CapError, Solution, solve, weigh
+from autosplit.planner.estimate import estimate
+from autosplit.planner.profile import BlockOptions, profile
+from autosplit.planner.stages import Partition, cut
+from autosplit.planner.trial import Times, TrialRun, can_run_trial, run_trial, try_limit
+from autosplit.runtime.split_options import SplitOptions
+
+COSTS = ("profile", "estimate")
+_TRIALS = 4  # different cuts that are tried at the most
+# For the timed steps of each trial run: of the seconds of profiling, and at the most.
+_SHARE, _MOST = 0.3, 5.0
+_DAY = 86_400
+
+T = TypeVar("T")
+Find = Callable[[ModelCosts], Solution]
+
+
+def check_seconds(seconds: float) -> None:
+    """Refuse what is no time to measure for.
+
+    Raises:
+        PlanError: negative, not finite, or more than a day.
+    """
+    if not 0.0 <= seconds <= _DAY:
+        raise PlanError(
+            f"seconds to measure for must be from 0 to {_DAY:,} (a day), got {seconds!r}"
+        )
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How a model's cuts are found; ``autosplit.partition`` says what each means.
+
+    Raises:
+        PlanError: unknown costs, or seconds that are none.
+    """
+
+    costs: str | ModelCosts = "profile"
+    seconds: float = 10.0
+    rehearse: bool = True
+    targets: Part | None = None
+    limits: Limits = field(default_factory=Limits)
+    cut_at: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_seconds(self.seconds)
+        if not isinstance(self.costs, ModelCosts) and self.costs not in COSTS:
+            known = ", ".join(COSTS)
+            raise PlanError(f"unknown costs {self.costs!r}; known: {known}, or a ModelCosts")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Planning:
+        """What a trainer's user says of it.
+
+        Raises:
+            PipelineError: an unknown option.
+        """
+        known = [each.name for each in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise PipelineError(
+                    f"unknown option {name!r} in planning; known: {', '.join(known)} (the rest "
+                    "of what autosplit.partition takes, the trainer tells it)"
+                )
+        return cls(**options)
+
+    @property
+    def tries(self) -> bool:
+        """Whether a trainer is tried within a limit of memory, where it can be: not where costs
+        are of another model or machine, as far as can be known.
+        """
+        return isinstance(self.costs, str)
+
+    @property
+    def rehearses(self) -> bool:
+        """Whether trial runs are wanted, where they can be made."""
+        return self.costs == "profile" and self.rehearse
+
+
+@dataclass(frozen=True)
+class CutRequest:
+    """What a model is to be cut into, before it is known what its blocks cost.
+
+    Attributes:
+        stages: how many.
+        firsts: the first blocks of all stages but the first; None: where the step is shortest.
+        schedule: what they are to run.
+        limits: memory of a rank and links.
+    """
+
+    stages: int
+    firsts: Sequence[int] | None
+    schedule: ScheduleRequest
+    limits: Limits
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process plans for itself, whatever group it is in."""
+        return self.schedule.ranks == 1
+
+    def best(self, costs: ModelCosts) -> Solution:
+        """The best stages for ``costs``, the same on all ranks.
+
+        Raises:
+            CapError: nothing fits; says the least cap that would do.
+            ScheduleError: an unknown schedule, or one that refuses the counts.
+        """
+        return self._find(costs) if self.alone else agreed(lambda: self._find(costs))
+
+    def roomy(self) -> CutRequest:
+        """The same without a limit of memory."""
+        return replace(self, limits=replace(self.limits, cap=math.inf))
+
+    def _find(self, costs: ModelCosts) -> Solution:
+        """With what the schedule holds; where that is too much, with measures if wanted."""
+        try:
+            if self.firsts is None:
+                return solve(costs, self.stages, self.schedule, limits=self.limits)
+            cuts = [first - 1 for first in self.firsts]
+            return _fitting(weigh(costs, cuts, self.schedule, self.limits), self.limits)
+        except CapError:
+            if not self.limits.measures:
+                raise
+            return within_limit(self.roomy()._find(costs), self.limits)
+
+
+def _fitting(found: Solution, limits: Limits) -> Solution:
+    least = max(found.peaks)
+    if least > limits.cap * (1 + 1e-9):
+        raise CapError(
+            f"the stages that cut_at gives do not fit under a cap of {limits.cap:,.0f} bytes a "
+            f"rank; the least cap for them is {least:,.0f}: raise the cap, cut elsewhere, or leave "
+            "cut_at out",
+            least,
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model and the best cuts of it that were found.
+
+    Attributes:
+        whole: the model.
+        request: what it was to be cut into.
+        solution: the cuts, with the schedule that they are for.
+        split: how its stages are split.
+    """
+
+    whole: WholeModel
+    request: CutRequest
+    solution: Solution
+    split: SplitOptions = field(default_factory=SplitOptions)
+
+    def partition(self) -> Partition:
+        """The stages, none of them built yet."""
+        return cut(self.whole, [each + 1 for each in self.solution.cuts])
+
+
+def cut_model(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    stages: int,
+    schedule: ScheduleRequest,
+    planning: Planning,
+    *,
+    split: SplitOptions,
+    autocast: torch.dtype | None,
+    loss_fn: LossFunction | None,
+) -> CutModel:
+    """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
+
+    Args:
+        model: what to cut.
+        args: example positional inputs of one microbatch.
+        kwargs: example keyword inputs.
+        stages: how many stages.
+        schedule: what they are to run.
+        planning: how cuts are found.
+        split: how stages are split.
+        autocast: the dtype of autocast, or None.
+        loss_fn: counts in the last stage where there are targets.
+
+    Raises:
+        CaptureError: the model cannot be captured in one graph; names the user's line.
+        PlanError: it cannot be cut so; says why.
+        ScheduleError: an unknown schedule, or one that refuses the counts.
+    """
+    whole, firsts = _captured(model, args, kwargs, stages, planning.cut_at)
+    limits = planning.limits
+    request = CutRequest(stages, firsts, schedule, limits)
+    options = BlockOptions(
+        split,
+        autocast=autocast,
+        loss_fn=None if planning.targets is None else loss_fn,
+        targets=planning.targets,
+        device=device_of_trainer(alone=request.alone),
+    )
+    costs = _costs(planning, whole, options, alone=request.alone)
+    tries = limits.measures and planning.tries
+
+    def find(costs: ModelCosts) -> Solution:
+        """Where nothing keeps the limit, but a trainer will be tried, the best without one."""
+        try:
+            return request.best(costs)
+        except CapError:
+            if not tries:
+                raise
+            return request.roomy().best(costs)
+
+    if planning.rehearses:
+        found = refined_by_trial_runs(whole, costs, find, options, planning.seconds)
+    else:
+        found = find(costs)
+    if tries:
+        # Graphs alone tell less than a trainer knows, and of a limit too low not what would do.
+        tried = kept_as_tried(whole, found, options, limits, run=planning.rehearses)
+        found = tried or request.best(costs)
+    return CutModel(whole, request, found, split)
+
+
+def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:
+    """How many stages are asked for.
+
+    Raises:
+        PlanError: nothing says it, or two things say different.
+    """
+    if cut_at is None:
+        if stages is None:
+            raise PlanError("say how many stages: stages=N, or where they begin: cut_at=[...]")
+        return stages
+    if stages not in (None, len(cut_at) + 1):
+        raise PlanError(
+            f"cut_at has {len(cut_at)} names, which gives {len(cut_at) + 1} stages, but "
+            f"stages={stages}"
+        )
+    return len(cut_at) + 1
+
+
+def _captured(
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    stages: int,
+    cut_at: Sequence[str] | None,
+) -> tuple[WholeModel, list[int] | None]:
+    """The model in blocks, and those that ``cut_at`` names; refuses what is no cut of it."""
+    count = stage_count(stages, cut_at)
+    whole = WholeModel.capture(model, args, kwargs)
+    firsts = None
+    if cut_at is not None:
+        whole = whole.divided(cut_at)
+        firsts = [whole.start(name) for name in cut_at]
+        cut(whole, firsts)  # refuses what is no cut, before anything is measured
+    if not 1 <= count <= len(whole.blocks):
+        raise PlanError(
+            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
+            f"stages={count}"
+        )
+    return whole, firsts
+
+
+def _costs(
+    planning: Planning, whole: WholeModel, options: BlockOptions, *, alone: bool
+) -> ModelCosts:
+    """What the blocks cost: measured, estimated, or as given."""
+    if isinstance(planning.costs, ModelCosts):
+        return planning.costs
+    if planning.costs == "profile":
+        return profile_together(whole, options, planning.seconds, alone=alone)
+    return estimate(whole, options)
+
+
+def refine_by_trial_runs(
+    costs: ModelCosts, find: Find, run_trial: Callable[[Solution], TrialRun]
+) -> tuple[Solution, ModelCosts]:
+    """Rehearse what costs lead to, correct them by what it took, and see where they lead then.
+
+    Blocks that are timed one by one do not add up to a stage: a block alone finds its tensors in
+    the cache, and the machine for itself. Their ratios show where to cut, and a trial run what that
+    takes. This ends when the costs lead to what was tried already. The best of several is
+    tried once more at the end, for the luckiest looks better than it is.
+
+    Args:
+        costs: of the model's blocks.
+        find: the best stages for some costs.
+        run_trial: runs them.
+
+    Returns:
+        the stages with the shortest step that was tried, or more even ones whose step is as short
+        but for noise, with times and step of the trial run; and the costs of the blocks, as
+        corrected by all trial runs.
+    """
+    tried: list[object] = []
+    known: list[tuple[Solution, float]] = []
+    while len(tried) < _TRIALS:
+        found = find(costs)
+        key = found.cuts, found.schedule.ranks
+        if key in tried:
+            break
+        tried.append(key)
+        seen = run_trial(found)
+        costs = corrected(costs, [cut + 1 for cut in found.cuts], seen.times)
+        known.append((_as_seen(found, seen), seen.noise))
+    best = _best(known)
+    return best if len(tried) == 1 else _as_seen(best, run_trial(best)), costs
+
+
+def corrected(costs: ModelCosts, firsts: Sequence[int], times: Sequence[Times]) -> ModelCosts:
+    """The costs with blocks scaled so that each of these stages takes the times given.
+
+    Args:
+        costs: of the model's blocks.
+        firsts: the first block of every stage but the first.
+        times: per stage, seconds of F, I and W; I and W of the first are one backward.
+    """
+    blocks: list[BlockCost] = []
+    for (first, last), seen in zip(pairwise([0, *firsts, len(costs.blocks)]), times, strict=True):
+        planned = costs.stage(first, last).times
+        if first == 0:
+            seen = (seen[0], 0.0, seen[1] + seen[2])
+        forward, inputs, weights = (
+            _factor(a - costs.call, b - costs.call) for a, b in zip(seen, planned, strict=True)
+        )
+        if first == 0:
+            inputs = weights
+        blocks += [_scaled(block, forward, inputs, weights) for block in costs.blocks[first:last]]
+    return replace(costs, blocks=tuple(blocks))
+
+
+def _scaled(block: BlockCost, forward: float, inputs: float, weights: float) -> BlockCost:
+    scaled = replace(
+        block,
+        forward=block.forward * forward,
+        backward_input=block.backward_input * inputs,
+        backward_weight=block.backward_weight * weights,
+    )
+    before = block.backward_input + block.backward_weight
+    after = scaled.backward_input + scaled.backward_weight
+    return replace(scaled, backward_alone=block.backward_alone * _factor(after, before))
+
+
+def _factor(seen: float, planned: float) -> float:
+    """1 where nothing was planned, so that nothing can be scaled."""
+    return max(seen, 0.0) / planned if planned > 0.0 else 1.0
+
+
+def _best(known: Sequence[tuple[Solution, float]]) -> Solution:
+    """The most even of those that are no slower than the fastest, as far as that can be told."""
+    fastest, noise = min(known, key=lambda each: each[0].step)
+    near = [one for one, own in known if one.step <= fastest.step * (1.0 + max(own, noise))]
+    return min(near, key=lambda one: (one.uneven, one.step))
+
+
+def _as_seen(found: Solution, seen: TrialRun) -> Solution:
+    busy = found.schedule.microbatches * sum(map(sum, seen.times))
+    return replace(
+        found,
+        costs=replace(found.costs, times=seen.times),
+        step=seen.step,
+        bubble=max(0.0, 1.0 - busy / (seen.step * len(found.schedule.ranks))),
+    )
+
+
+def refined_by_trial_runs(
+    whole: WholeModel, costs: ModelCosts, find: Find, options: BlockOptions, seconds: float
+) -> Solution:
+    """The stages that costs lead to, after trial runs; those of the costs where none can be run.
+
+    Args:
+        whole: the model.
+        costs: of its blocks.
+        find: the best stages for some costs, for the number of ranks that a trial run has.
+        options: how stages are made.
+        seconds: how long blocks were measured; a trial run takes less.
+    """
+    first = find(costs)
+    if not can_run_trial(whole, first.schedule):
+        return first
+
+    def run(found: Solution) -> TrialRun:
+        return run_trial(
+            whole,
+            [cut + 1 for cut in found.cuts],
+            found.schedule,
+            options,
+            planned=found.costs.times,
+            seconds=min(seconds * _SHARE, _MOST),
+        )
+
+    return refine_by_trial_runs(costs, find, run)[0]
+
+
+def kept_as_tried(
+    whole: WholeModel, found: Solution, options: BlockOptions, limits: Limits, *, run: bool
+) -> Solution | None:
+    """A solution with what its ranks hold as a trainer has it; None where its ranks are not here.
+
+    Args:
+        whole: the model.
+        found: its stages.
+        options: how stages are made.
+        limits: the limit.
+        run: whether to run steps, too.
+
+    Raises:
+        CapError: a trainer finds nothing that keeps the limit; says for which one it does.
+    """
+    if not can_run_trial(whole, found.schedule):
+        return None
+    firsts = [cut + 1 for cut in found.cuts]
+    try:
+        peaks = try_limit(whole, firsts, found.schedule, options, limits, run=run)
+    except MemoryLimitError as error:
+        raise CapError(str(error), error.least) from error
+    return replace(found, peaks=peaks)
+
+
+NOT_COUNTED = "what operators take for themselves, messages and the batch come on top"
+"""Of a plan that was not tried on its ranks."""
+
+
+def within_limit(found: Solution, limits: Limits) -> Solution:
+    """The same stages under the shortest step that is found in which no rank holds more than the
+    cap: with some microbatches' state in the host's store (where the link to that is known) or made
+    again. What partner ranks could take in is left to a trainer, which knows sizes exactly.
+
+    Args:
+        found: stages, under a schedule that may hold more.
+        limits: the cap, and the links.
+
+    Raises:
+        CapError: nothing was found that keeps the cap; says the least cap that would do.
+    """
+    resting = found.resting(limits)
+    # What has to stay of a microbatch that is run again: the first stage's inputs are the batch's,
+    # and stay anyway.
+    crossing = found.costs.transfer.message_bytes
+    inputs = [0.0, *(crossing.values() if isinstance(crossing, Mapping) else ())]
+    memory = [replace(m, inputs=i) for m, i in zip(found.costs.memory, inputs, strict=True)]
+    costs = replace(found.costs, memory=memory)
+    try:
+        made = search_within(
+            costs,
+            found.schedule.microbatches,
+            limits.cap,
+            ranks=len(resting),
+            placement=found.schedule.placement,
+            fixed=resting,
+            measures=("offload", "recompute") if limits.links.host else ("recompute",),
+        )
+    except LimitError as error:
+        raise CapError(f"{error}; {NOT_COUNTED}", error.least) from error
+    return replace(
+        found,
+        schedule=made.schedule,
+        costs=costs,
+        step=made.timeline.makespan,
+        bubble=max(0.0, made.timeline.bubble_ratio()),
+        peaks=tuple(map(sum, zip(made.peaks, resting, strict=True))),
+        effects=made.effects,
+    )
+
+
+def profile_together(
+    whole: WholeModel, options: BlockOptions, seconds: float, *, alone: bool
+) -> ModelCosts:
+    """Profile on all ranks at once, for in a step they share memory and caches too; the mean. An
+    error on one is an error on all.
+
+    Args:
+        whole: the model.
+        options: how stages are made.
+        seconds: how long to measure.
+        alone: whether this process measures for itself, whatever group it is in.
+    """
+    if alone or not grouped():
+        return profile(whole, options, seconds=seconds)
+    return average(
+        [*map(_value, gather(_outcome(lambda: profile(whole, options, seconds=seconds))))]
+    )
+
+
+def agreed(find: Callable[[], T]) -> T:
+    """What rank 0 of the default process group finds, on all of them.
+
+    Each might find something else, and cut elsewhere.
+    """
+    if not grouped():
+        return find()
+    found: T = _value(tell(_outcome(find) if dist.get_rank() == 0 else None, 0))
+    return found
+
+
+def _outcome(find: Callable[[], T]) -> T | AutosplitError:
+    try:
+        return find()
+    except AutosplitError as error:
+        return error
+
+
+def _value(outcome: Any) -> Any:
+    if isinstance(outcome, AutosplitError):
+        raise outcome
+    return outcome
+
+
+def grouped() -> bool:
+    """Whether there are other ranks, in the default process group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def device_of_trainer(*, alone: bool) -> torch.device | None:
+    """Where a trainer puts its stages, if that is not where the model is.
+
+    Args:
+        alone: whether it has one process, whatever group that is in.
+    """
+    device = None if alone or not grouped() else device_of_group()
+    return None if device is None or device.type == "cpu" else device
+
+
+def with_host(links: Transfer, *, alone: bool) -> Transfer:
+    """The links, that of each rank to its host's store measured where it is not known; collective
+    over the default process group, but for what is ``alone``.
+    """
+    if links.host is not None:
+        return links
+    device = device_of_trainer(alone=alone) or torch.device("cpu")
+
+    def measured() -> Link:
+        return measure_store(open_store(device, None))
+
+    return replace(links, host=measured() if alone else agreed(measured))

@@ -1,1 +1,0 @@
-"""Models on the meta device, and the values that their stages get."""

@@ -1,0 +1,676 @@
+"""A plan: where a model is cut, and how its stages run; bound to a model, or as a JSON file.
+
+And ``partition``: a whole model in, stages and what they will take out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.checkpoint.naming import Mismatch
+from autosplit.errors import PlanError, SplitError
+from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
+from autosplit.pipeline.engine.shapes import Part
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Wiring
+from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.options import StageOptions
+from autosplit.pipeline.training.stage_modules import LossFunction
+from autosplit.pipeline.training.stage_trainer import OptimizerFunction
+from autosplit.pipeline.training.state.tied_parameters import Holder
+from autosplit.pipeline.validation.validate import validate
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.costs import Limits, ModelCosts
+from autosplit.planner.cuts import Solution
+from autosplit.planner.cutting import CutModel, Planning, cut_model, stage_count, with_host
+from autosplit.planner.initialise import Init
+from autosplit.planner.stages import Partition, cut
+from autosplit.planner.trial import without_memory
+from autosplit.runtime.split_options import SplitOptions
+from autosplit.text.figures import parse_size
+from autosplit.text.files import read_text, write_text
+from autosplit.torch_internals.pytree import tree_flatten
+
+_LARGEST = 1 << 63
+
+
+def check_types(made: Any) -> None:
+    """Refuse a dataclass whose fields do not hold what their annotations say. Numbers are finite
+    and not negative.
+
+    Raises:
+        PlanError: names the field, what it has to be, and what it is.
+    """
+    hints = typing.get_type_hints(type(made))
+    for each in fields(made):
+        value = getattr(made, each.name)
+        if not _is(value, hints[each.name]):
+            expected = str(each.type).replace("float", "number")
+            raise PlanError(
+                f"{each.name!r} must be {expected}, numbers finite and >= 0; got "
+                f"{reprlib.repr(value)}"
+            )
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse a plan whose parts do not belong together.
+
+    Raises:
+        PlanError: says which.
+    """
+    check_types(plan)
+    for name in ("ranks", "microbatches", "microbatch_size"):
+        if getattr(plan, name) < 1:
+            raise PlanError(f"{name!r} must be at least 1, got {getattr(plan, name)}")
+    for name, count, each in _lengths(plan):
+        if len(getattr(plan, name)) != count:
+            raise PlanError(
+                f"{name!r} must have {count} entries, one for each {each}; it has "
+                f"{len(getattr(plan, name))}"
+            )
+    if plan.bubble > 1.0:
+        raise PlanError(f"'bubble' must be a share from 0 to 1, got {plan.bubble}")
+    blocks = iter(plan.made_for.blocks[1:])
+    if not all(cut in blocks for cut in plan.cuts):
+        raise PlanError(
+            "'cuts' must be names of blocks of the model behind its first, in their order; got "
+            f"{reprlib.repr(plan.cuts)}"
+        )
+    shaped = next((each.shape for each in plan.made_for.inputs if each.shape), (1,))
+    if plan.microbatch_size != shaped[0]:
+        raise PlanError(
+            f"'microbatch_size' is {plan.microbatch_size}, but the inputs that the plan was made "
+            f"for have {shaped[0]} samples"
+        )
+    try:
+        SplitOptions(plan.backend, plan.memory)
+    except SplitError as error:
+        raise PlanError(str(error)) from error
+
+
+def _lengths(plan: Plan) -> Iterator[tuple[str, int, str]]:
+    """Field, how many entries it has, and what each is for."""
+    for name in ("placement", "stage_times", "stage_parameters"):
+        yield name, plan.stages, "stage"
+    yield "crossing", len(plan.cuts), "cut"
+    for name in ("actions", "peak_memory", "resting_memory"):
+        yield name, plan.ranks, "rank"
+
+
+def _is(value: Any, hint: Any) -> bool:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is(value, each) for each in inner)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return len(kinds) == len(value) and all(map(_is, value, kinds))
+    if hint is int:
+        return type(value) is int and 0 <= value < _LARGEST
+    if hint is float:  # JSON writes 2.0 as it likes
+        number = type(value) in (int, float) and 0 <= value < _LARGEST
+        return number and math.isfinite(value)
+    return isinstance(value, hint)
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor that the model takes, of one microbatch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class PlanSignature:
+    """The model and the inputs of one microbatch that a plan is valid for.
+
+    Attributes:
+        model: its class, for messages.
+        blocks: the names of its blocks in order.
+        inputs: the tensors among its inputs.
+
+    Raises:
+        PlanError: a value of another type, or a model without blocks.
+    """
+
+    model: str
+    blocks: tuple[str, ...]
+    inputs: tuple[Input, ...]
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.blocks:
+            raise PlanError("'blocks' must name at least one block of the model")
+
+    def check(self, came: PlanSignature) -> None:
+        """Refuse another model, or other inputs.
+
+        Raises:
+            PlanError: says what the plan was made for, and what came.
+        """
+        if self.blocks != came.blocks:
+            raise PlanError(
+                f"the plan was made for a {self.model} of {len(self.blocks)} blocks, but this "
+                f"{came.model} has {len(came.blocks)}: {_difference(self.blocks, came.blocks)}; "
+                "plan again for this model"
+            )
+        if self.inputs != came.inputs:
+            raise PlanError(
+                f"the plan was made for microbatches of {_listed(self.inputs)}, but came "
+                f"{_listed(came.inputs)}: give inputs of that size, or plan again"
+            )
+
+
+def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Input, ...]:
+    """The tensors among a model's arguments."""
+    named = [(f"args[{place}]", value) for place, value in enumerate(args)]
+    named += list((kwargs or {}).items())
+    found = []
+    for name, value in named:
+        leaves = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+        for place, leaf in enumerate(leaves):
+            full = name if isinstance(value, Tensor) else f"{name}, tensor {place}"
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            found.append(Input(full, tuple(leaf.shape), dtype))
+    return tuple(found)
+
+
+def _difference(made: Sequence[str], came: Sequence[str]) -> str:
+    for place, (one, other) in enumerate(zip(made, came, strict=False)):
+        if one != other:
+            return f"block {place} was {one!r}, and is {other!r}"
+    longer, what = (made, "has no") if len(made) > len(came) else (came, "has the further")
+    return f"it {what} {longer[min(len(made), len(came))]!r}"
+
+
+def _listed(inputs: Sequence[Input]) -> str:
+    return ", ".join(map(str, inputs)) or "no tensors"
+
+
+_FORMAT = "autosplit plan 1"
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Write all fields of a plan but the model that it may be bound to.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    data = {"format": _FORMAT, **{name: getattr(plan, name) for name in _names(type(plan))}}
+    data["made_for"] = asdict(plan.made_for)
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def read_plan(kind: type[Plan], path: str | Path) -> Plan:
+    """Read what ``write_plan`` wrote.
+
+    Raises:
+        PlanError: there is no such file, it cannot be read, or it is no plan.
+    """
+    text = read_text(path, "a plan", PlanError)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"cannot read a plan from {str(path)!r}: {error}") from error
+    if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
+        raise PlanError(f'{str(path)!r} is no plan: expected JSON with "format": {_FORMAT!r}')
+    names = _names(kind)
+    odd = sorted(set(data) ^ set(names))
+    if odd:
+        what = "lacks" if odd[0] in names else "has the unknown"
+        raise PlanError(f"{str(path)!r} is no whole plan: it {what} {odd[0]!r}")
+    try:
+        data["made_for"] = _made_for(data["made_for"])
+        return kind(**{name: _frozen(value) for name, value in data.items()})
+    except PlanError as error:
+        raise PlanError(f"{str(path)!r} is no whole plan: {error}") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{str(path)!r} is no whole plan: {error!r}") from error
+
+
+def _names(kind: type[Plan]) -> list[str]:
+    return [field.name for field in fields(kind) if field.name != "partition"]
+
+
+def _made_for(data: Any) -> PlanSignature:
+    inputs = [Input(each["name"], tuple(each["shape"]), each["dtype"]) for each in data["inputs"]]
+    return PlanSignature(data["model"], tuple(data["blocks"]), tuple(inputs))
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, all the way down."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(map(_frozen, value))
+    return value
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one model is trained on some ranks.
+
+    A plan that is bound to a model is what a trainer takes as one, see ``bind`` and ``trainer``.
+
+    Attributes:
+        cuts: the name of the first block of every stage but the first, a module path.
+        ranks: processes.
+        placement: the rank of every stage.
+        microbatches: M.
+        microbatch_size: samples in each.
+        schedule: its name.
+        actions: what each rank runs, in order, as text.
+        memory: the memory setting, see ``autosplit.split``.
+        backend: how graphs are run.
+        stage_times: per stage, seconds of F, I and W of a microbatch.
+        stage_parameters: per stage, bytes.
+        crossing: bytes over each cut of a microbatch.
+        predicted_step: seconds.
+        bubble: predicted idle time over total time.
+        peak_memory: per rank, the most bytes that it holds.
+        resting_memory: per rank, of these, parameters, gradients and optimizer state.
+        made_for: the model and its inputs.
+        memory_limit: bytes that no rank is to hold more than, for which a trainer searches again
+            once it has measured; None: any.
+        measures: per measure of memory that is taken, its name, the seconds by which the step is
+            longer for it, and the bytes that each rank holds less.
+        partition: the stages, of a plan that is bound to a model.
+
+    Raises:
+        PlanError: a value of another type, a number that is negative or not finite, or fields that
+            do not belong together.
+    """
+
+    cuts: tuple[str, ...]
+    ranks: int
+    placement: tuple[int, ...]
+    microbatches: int
+    microbatch_size: int
+    schedule: str
+    actions: tuple[str, ...]
+    memory: str | int
+    backend: str
+    stage_times: tuple[tuple[float, float, float], ...]
+    stage_parameters: tuple[float, ...]
+    crossing: tuple[float, ...]
+    predicted_step: float
+    bubble: float
+    peak_memory: tuple[float, ...]
+    resting_memory: tuple[float, ...]
+    made_for: PlanSignature
+    memory_limit: int | None = None
+    measures: tuple[tuple[str, float, tuple[float, ...]], ...] = ()
+    partition: Partition | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_plan(self)
+
+    @property
+    def batch(self) -> int:
+        """Samples in a step."""
+        return self.microbatches * self.microbatch_size
+
+    @property
+    def stages(self) -> int:
+        """N."""
+        return len(self.cuts) + 1
+
+    @property
+    def wiring(self) -> Wiring:
+        """Who feeds whom; of a bound plan."""
+        return self._bound.wiring
+
+    @property
+    def shared(self) -> Sequence[Sequence[Holder]]:
+        """Parameters that several stages hold; of a bound plan."""
+        return self._bound.shared
+
+    def build(self, index: int) -> nn.Module:
+        """The module of one stage; of a bound plan."""
+        return self._bound.build(index)
+
+    def initialise(self, init: Init | None = None, *, seed: int = 0) -> None:
+        """See ``Partition.initialise``; of a bound plan."""
+        self._bound.initialise(init, seed=seed)
+
+    def load_checkpoint(self, path: str | Path, **options: Any) -> tuple[Mismatch, ...]:
+        """See ``Partition.load_checkpoint``; of a bound plan."""
+        return self._bound.load_checkpoint(path, **options)
+
+    @property
+    def _bound(self) -> Partition:
+        if self.partition is None:
+            raise PlanError(
+                "the plan is not bound to a model: call plan.bind(model, args) with the inputs of "
+                "one microbatch first"
+            )
+        return self.partition
+
+    def bind(
+        self, model: nn.Module, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Plan:
+        """The plan with this model's stages, cut but not yet built.
+
+        Args:
+            model: the model that the plan was made for, or one like it.
+            args: its positional inputs, of one microbatch, a tuple or one tensor; a dictionary is
+                keyword inputs.
+            kwargs: its keyword inputs.
+
+        Raises:
+            PlanError: another model, or inputs of another size; says what the plan was made for.
+            CaptureError: the model cannot be captured whole.
+        """
+        whole = WholeModel.capture(model, args, kwargs)
+        return self.bound_to(whole)
+
+    def bound_to(self, whole: WholeModel) -> Plan:
+        """The plan with the stages of a model that is captured already; as ``bind``."""
+        if not set(self.cuts) <= {block.name for block in whole.blocks}:
+            try:
+                whole = whole.divided(self.cuts)
+            except PlanError as error:
+                raise PlanError(
+                    f"the plan was made for a {self.made_for.model} that begins with "
+                    f"{self.made_for.blocks[0]!r}; plan again for this model: {error}"
+                ) from error
+        self.made_for.check(made_for(whole))
+        firsts = [self.made_for.blocks.index(name) for name in self.cuts]
+        return replace(self, partition=cut(whole, firsts))
+
+    def built_schedule(self) -> Schedule:
+        """The schedule.
+
+        Raises:
+            ScheduleError: the file that the plan is from holds none that can run.
+        """
+        rows = tuple(tuple(map(Action.parse, row.split())) for row in self.actions)
+        kinds = {action.kind for row in rows for action in row}
+        schedule = Schedule(
+            self.schedule,
+            self.stages,
+            self.microbatches,
+            rows,
+            self.placement,
+            split_backward=ActionKind.BACKWARD_INPUT in kinds,
+        )
+        validate(schedule)
+        return schedule
+
+    def trainer(
+        self, loss_fn: LossFunction, optimizer_fn: OptimizerFunction, **options: Any
+    ) -> PipelineTrainer:
+        """The trainer that runs this plan, which must be bound.
+
+        Args:
+            loss_fn: see ``PipelineTrainer``.
+            optimizer_fn: see ``PipelineTrainer``.
+            options: further ones of ``PipelineTrainer``.
+
+        Raises:
+            PlanError: there are not as many processes as the plan has ranks.
+        """
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if "ranks" not in options and self.ranks not in (1, world):
+            raise PlanError(
+                f"the plan is for {self.ranks} processes and there "
+                f"{'is one' if world == 1 else f'are {world}'}: run under 'torchrun "
+                f"--nproc-per-node {self.ranks}' inside autosplit.pipeline.process_group(), or "
+                f"through autosplit.pipeline.launch; or partition the model with ranks={world}"
+            )
+        schedule = self.built_schedule()
+        if self.memory_limit is not None:
+            schedule = without_memory(schedule)
+            options = {"memory_limit": self.memory_limit, **options}
+        made = options.pop("stage_options", None) or StageOptions()
+        given = {
+            "microbatches": self.microbatches,
+            "schedule": schedule,
+            "ranks": self.ranks,
+            "stage_options": replace(
+                made,
+                memory=self.memory if made.memory is None else made.memory,
+                backend=self.backend if made.backend is None else made.backend,
+            ),
+            **options,
+        }
+        return PipelineTrainer(self._bound, loss_fn, optimizer_fn, **given)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, without the model that it may be bound to.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        write_plan(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what ``save`` wrote.
+
+        Raises:
+            PlanError: the file cannot be read_plan, or is no plan.
+            ScheduleError: its schedule cannot run.
+        """
+        plan = read_plan(cls, path)
+        plan.built_schedule()
+        return plan
+
+
+def made_for(whole: WholeModel) -> PlanSignature:
+    """What a plan of this model is made for."""
+    return PlanSignature(
+        type(whole.model).__name__,
+        tuple(block.name for block in whole.blocks),
+        inputs_of(whole.args, whole.kwargs),
+    )
+
+
+def make_plan(
+    found: Solution,
+    made_for: PlanSignature,
+    limits: Limits,
+    *,
+    name: str,
+    size: int,
+    split: SplitOptions,
+) -> Plan:
+    """The plan of a solution, not bound to a model.
+
+    Args:
+        found: the stages.
+        made_for: the model that its costs are of; its blocks are those of the costs.
+        limits: those that it was found under.
+        name: of the schedule.
+        size: samples of a microbatch.
+        split: how its stages are split.
+    """
+    schedule = found.schedule
+    crossing: Any = found.costs.transfer.message_bytes
+    return Plan(
+        cuts=tuple(made_for.blocks[cut + 1] for cut in found.cuts),
+        ranks=len(schedule.ranks),
+        placement=schedule.placement,
+        microbatches=schedule.microbatches,
+        microbatch_size=size,
+        schedule=name,
+        actions=tuple(" ".join(map(str, row)) for row in schedule.ranks),
+        memory=split.memory,
+        backend=split.backend,
+        stage_times=tuple(found.costs.times),
+        stage_parameters=found.parameters,
+        crossing=tuple(crossing[cut] for cut in range(len(found.cuts))),
+        predicted_step=found.step,
+        bubble=found.bubble,
+        peak_memory=found.peaks,
+        resting_memory=tuple(found.resting(limits)),
+        made_for=made_for,
+        memory_limit=int(limits.cap) if limits.measures and math.isfinite(limits.cap) else None,
+        measures=tuple(
+            (each.measure, max(0.0, each.seconds), tuple(max(0.0, size) for size in each.saved))
+            for each in found.effects
+        ),
+    )
+
+
+def partition(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int | None = None,
+    cut_at: Sequence[str] | None = None,
+    microbatches: int | None = None,
+    schedule: str | Schedule = "1f1b",
+    ranks: int | None = None,
+    split_backward: bool = True,
+    weights: str | None = None,
+    memory: str | int = "balanced",
+    backend: str = "eager",
+    autocast: torch.dtype | None = None,
+    loss_fn: LossFunction | None = None,
+    targets: Part | None = None,
+    costs: str | ModelCosts = "profile",
+    seconds: float = 10.0,
+    rehearse: bool = True,
+    limits: Limits | None = None,
+    memory_limit: int | str | None = None,
+) -> Plan:
+    """Cut a model into stages, so that a step of a schedule is short.
+
+    Where a process group is up, all ranks must call it, but for ``ranks=1``: they measure at the
+    same time, as they will run, and all cut alike. If the group is of the plan's ranks, they also
+    make trial runs: they run a few steps of the stages that the measured blocks lead to, correct
+    the blocks' costs by what these took, cut again, and keep the fastest. ``predicted_step`` and
+    ``stage_times`` are then those of the trial runs. The model stays as it is.
+
+    Training and evaluation are captured each. What the forward reads besides, such as an attribute
+    or the rate of a dropout, stays in the stages as it was: cut the model again after changing it.
+
+    Args:
+        model: what to cut; its parameters may be on the meta device.
+        args: example positional inputs of one microbatch, a tuple or one tensor; a dictionary is
+            keyword inputs.
+        kwargs: example keyword inputs.
+        stages: how many stages.
+        cut_at: the modules with which the stages after the first begin, as ``model.layers.8``.
+            None: where it makes the step shortest.
+        microbatches: M; None: two for each stage.
+        schedule: a key of ``pipeline.SCHEDULES``, or a schedule that is to be run as it is.
+        ranks: processes, see ``pipeline.build``.
+        split_backward: False for full backwards.
+        weights: where the weight gradients go, see ``pipeline.build``.
+        memory: see ``autosplit.split``.
+        backend: see ``autosplit.split``.
+        autocast: the dtype of autocast under which the stages are to run, or None.
+        loss_fn: as for the trainer; it counts in the last stage where there are ``targets``.
+        targets: example targets of one microbatch; ``()`` for a loss that takes none. None: what
+            the model puts out stands in for the loss.
+        costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
+            costs themselves, if they are known.
+        seconds: how long to measure blocks; each trial run, of five at the most, takes a third.
+        rehearse: False plans from costs alone; else what is profiled is rehearsed where that can
+            be done.
+        limits: memory of a rank and links; None: any, and none that takes time.
+        memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Where the
+            schedule alone does, another is searched, in which microbatches' state is kept in the
+            host's store or made again; the plan's ``measures`` say what that costs and saves. Its
+            ``trainer`` is given the limit. Where the process group is of the plan's ranks, such a
+            trainer is tried, with ``loss_fn`` and ``targets`` if they are given: the plan has what
+            its ranks will hold, or a limit that they cannot keep is refused. Elsewhere what
+            operators take for themselves, messages and the batch are not in it, and a trainer may
+            refuse a limit that the plan kept.
+
+    Returns:
+        The plan, bound to the model: a trainer takes it in place of stages.
+
+    Raises:
+        CaptureError: the model cannot be captured in one graph; names the user's line.
+        PlanError: more stages than blocks, a name in ``cut_at`` that cannot be cut at, an
+            unknown option.
+        CapError: nothing fits; says the least cap that would do.
+        ScheduleError: an unknown schedule, or one that refuses the counts.
+    """
+    count = stage_count(stages, cut_at)
+    if memory_limit is not None:
+        limits = _limited(
+            limits or Limits(), memory_limit, split_backward=split_backward, alone=ranks == 1
+        )
+    planning = Planning(costs, seconds, rehearse, targets, limits or Limits(), cut_at)
+    found = cut_model(
+        model,
+        args,
+        kwargs,
+        count,
+        ScheduleRequest(
+            schedule,
+            2 * count if microbatches is None else microbatches,
+            ranks,
+            split_backward,
+            weights,
+        ),
+        planning,
+        split=SplitOptions(backend, memory),
+        autocast=autocast,
+        loss_fn=loss_fn,
+    )
+    return _plan(found)
+
+
+def _limited(
+    limits: Limits, memory_limit: int | str, *, split_backward: bool, alone: bool
+) -> Limits:
+    """The limits with a cap for which measures are taken, and the link to the host's store."""
+    if math.isfinite(limits.cap):
+        raise PlanError(
+            f"memory_limit={memory_limit!r} and limits with cap={limits.cap:,.0f} both say what a "
+            "rank may hold: leave one of the two out"
+        )
+    if not split_backward:
+        raise PlanError(
+            "memory_limit searches a schedule of I and W: leave split_backward=False out"
+        )
+    links = with_host(limits.links, alone=alone)
+    cap = float(parse_size(memory_limit, "memory_limit", PlanError))
+    return replace(limits, cap=cap, links=links, measures=True)
+
+
+def _plan(found: CutModel) -> Plan:
+    """What was found, as a plan bound to the model."""
+    whole, request, solution = found.whole, found.request, found.solution
+    plan = make_plan(
+        solution,
+        made_for(whole),
+        request.limits,
+        name=AUTO if solution.schedule.name == AUTO else request.schedule.name,
+        size=_samples(whole),
+        split=found.split,
+    )
+    return plan.bound_to(whole)
+
+
+def _samples(whole: WholeModel) -> int:
+    """Of the first tensor among the inputs, along dimension 0."""
+    leaves = tree_flatten((whole.args, whole.kwargs))[0]
+    counts = [len(each) for each in leaves if isinstance(each, Tensor) and each.dim()]
+    return counts[0] if counts else 1

@@ -1,1 +1,0 @@
-"""Plans: found, checked, written and read."""

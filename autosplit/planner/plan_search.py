@@ -1,0 +1,372 @@
+"""Configurations of a model on some devices, ranked by their predicted steps.
+
+The best stages, microbatches, schedule and memory setting for a model on some devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autosplit.errors import PlanError, ScheduleError
+from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
+from autosplit.pipeline.search.search import search as search_schedule
+from autosplit.pipeline.simulation.activation_memory import peak_memory
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.planner.costs import Limits, ModelCosts
+from autosplit.planner.cuts import CapError, Solution, solve
+from autosplit.planner.cutting import within_limit
+from autosplit.text.figures import few, size_text
+
+NEAR = 0.01
+"""Of the shortest step: by less than this, no plan is known to be better than another."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Stages, schedule and memory setting of one way to run a model.
+
+    Attributes:
+        stages: N.
+        ranks: P.
+        microbatches: M.
+        microbatch_size: samples in each.
+        schedule: a key of ``pipeline.SCHEDULES``, or ``"auto"``, see ``pipeline.search``.
+        fused: whether backwards are full ones.
+        memory: the memory setting.
+        solution: its stages and the predicted step; None where it cannot run.
+        least: bytes a rank that it would need, where that is over the cap.
+        lost: why it is not the best; empty for the best.
+    """
+
+    stages: int
+    ranks: int
+    microbatches: int
+    microbatch_size: int
+    schedule: str
+    fused: bool
+    memory: str | int
+    solution: Solution | None = None
+    least: float | None = None
+    lost: str = ""
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Seconds of a step, then bytes of the fullest rank; what cannot run comes last."""
+        if self.solution is None:
+            return math.inf, self.least or math.inf
+        return self.solution.step, max(self.solution.peaks)
+
+
+def ranked(found: Sequence[Configuration]) -> list[Configuration]:
+    """The best first, each with why it lost: of those whose steps are within a hundredth of the
+    shortest, which is less than a prediction is worth, the one that holds least.
+
+    Raises:
+        CapError: none fits under the cap; says the least cap that would do.
+        PlanError: none can run.
+    """
+    ordered = sorted(found, key=lambda each: each.key)
+    shortest, _ = ordered[0].key
+    if math.isinf(shortest):
+        raise _nothing(ordered)
+    near = (each for each in ordered if each.key[0] <= (1.0 + NEAR) * shortest)
+    first = min(near, key=lambda each: each.key[::-1])
+    others = (each for each in ordered if each is not first)
+    return [first, *(_with_reason(each, first.solution) for each in others)]
+
+
+def _nothing(ordered: Sequence[Configuration]) -> PlanError:
+    first = ordered[0]
+    if first.least is not None:
+        return CapError(
+            f"nothing fits: the least cap is {size_text(math.ceil(first.least))} a rank "
+            f"({first.least:,.0f} bytes), with {first.schedule} and {first.microbatches} "
+            f"microbatches of {first.microbatch_size}, {first.stages} stages, memory "
+            f"{first.memory!r}: raise the cap, or use more devices or smaller microbatches",
+            first.least,
+        )
+    schedules: dict[str, dict[str, None]] = {}
+    for each in ordered:
+        schedules.setdefault(each.lost, {})[each.schedule] = None
+    if len(schedules) == 1:
+        return PlanError(f"nothing can run: {first.lost}")
+    reasons = (f"{lost} ({', '.join(names)})" for lost, names in schedules.items())
+    return PlanError("nothing can run: " + "; ".join(reasons))
+
+
+def _with_reason(one: Configuration, best: Solution | None) -> Configuration:
+    if one.solution is None or best is None:
+        return one
+    slower = one.solution.step / best.step - 1.0
+    if slower >= 0.0005:
+        return replace(one, lost=f"slower by {slower:.1%}")
+    more = max(one.solution.peaks) - max(best.peaks)
+    if slower <= -0.0005:
+        lost = f"faster by {-slower:.1%}, but holds {size_text(math.ceil(more))} more"
+        return replace(one, lost=lost)
+    return replace(
+        one, lost=f"as fast, but holds {size_text(math.ceil(more))} more" if more > 0 else "as fast"
+    )
+
+
+CostsOf = Callable[[int, str | int], ModelCosts]
+"""The costs of the model for microbatches of so many samples under a memory setting."""
+
+MEMORY = ("balanced", "fast", "lean")
+_PER_DEVICE = (1, 2, 4)  # microbatches for each device, where their number is open
+_CHUNKS = (2, 3, 4)  # stages a rank, where a schedule leaves that open
+_REFINED = 6  # of the best configurations, whose cuts are worked on
+_MOST = 1_000_000_000  # of anything: beyond, it is a slip of the pen
+_SEARCHED = 2  # of these, for which a schedule of their own is searched
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What a search may choose from; None leaves a choice open.
+
+    Attributes:
+        stages: N, else one a device, or as many as a schedule wants.
+        microbatches: Ms, else those that divide the batch into about 1, 2 and 4 a device.
+        schedules: names, else all and ``"auto"``.
+        memory: memory settings, else all.
+    """
+
+    stages: int | None = None
+    microbatches: Sequence[int] | None = None
+    schedules: Sequence[str] | None = None
+    memory: Sequence[str] | None = None
+
+
+def search_plans(
+    costs_of: CostsOf,
+    devices: int,
+    batch: int,
+    *,
+    space: SearchSpace | None = None,
+    limits: Limits | None = None,
+) -> list[Configuration]:
+    """All configurations, the shortest predicted step first; those that cannot run come last.
+
+    Each gets the cuts that dynamic programming gives; the best are then refined, see ``solve``,
+    and the best of these get a schedule searched for them.
+
+    Args:
+        costs_of: gives the costs; asked once for each size and setting.
+        devices: one rank each.
+        batch: samples in a step.
+        space: what is settled.
+        limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
+
+    Raises:
+        PlanError: a batch that M does not divide, more stages than blocks, an unknown memory
+            setting, or nothing that can run.
+        CapError: nothing fits under the cap; says the least cap that would do.
+        ScheduleError: an unknown schedule.
+    """
+    space = space or SearchSpace()
+    limits = limits or Limits()
+    _check(space, devices, batch)
+    blanks: list[Configuration] = []
+    for memory, count in itertools.product(
+        space.memory or MEMORY, _microbatches(space, devices, batch)
+    ):
+        costs = costs_of(batch // count, memory)
+        if space.stages is not None and space.stages > len(costs.blocks):
+            raise PlanError(
+                f"{space.stages} stages are more than the model has blocks, {len(costs.blocks)}"
+            )
+        blanks += [
+            Configuration(stages, devices, count, batch // count, schedule, fused, memory)
+            for schedule, stages, fused in _schedule_choices(space, devices)
+        ]
+    return ranked(_refined(_cut(blanks, costs_of, limits), costs_of, limits, space))
+
+
+def _cut(blanks: Sequence[Configuration], costs_of: CostsOf, limits: Limits) -> list[Configuration]:
+    """All with their stages, or with why they have none."""
+    found = []
+    known: dict[tuple[ModelCosts, ScheduleRequest, int], Configuration] = {}
+    shortest = math.inf
+    for each in blanks:
+        costs = costs_of(each.microbatch_size, each.memory)
+        alike = costs, _request(each), each.stages  # memory settings may come to the same
+        if alike not in known:
+            known[alike] = _filled(each, costs, limits, refine=False, rival=shortest)
+        found.append(replace(known[alike], memory=each.memory))
+        shortest = min(shortest, found[-1].key[0])
+    return found
+
+
+def _request(blank: Configuration) -> ScheduleRequest:
+    return ScheduleRequest(
+        blank.schedule, blank.microbatches, blank.ranks, split_backward=not blank.fused
+    )
+
+
+def _filled(
+    blank: Configuration,
+    costs: ModelCosts,
+    limits: Limits,
+    *,
+    refine: bool,
+    rival: float = math.inf,
+) -> Configuration:
+    """The configuration with its stages, or with why it has none."""
+    try:
+        solution = solve(
+            costs,
+            blank.stages,
+            _request(blank),
+            limits=limits,
+            refine=refine,
+            rival=rival,
+        )
+    except CapError as error:
+        over, needs = map(math.ceil, (error.least - limits.cap, error.least))
+        return replace(
+            blank,
+            least=error.least,
+            lost=f"over the cap by {size_text(over)}: needs {size_text(needs)} a rank",
+        )
+    except (PlanError, ScheduleError) as error:
+        return replace(blank, lost=str(error))
+    return replace(blank, solution=solution)
+
+
+def _with_measures(
+    found: list[Configuration], costs_of: CostsOf, limits: Limits
+) -> list[Configuration]:
+    """Of configurations that are over the cap those that would be shortest, kept under it by
+    measures of memory where that can be.
+    """
+    over = [each for each in found if each.least is not None and not each.fused]
+    if not limits.measures or not over:
+        return found
+    roomy = replace(limits, cap=math.inf)
+    free = {
+        at: _filled(each, costs_of(each.microbatch_size, each.memory), roomy, refine=False)
+        for at, each in enumerate(found)
+        if each in over
+    }
+    kept = [*found]
+    for at in sorted(free, key=lambda at: free[at].key)[:_SEARCHED]:
+        solution = free[at].solution
+        if solution is None:
+            continue
+        try:
+            kept[at] = replace(
+                free[at], solution=within_limit(solution, limits), least=None, lost=""
+            )
+        except CapError as error:
+            kept[at] = replace(found[at], least=error.least)
+    return kept
+
+
+def _searched(one: Configuration, limits: Limits) -> Configuration | None:
+    """The same stages under a schedule of their own, if one is found."""
+    solution = one.solution
+    if solution is None:
+        return None
+    still = solution.resting(limits)
+    try:
+        schedule = search_schedule(
+            solution.costs,
+            one.microbatches,
+            ranks=one.ranks,
+            placement=solution.schedule.placement,
+            cap=[max(limits.cap - each, 1.0) for each in still],
+        )
+    except ScheduleError:
+        return None
+    timeline = simulate(schedule, solution.costs.seconds, transfer=solution.costs.transfer)
+    moving = peak_memory(schedule, solution.costs.memory)
+    better = replace(
+        solution,
+        schedule=schedule,
+        step=timeline.makespan,
+        bubble=max(0.0, timeline.bubble_ratio()),
+        peaks=tuple(map(sum, zip(moving, still, strict=True))),
+    )
+    return replace(one, schedule=AUTO, fused=False, solution=better)
+
+
+def _check(space: SearchSpace, devices: int, batch: int) -> None:
+    for what, value in (("devices", devices), ("batch", batch), ("stages", space.stages)):
+        if value is not None and value < 1:
+            raise PlanError(f"{what} must be at least 1, got {value}")
+        if value is not None and value > _MOST:
+            raise PlanError(f"{what} must be at most {_MOST:,}, got {value:,}")
+    for name in space.schedules or ():
+        if name not in SCHEDULES and name != AUTO:
+            raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
+    for setting in space.memory or ():
+        if setting not in MEMORY:
+            raise PlanError(f"unknown memory setting {setting!r}; known: {', '.join(MEMORY)}")
+    for count in space.microbatches or ():
+        if count < 1 or batch % count:
+            may = few([*map(str, _divisors(batch))], 20)
+            raise PlanError(
+                f"a batch of {batch} cannot be cut into {count} equal microbatches; "
+                f"it can into {may}"
+            )
+
+
+def count_settings(space: SearchSpace, devices: int, batch: int) -> int:
+    """For how many pairs of a size and a memory setting a search asks the costs."""
+    _check(space, devices, batch)
+    return len(space.memory or MEMORY) * len(_microbatches(space, devices, batch))
+
+
+def _divisors(batch: int) -> list[int]:
+    small = [count for count in range(1, math.isqrt(batch) + 1) if batch % count == 0]
+    return sorted({*small, *(batch // count for count in small)})
+
+
+def _microbatches(space: SearchSpace, devices: int, batch: int) -> list[int]:
+    """The numbers of microbatches to try."""
+    if space.microbatches is not None:
+        return sorted(set(space.microbatches))
+    wanted = (each * devices for each in _PER_DEVICE)
+    divisors = _divisors(batch)
+    return sorted({min(divisors, key=lambda d: abs(math.log(d / want))) for want in wanted})
+
+
+def _schedule_choices(space: SearchSpace, devices: int) -> Iterator[tuple[str, int, bool]]:
+    """Every schedule, with the stages that it wants, split and, if it can be, fused."""
+    names = space.schedules or tuple(SCHEDULES)
+    # What a schedule of their own is searched for must come from somewhere.
+    for name in [name for name in names if name != AUTO] or ["1f1b", "zb-v"]:
+        family = SCHEDULES[name]
+        chunks = _CHUNKS if family.chunks is None else (family.chunks,)
+        counts = (space.stages,) if space.stages else tuple(each * devices for each in chunks)
+        yield from itertools.product([name], counts, (False, True)[: 1 + family.fused])
+
+
+def _refined(
+    found: list[Configuration], costs_of: CostsOf, limits: Limits, space: SearchSpace
+) -> list[Configuration]:
+    """The best ones worked on, and their like with a schedule of their own."""
+    ordered = sorted((each for each in found if each.solution), key=lambda each: each.key)
+    rest = [each for each in found if each not in ordered[:_REFINED]]
+    best = [
+        _filled(
+            replace(each, solution=None),
+            costs_of(each.microbatch_size, each.memory),
+            limits,
+            refine=True,
+        )
+        for each in ordered[:_REFINED]
+    ]
+    rest = _with_measures(rest, costs_of, limits)
+    names = space.schedules
+    if names is not None and AUTO not in names:
+        return best + rest
+    own = [_searched(each, limits) for each in sorted(best, key=lambda each: each.key)[:_SEARCHED]]
+    made = [each for each in own if each is not None]
+    if names is not None and set(names) == {AUTO} and made:
+        return made
+    return best + rest + made

@@ -1,0 +1,439 @@
+"""Blocks of a model as a Stage with state of its own, ready to be traced or run.
+
+Times F, I and W of a stage.
+
+What the blocks of a model cost, measured: each kind of block runs by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from autosplit.device import generators_kept
+from autosplit.passes.analysis.operator_cost import value_bytes
+from autosplit.pipeline.engine.shapes import Part
+from autosplit.pipeline.engine.stages import footprint
+from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
+from autosplit.planner.costs import BlockCost, ModelCosts
+from autosplit.runtime.activations.saved_tensors import TensorSpec
+from autosplit.runtime.split_options import SplitOptions
+from autosplit.stage import Stage
+from autosplit.text.figures import spread
+from autosplit.torch_internals.pytree import tree_flatten
+
+_SMALL = 2**16  # bytes below which a tensor may as well have memory
+_SCALE = 0.02  # of random parameters: small enough that no block overflows
+
+
+class BlockSequence(Protocol):
+    """A model in blocks, as profiles and estimates take it.
+
+    Attributes:
+        blocks: in order, which are never cut; of each a ``signature``, equal for those of equal
+            structure and shapes.
+        crossing: for each cut between two blocks, the tensors that go over it (values are not
+            looked at).
+    """
+
+    @property
+    def blocks(self) -> Sequence[Any]: ...
+
+    @property
+    def crossing(self) -> Sequence[Sequence[Tensor]]: ...
+
+    def segment(self, first: int, last: int) -> tuple[nn.Module, Sequence[Tensor]]:
+        """Blocks ``first`` up to but not ``last`` as a module, and what its arguments look like."""
+        ...
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """How stages are made of blocks: a trainer's options that decide what a stage costs.
+
+    Attributes:
+        split: how blocks are split and their graphs are run.
+        autocast: the dtype of autocast, or None.
+        loss_fn: belongs to the last block where it is given; it needs ``targets``.
+        targets: of one microbatch.
+        device: where blocks run; None for where their parameters are, or the CPU.
+    """
+
+    split: SplitOptions = field(default_factory=SplitOptions)
+    autocast: torch.dtype | None = None
+    loss_fn: LossFunction | None = None
+    targets: Part | None = None
+    device: torch.device | None = None
+
+
+@dataclass
+class BlockInstance:
+    """Some blocks as a stage, with state of its own: running it leaves the model as it is.
+
+    Attributes:
+        stage: the stage.
+        inputs: its arguments; with ``blank``, large ones without memory.
+        parameter_bytes: of its parameters, each counted once.
+    """
+
+    stage: Stage
+    inputs: list[Tensor]
+    parameter_bytes: int
+
+    def cost(self, forward: float, inputs: float, weights: float, backward: float) -> BlockCost:
+        """What it costs with these seconds of F, I, W and B; a first block has no I."""
+        if self.stage.index == 0:
+            inputs, weights = 0.0, backward
+        sizes = *footprint(self.stage), self.parameter_bytes
+        return BlockCost(forward, inputs, weights, *sizes, backward)
+
+
+def distinct(whole: BlockSequence, options: BlockOptions) -> dict[Hashable, list[int]]:
+    """The blocks that cost the same, by what they have in common.
+
+    The first block is by itself, because it has no input gradient, and so is a last one with a
+    loss.
+    """
+    found: dict[Hashable, list[int]] = {}
+    last = len(whole.blocks) - 1
+    for index, block in enumerate(whole.blocks):
+        ends = index == last and options.loss_fn is not None
+        found.setdefault((block.signature, index == 0, ends), []).append(index)
+    return found
+
+
+def prepare_blocks(
+    whole: BlockSequence, first: int, last: int, options: BlockOptions, *, blank: bool = False
+) -> BlockInstance:
+    """Blocks ``first`` up to but not ``last`` as a stage.
+
+    Parameters on the meta device become random ones; others are used as they are. Buffers are
+    copied.
+
+    Args:
+        whole: the model.
+        first: the first block.
+        last: the one after the last block.
+        options: how stages are made.
+        blank: trace only: neither parameters nor inputs have memory, unless they are small.
+
+    Raises:
+        CaptureError: the blocks cannot be traced.
+        SplitError: their graph cannot be split, or a bad option.
+    """
+    module, examples = whole.segment(first, last)
+    device = options.device or device_of(module)
+    own_state(module, device, blank=blank)
+    module.to(device)  # what it makes itself, too
+    size = sum(math.prod(p.shape) * p.element_size() for p in module.parameters())
+    inputs = [_make(example, device, blank, scale=1.0) for example in examples]
+    if last == len(whole.blocks) and options.loss_fn is not None:
+        targets = options.targets
+        parts = [targets] if isinstance(targets, Tensor) else list(targets or ())
+        count = None if isinstance(targets, Tensor) else len(parts)
+        module = WithLoss(module, options.loss_fn, count)
+        inputs += [part.detach().to(device) for part in parts]
+    elif last == len(whole.blocks):
+        module = _TensorsOnly(module)
+    if options.autocast is not None:
+        module = WithAutocast(module, device, options.autocast)
+    split = replace(options.split, late_input=True)  # as a trainer's
+    stage = Stage(module, inputs, index=first, **vars(split))
+    return BlockInstance(stage, inputs, size)
+
+
+class _TensorsOnly(nn.Module):
+    """A model's last blocks without what else the model puts out, such as None for a loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+        leaves, _ = tree_flatten(self.module(*args))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def own_state(
+    module: nn.Module, device: torch.device, *, blank: bool, gradients: bool = False
+) -> None:
+    """Give the module buffers of its own on ``device``, and parameters where it has none there.
+
+    What is tied stays tied. With ``gradients``, it also gets parameters of its own, with the
+    memory of those it had, so that gradients reach nobody else.
+    """
+    made: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for name, parameter in [*owner.named_parameters(recurse=False, remove_duplicate=False)]:
+            there = parameter.device == device and not blank
+            if there and not gradients:
+                continue
+            if id(parameter) not in made:
+                values = (
+                    parameter.detach()
+                    if there
+                    else _make(parameter, device, blank, _SCALE).detach()
+                )
+                made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+            setattr(owner, name, made[id(parameter)])
+        for name, buffer in [*owner.named_buffers(recurse=False, remove_duplicate=False)]:
+            if id(buffer) not in made:
+                known = not (buffer.is_meta or blank)
+                made[id(buffer)] = (
+                    buffer.detach().to(device, copy=True)
+                    if known
+                    else _make(buffer, device, blank, None)
+                )
+            setattr(owner, name, made[id(buffer)])
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the module runs: where its first real parameter is, or the CPU."""
+    real = (parameter.device for parameter in module.parameters() if not parameter.is_meta)
+    return next(real, torch.device("cpu"))
+
+
+def _make(example: Tensor, device: torch.device, blank: bool, scale: float | None) -> Tensor:
+    """A tensor like ``example``: random floats of this scale, ones where it is None; integers are
+    zero, which is a valid index into anything.
+    """
+    spec = TensorSpec.of(example)
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    # Capturing may read small integers, such as a count of batches.
+    if blank and tensor.nbytes > _SMALL:
+        tensor.untyped_storage().resize_(0)
+    elif tensor.dtype is torch.bool or (tensor.is_floating_point() and scale is None):
+        tensor.fill_(1)
+    elif tensor.is_floating_point() and scale is not None:
+        tensor.normal_(std=scale)
+    else:
+        tensor.zero_()
+    return tensor.requires_grad_(example.requires_grad)
+
+
+_WARMUP = 2
+_LEAST = 3
+_MORE = 8  # by this part more rounds than at the last look, the error is looked at again
+_ENOUGH = 0.01  # error of the sum of all medians, as a share of it, at which more adds nothing
+
+
+_SPLIT = ("forward", "backward_input", "backward_weight")
+_FUSED = ("forward", "backward")
+
+Rounds = dict[str, list[float]]
+"""Seconds of each call of a stage, round by round; ``backward`` is I and W in one."""
+
+
+def time_stages(
+    subjects: Sequence[tuple[Stage, list[Tensor]]],
+    seconds: float,
+    progress: Callable[[float], object] = lambda seconds: None,
+) -> list[Rounds]:
+    """Run microbatches through some stages until their times are known.
+
+    All run F, then all I from the last to the first, then all W, as if they were one stage, and
+    another microbatch is always under way: what F saved is then out of the cache when the backward
+    reads it, and memory is found where others left it. If all of it were freed now and then, the
+    allocator would give it back to the system and get it anew, page by page, which may take as
+    long as what is computed. In turns, what else the machine does meanwhile meets them all alike.
+    Gradients add up over the rounds as over the microbatches of a step.
+
+    Args:
+        subjects: stages and their inputs.
+        seconds: when to stop at the latest, if each has run a few times.
+        progress: told how many seconds have gone by since it was last told.
+    """
+    clocks = [_Clock(stage, inputs) for stage, inputs in subjects]
+    for clock in clocks:
+        clock.time("forward")
+    for _ in range(_WARMUP):
+        _round(clocks)
+    for clock in clocks:
+        clock.rounds.clear()
+    start = last = time.perf_counter()
+    looked = 0
+    for number in itertools.count(1):
+        _round(clocks)
+        progress(time.perf_counter() - last)
+        last = time.perf_counter()
+        if number < _LEAST:
+            continue
+        if last - start > seconds:
+            break
+        # Each look goes through all that was measured; for short calls that would take longest.
+        if number >= looked + looked / _MORE:
+            if error([clock.rounds for clock in clocks]) < _ENOUGH:
+                break
+            looked = number
+    return [clock.rounds for clock in clocks]
+
+
+def error(rounds: Sequence[Rounds]) -> float:
+    """By what share the sum of the medians of F and B may be off."""
+    columns = [each[call] for each in rounds for call in _FUSED]
+    return sum(map(median_error, columns)) / sum(map(statistics.median, columns))
+
+
+def median_error(values: Sequence[float]) -> float:
+    """The median of n normal values with interquartile range r errs by about 0.93 r / sqrt(n)."""
+    return 0.93 * spread(values) / math.sqrt(len(values))
+
+
+def _round(clocks: Sequence[_Clock]) -> None:
+    """One microbatch split, and one not, each with another one under way."""
+    for call in (*_SPLIT, *_FUSED):
+        for clock in clocks if call == "forward" else reversed(clocks):
+            clock.time(call)
+
+
+class _Clock:
+    def __init__(self, stage: Stage, inputs: list[Tensor]) -> None:
+        self.rounds: Rounds = defaultdict(list)
+        self._stage = stage
+        self._started = self._done = 0  # microbatches
+        self._inputs = [tensor.detach() for tensor in inputs]
+        self._device = inputs[0].device if inputs else torch.device("cpu")
+
+    def time(self, call: str) -> None:
+        """Run the next call of this kind."""
+        method = getattr(self._stage, call)
+        if call == "forward":
+            # What a stage is given has just been computed, and is its own.
+            run = partial(method, self._started, [tensor.clone() for tensor in self._inputs])
+            self._started += 1
+        else:
+            given = () if call == "backward_weight" else (self._grads(),)
+            run = partial(method, self._done, *given)
+            self._done += call != "backward_input"
+        self._synchronize()
+        start = time.perf_counter()
+        run()
+        self._synchronize()
+        self.rounds[call].append(time.perf_counter() - start)
+
+    def _grads(self) -> list[Tensor | None]:
+        return [
+            torch.ones(shape, dtype=dtype, device=self._device) if wanted else None
+            for shape, dtype, wanted in self._stage.output_specs
+        ]
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+def profile(
+    whole: BlockSequence, options: BlockOptions | None = None, *, seconds: float = 60.0
+) -> ModelCosts:
+    """Time F, I and W of a block of each kind, warm, by medians.
+
+    One block of each kind runs, one after the other as in a stage, see ``clock.run``; those whose
+    parameters are on the meta device are made, timed and forgotten one after another. The
+    model's state, the random number generators and ``.grad`` stay as they are. Progress is shown
+    on a terminal.
+
+    Args:
+        whole: the model in blocks, for one microbatch.
+        options: how stages are made of blocks; None for a trainer's defaults.
+        seconds: how long to measure, all kinds of blocks together; tracing is not counted. It ends
+            sooner where the medians are known sooner.
+
+    Returns:
+        Seconds of blocks without what a call takes whatever the stage holds; that is ``call``.
+        ``noise`` is by what share their sum may be off.
+
+    Raises:
+        CaptureError: a block cannot be traced.
+        SplitError: a block's graph cannot be split, or a bad option.
+    """
+    options = options or BlockOptions()
+    kinds = list(distinct(whole, options).values())
+    costs: dict[int, BlockCost] = {}
+    calls: list[float] = []
+    noise = 0.0
+    # None: shown on a terminal, not in a log file.
+    with generators_kept(), tqdm(total=seconds, unit="s", disable=None) as bar:
+        for group in _groups(whole, [members[0] for members in kinds]):
+            share = seconds * len(group) / len(kinds)
+            found, call, off = _measure(whole, group, options, share, bar.update)
+            costs |= found
+            calls.append(call)
+            noise = max(noise, off)
+    blocks = {index: costs[members[0]] for members in kinds for index in members}
+    return ModelCosts(
+        tuple(blocks[index] for index in sorted(blocks)),
+        tuple(map(crossing_bytes, whole.crossing)),
+        statistics.median(calls),
+        tuple(map(returning_bytes, whole.crossing)),
+        noise,
+    )
+
+
+def crossing_bytes(tensors: Sequence[Tensor]) -> float:
+    """Bytes of one message with these tensors."""
+    return float(sum(map(value_bytes, tensors)))
+
+
+def returning_bytes(tensors: Sequence[Tensor]) -> float:
+    """Bytes of the message with their gradients; a mask has none."""
+    return crossing_bytes([tensor for tensor in tensors if tensor.requires_grad])
+
+
+def _groups(whole: BlockSequence, kinds: list[int]) -> list[list[int]]:
+    """Which kinds (by a block of each) are in memory at once."""
+    for first in kinds:
+        module, _ = whole.segment(first, first + 1)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            return [[each] for each in kinds]
+    return [kinds]
+
+
+def _measure(
+    whole: BlockSequence,
+    group: Sequence[int],
+    options: BlockOptions,
+    seconds: float,
+    progress: Callable[[float], object],
+) -> tuple[dict[int, BlockCost], float, float]:
+    """The costs of some blocks, the seconds of a call with next to nothing to compute, and by what
+    share the blocks' sum may be off.
+    """
+    instances = [prepare_blocks(whole, first, first + 1, options) for first in group]
+    device = instances[0].inputs[0].device
+    nothing = [torch.ones(1, device=device)]
+    backend = options.split.backend
+    empty = Stage(_Scale().to(device), [nothing[0].requires_grad_()], backend=backend)
+    subjects = [(each.stage, each.inputs) for each in instances]
+    *rounds, least = time_stages([*subjects, (empty, nothing)], seconds, progress)
+    call = statistics.fmean(statistics.median(least[each]) for each in _SPLIT)
+    pairs = zip(group, instances, rounds, strict=True)
+    return {first: _cost(each, found, call) for first, each, found in pairs}, call, error(rounds)
+
+
+class _Scale(nn.Module):
+    """The smallest module with an F, an I and a W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _cost(instance: BlockInstance, rounds: Rounds, call: float) -> BlockCost:
+    forward, inputs, weights, backward = (
+        max(statistics.median(rounds[each]) - call, 0.0) for each in (*_SPLIT, "backward")
+    )
+    return instance.cost(forward, inputs, weights, backward)

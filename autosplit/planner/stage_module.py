@@ -1,0 +1,304 @@
+"""A range of operations as a graph of its own, and the module that runs it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.utils.checkpoint import checkpoint
+
+from autosplit.capture.operator_effects import Switches, enters_autocast
+from autosplit.capture.workarounds.dynamo import make_traceable
+from autosplit.errors import PlanError
+from autosplit.planner.operation_sequence import OperationSequence
+from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
+
+
+@dataclass(frozen=True)
+class OutputStructure:
+    """The pytree of a model's outputs, rebuilt from the tensors of its last stage.
+
+    Attributes:
+        leaves: for each leaf the position among these tensors, or None for one that is no tensor.
+        constants: the leaves that are no tensors, None elsewhere.
+        spec: how the leaves make up the result.
+    """
+
+    leaves: tuple[int | None, ...]
+    constants: tuple[Any, ...]
+    spec: TreeSpec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputStructure:
+        # Nothing in it is ever changed, and torch (2.13) warns when a spec with leaves is copied.
+        return self
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        pairs = zip(self.leaves, self.constants, strict=True)
+        leaves = [value if at is None else tensors[at] for at, value in pairs]
+        return tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The graph of a stage in one mode, training or evaluation.
+
+    Attributes:
+        graph: takes the state in the order of ``state``, then the inputs; gives a tuple.
+        state: names of the parameters and buffers.
+        shapes: of the inputs; None for one that this mode does not read.
+        structure: of the model's result, in the last stage.
+        device: where the model was captured.
+    """
+
+    graph: fx.GraphModule
+    state: tuple[str, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    structure: OutputStructure | None
+    device: torch.device
+
+    def moved(self, device: torch.device) -> StageGraph:
+        """The same for another device: ``x.device`` is written into the graph as where the model
+        was captured, ``autocast(x.device.type)`` likewise, and constants are there.
+        """
+        if device == self.device:
+            return self
+        graph = copy.deepcopy(self.graph).to(device)
+        for part in graph.modules():
+            if isinstance(part, fx.GraphModule):
+                for node in part.graph.nodes:
+                    _move(node, self.device, device)
+                part.recompile()
+        return replace(self, graph=graph, device=device)
+
+
+def make_stage_graph(
+    line: OperationSequence,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node | None],
+    outputs: Sequence[fx.Node] | None,
+) -> StageGraph:
+    """The graph of these operations.
+
+    Args:
+        line: where they are on.
+        nodes: in order, replicated ones included.
+        inputs: what the program is given; None for an argument that it does not read.
+        outputs: what it returns; None for the result of the model.
+    """
+    forward = line.forward
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    root: dict[str, Any] = {}
+    results = line.results if outputs is None else list(outputs)
+    read = {n for node in nodes for n in node.all_input_nodes} | set(results)
+    state = [node for node in line.ordered(read) if node in forward.state]
+    names = tuple(dict.fromkeys(forward.state[node] for node in state))
+    held = {name: graph.placeholder(_identifier(name)) for name in names}
+    new.update((node, held[forward.state[node]]) for node in state)
+    for index, node in enumerate(inputs):
+        placeholder = graph.placeholder(f"input_{index}")
+        order = line.layout(node) if node in line.position else None
+        if order is not None:
+            back = sorted(range(len(order)), key=order.__getitem__)
+            placeholder = graph.call_method("permute", (placeholder, back))
+        if node is not None:
+            new[node] = placeholder
+    for node in line.ordered(read - set(new) - set(nodes)):
+        attribute = f"constant_{len(root)}"
+        root[attribute] = forward.constants.get(node, line.value(node))
+        new[node] = graph.get_attr(attribute)
+    switches = Switches(graph)
+    for node in nodes:
+        switches.to(line.settings[node])
+        new[node] = _copy(graph, node, new)
+        kept = ("stack_trace", "nn_module_stack")
+        new[node].meta = {key: node.meta[key] for key in kept if key in node.meta}
+    switches.to(type(line.settings[nodes[0]])())
+    if outputs is None:
+        graph.output(tuple(new[node] for node in results))
+    else:
+        graph.output(tuple(_sent(graph, new[node], line.layout(node)) for node in results))
+    structure = _structure(line) if outputs is None else None
+    shapes = tuple(None if n is None else tuple(line.given_value(n).shape) for n in inputs)
+    module = fx.GraphModule(root, graph, "StageGraph")
+    return StageGraph(module, names, shapes, structure, line.device)
+
+
+def _sent(graph: fx.Graph, node: fx.Node, order: Sequence[int] | None) -> fx.Node:
+    return node if order is None else graph.call_method("permute", (node, list(order)))
+
+
+def _move(node: fx.Node, old: torch.device, new: torch.device) -> None:
+    def moved(value: Any) -> Any:
+        same = isinstance(value, torch.device) and value.type == old.type
+        return new if same and value.index in (None, old.index) else value
+
+    node.args = map_aggregate(node.args, moved)
+    node.kwargs = map_aggregate(node.kwargs, moved)
+    knows = torch.amp.is_autocast_available(new.type)
+    if knows and enters_autocast(node) and node.args[0] == old.type:
+        node.update_arg(0, new.type)
+
+
+def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, new.__getitem__)
+    make_traceable(copy)
+    if str(node.target) == "tag_activation_checkpoint":
+        # The operator is for graphs only: run as it is, it would draw other numbers when it
+        # computes again. What the user called is right in both.
+        copy.target = checkpoint
+        copy.kwargs = {**copy.kwargs, "use_reentrant": False}
+    return copy
+
+
+def _structure(line: OperationSequence) -> OutputStructure:
+    tensors = iter(range(len(line.results)))
+    leaves = line.forward.leaves
+    at = tuple(next(tensors) if isinstance(leaf, fx.Node) else None for leaf in leaves)
+    rest = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
+    return OutputStructure(at, rest, line.forward.spec)
+
+
+def _identifier(name: str) -> str:
+    return "state_" + "".join(c if c.isalnum() else "_" for c in name)
+
+
+@dataclass(frozen=True)
+class LaterGraph:
+    """The graph of a stage in a mode in which the model has not been captured yet.
+
+    Attributes:
+        make: captures the model, the first time that one of its stages asks, and cuts it.
+        device: where the graph shall run.
+    """
+
+    make: Callable[[], StageGraph | PlanError]
+    device: torch.device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LaterGraph:
+        return self  # stages that are copied ask for the same capture
+
+    def moved(self, device: torch.device) -> LaterGraph:
+        """The same for another device."""
+        return replace(self, device=device)
+
+    def made(self) -> StageGraph | PlanError:
+        """The graph, or why there is none."""
+        found = self.make()
+        return found if isinstance(found, PlanError) else found.moved(self.device)
+
+
+class StageModule(nn.Module):
+    """A part of a model. Its parameters and buffers have the names that they have in the model.
+
+    It takes tensors and gives a tuple of tensors; the last stage gives what the model gives.
+
+    Args:
+        index: which stage it is.
+        training: what it runs in training.
+        evaluation: what it runs in evaluation.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        training: StageGraph | LaterGraph | PlanError,
+        evaluation: StageGraph | LaterGraph | PlanError,
+    ) -> None:
+        super().__init__()
+        self._index = index
+        self._programs = (evaluation, training)
+
+    def train(self, mode: bool = True) -> StageModule:
+        """Training or evaluation; the graph for it is made now, if it has not been."""
+        super().train(mode)
+        self.enter(mode)
+        return self
+
+    def enter(self, mode: bool) -> StageGraph | PlanError:
+        """What ``train`` does, without the modules inside, which no graph asks.
+
+        Returns:
+            what runs from now on.
+        """
+        self.training = mode
+        program = self._programs[mode]
+        if isinstance(program, LaterGraph):
+            program = program.made()
+            self._programs = (self._programs[0], program) if mode else (program, self._programs[1])
+        return program
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Run the stage.
+
+        Raises:
+            PlanError: other shapes than the model was captured with, or a mode in which the
+                model cannot be cut as it is.
+        """
+        program = self.check_inputs(inputs)
+        results = program.graph(*[_find(self, name) for name in program.state], *inputs)
+        return results if program.structure is None else program.structure(results)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StageModule:
+        """What ``to`` and the like do to parameters and buffers; programs go where those go."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+        def along(
+            program: StageGraph | LaterGraph | PlanError,
+        ) -> StageGraph | LaterGraph | PlanError:
+            if isinstance(program, PlanError):
+                return program
+            return program.moved(fn(torch.empty(0, device=program.device)).device)
+
+        evaluation, training = self._programs
+        self._programs = (along(evaluation), along(training))
+        return self
+
+    def _made_late(self) -> StageGraph | PlanError:
+        """The graph for a mode that the attribute was set to, without ``train()``.
+
+        Raises:
+            PlanError: this call is being traced, in which nothing else can be.
+        """
+        if torch.compiler.is_compiling():
+            raise PlanError(
+                f"stage {self._index} has no graph yet for the mode that its attribute `training` "
+                "was set to: call train() or eval()"
+            )
+        return self.enter(self.training)
+
+    def check_inputs(self, inputs: Sequence[Tensor]) -> StageGraph:
+        """What runs on these inputs.
+
+        Raises:
+            PlanError: as for a call.
+        """
+        program = self._programs[1 if self.training else 0]
+        if isinstance(program, LaterGraph):
+            program = self._made_late()
+        if isinstance(program, PlanError):
+            raise program
+        if len(inputs) != len(program.shapes):
+            raise PlanError(
+                f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}"
+            )
+        for position, (given, shape) in enumerate(zip(inputs, program.shapes, strict=True)):
+            if shape is not None and tuple(given.shape) != shape:
+                raise PlanError(
+                    f"stage {self._index}: input {position} has shape {list(given.shape)}, but "
+                    f"the model was captured with {list(shape)}; cut the model again for "
+                    "microbatches of this size, or pad them"
+                )
+        return program
+
+
+def _find(module: nn.Module, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

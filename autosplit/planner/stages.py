@@ -1,0 +1,414 @@
+"""Which stage holds which operations, is given what, and sends what.
+
+A whole model, cut: who feeds whom, and the modules of its stages.
+
+Which stage has which parameters and buffers, and under which of their names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from autosplit.capture.module_paths import stack
+from autosplit.capture.roles import canonical_names
+from autosplit.checkpoint.naming import Mismatch
+from autosplit.errors import AutosplitError, PlanError
+from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.initialise import (
+    CheckpointValues,
+    Init,
+    Initialiser,
+    Values,
+    materialise_stage,
+)
+from autosplit.planner.operation_sequence import OperationSequence
+from autosplit.planner.stage_module import LaterGraph, StageGraph, StageModule, make_stage_graph
+from autosplit.torch_internals.state import hold_state
+
+
+class StageLayout:
+    """Which stage holds which operations, is given what, and sends what.
+
+    Args:
+        line: the operations.
+        places: where on the line every stage but the first begins.
+
+    Attributes:
+        nodes: of every stage, what it runs.
+        sent: of every stage but the last, the operations whose values others read.
+        given: of every stage, what it is given, in the order of its arguments.
+    """
+
+    def __init__(self, line: OperationSequence, places: Sequence[int]) -> None:
+        self.line = line
+        self.places = list(places)
+        bounds = [0, *places, len(line.body)]
+        self._stage = {
+            node: index
+            for index, (first, last) in enumerate(pairwise(bounds))
+            for node in line.body[first:last]
+        }
+        self.nodes: list[list[fx.Node]] = []
+        outside: list[list[fx.Node]] = []
+        for first, last in pairwise(bounds):
+            nodes, read = line.part(first, last)
+            self.nodes.append(nodes)
+            outside.append(read)
+        self.sent = [
+            [n for n in line.body[first:last] if line.last_use[n] >= last]
+            for first, last in pairwise(bounds[:-1])
+        ]
+        self.given = [
+            sorted(line.given(read), key=lambda node: _order(self.source(node))) for read in outside
+        ]
+
+    def source(self, node: fx.Node) -> Source:
+        """Where what a stage is given is from."""
+        position = self.line.forward.inputs.get(node)
+        if position is not None:
+            return Source(None, position)
+        stage = self._stage[node]
+        return Source(stage, self.sent[stage].index(node))
+
+    def program(self, index: int) -> StageGraph:
+        """The graph of a stage."""
+        return self._program(index, self.given[index])
+
+    def _program(self, index: int, given: Sequence[fx.Node | None]) -> StageGraph:
+        last = index == len(self.places)
+        return make_stage_graph(
+            self.line, self.nodes[index], given, None if last else self.sent[index]
+        )
+
+    def cut_points(self) -> CutPoints:
+        """Where this is cut, to cut another capture of the model alike."""
+        keys = _keys(self.line)
+        return CutPoints(
+            tuple(keys[place] for place in self.places),
+            tuple(self.line.body[place].name for place in self.places),
+            self._looks(),
+            tuple(tuple(map(self.source, given)) for given in self.given),
+        )
+
+    def _looks(self) -> tuple[Any, ...]:
+        values = [[self.line.value(node) for node in sent] for sent in self.sent]
+        return tuple(tuple((tuple(v.shape), v.dtype) for v in each) for each in values)
+
+
+@dataclass(frozen=True)
+class CutPoints:
+    """Where a model is cut, in terms that hold in each of its captures.
+
+    Attributes:
+        keys: of the first operation of every stage but the first: its modules, its line, what it
+            calls, and how often that came before.
+        first: their names, for errors.
+        sent: shape and dtype of what every stage but the last sends.
+        given: of every stage, where its arguments are from.
+    """
+
+    keys: tuple[Any, ...]
+    first: tuple[str, ...]
+    sent: tuple[Any, ...]
+    given: tuple[tuple[Source, ...], ...]
+
+    def program(self, index: int, line: OperationSequence) -> StageGraph:
+        """The graph of a stage in another capture of the model.
+
+        Raises:
+            PlanError: it cannot be cut there, or would take or send something else.
+        """
+        there = StageLayout(line, self._places(line))
+        if self.sent != there._looks():
+            raise PlanError("other tensors would be sent from stage to stage")
+        known = {there.source(node): node for node in there.given[index]}
+        if not set(known) <= set(self.given[index]):
+            raise PlanError(f"stage {index} would need inputs that it is not given")
+        return there._program(index, [known.get(source) for source in self.given[index]])
+
+    def _places(self, line: OperationSequence) -> list[int]:
+        """Where the same lines of the user's code run."""
+        places = {key: index for index, key in enumerate(_keys(line))}
+        found: list[int] = []
+        for key, name in zip(self.keys, self.first, strict=True):
+            place = places.get(key)
+            if place is None or place in line.forbidden or place in (0, *found):
+                raise PlanError(f"there can be no cut before {name}")
+            found.append(place)
+        return found
+
+
+def _order(source: Source) -> tuple[int, int]:
+    return (-1 if source.stage is None else source.stage, source.position)
+
+
+def _keys(line: OperationSequence) -> list[Any]:
+    """Each operation by its modules, its line, what it calls, and how often that came before."""
+    seen: Counter[Any] = Counter()
+    found = []
+    for node in line.body:
+        key = (stack(node), node.stack_trace, str(node.target))
+        seen[key] += 1
+        found.append((key, seen[key]))
+    return found
+
+
+@dataclass(frozen=True)
+class StageNames:
+    """The names of parameters and buffers, in the model and in its stages.
+
+    Attributes:
+        held: what each stage holds, in the model's order.
+        aliases: all names that the model has for what has this first name.
+    """
+
+    held: tuple[tuple[str, ...], ...]
+    aliases: Mapping[str, Sequence[str]]
+
+    def renamed(self, stage: int, program: StageGraph) -> StageGraph:
+        """With the names that a stage has for what the program reads.
+
+        Raises:
+            PlanError: it reads what only other stages hold.
+        """
+        own = set(self.held[stage])
+        found = []
+        for first in program.state:
+            if own.isdisjoint(self.aliases[first]):
+                raise PlanError(f"stage {stage} would read {first!r}, which other stages hold")
+            found.append(self.local(stage, first))
+        return replace(program, state=tuple(found))
+
+    def local(self, stage: int, first: str) -> str:
+        """The first name that a stage has for what has this first name in the model."""
+        own = self.held[stage]
+        return next(name for name in self.aliases[first] if name in own)
+
+
+class StageState:
+    """Every parameter and buffer of a model is in the stages that read it. What no stage reads is
+    with its neighbours in the model, so that the stages together have all that the model has.
+
+    Args:
+        whole: the model.
+        nodes: the operations of every stage.
+
+    Attributes:
+        names: of what each stage holds.
+    """
+
+    def __init__(self, whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> None:
+        self._whole = whole
+        self._aliases: dict[str, list[str]] = {}
+        for name, first in canonical_names(whole.model).items():
+            self._aliases.setdefault(first, []).append(name)
+        self._readers = self._find_readers(nodes)
+        held: list[set[str]] = [set() for _ in nodes]
+        for first in self._aliases:
+            for stage, names in self._place(first).items():
+                held[stage].update(names)
+        order = [name for names in self._aliases.values() for name in names]
+        every = tuple(tuple(name for name in order if name in own) for own in held)
+        self.names = StageNames(every, self._aliases)
+
+    def shared(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """Of each parameter in several stages, where it is: (stage, name)."""
+        found = []
+        for first in self._whole.line.forward.parameters & self._readers.keys():
+            place = self._place(first)
+            if len(place) > 1:
+                found.append(
+                    tuple((stage, self.names.local(stage, first)) for stage in sorted(place))
+                )
+        return tuple(sorted(found))
+
+    def _find_readers(self, nodes: Sequence[Sequence[fx.Node]]) -> dict[str, dict[int, set[str]]]:
+        """First name -> stage -> the modules that read it there."""
+        state = self._whole.line.forward.state
+        found: dict[str, dict[int, set[str]]] = {}
+        for stage, own in enumerate(nodes):
+            for node in own:
+                for read in node.all_input_nodes:
+                    if read in state:
+                        modules = found.setdefault(state[read], {}).setdefault(stage, set())
+                        modules.update(path.partition("@")[0] for path in stack(node))
+        for read in self._whole.line.results:
+            if read in state:
+                found.setdefault(state[read], {}).setdefault(len(nodes) - 1, set())
+        return found
+
+    def _place(self, first: str) -> dict[int, list[str]]:
+        """Stage -> the names that a parameter or buffer has there; each of its names somewhere."""
+        aliases = self._aliases[first]
+        readers = self._readers.get(first) or {self._neighbour(first): set[str]()}
+        found = {
+            stage: [a for a in aliases if a.rpartition(".")[0] in modules] or [first]
+            for stage, modules in readers.items()
+        }
+        left = [a for a in aliases if not any(a in names for names in found.values())]
+        found[min(found)] += left
+        return found
+
+    def _neighbour(self, name: str) -> int:
+        """The stage of what is nearest in the model, by name."""
+        path = name.split(".")
+
+        def nearness(other: str) -> int:
+            pairs = zip(path, other.split("."), strict=False)
+            return next((i for i, (a, b) in enumerate(pairs) if a != b), len(path))
+
+        nearest = max(self._readers, key=nearness, default=None)
+        return min(self._readers[nearest]) if nearest is not None else 0
+
+
+def cut(whole: WholeModel, cuts: Sequence[int]) -> Partition:
+    """Cut a model into stages.
+
+    Args:
+        whole: the model.
+        cuts: for every stage but the first, its first block.
+
+    Raises:
+        PlanError: the cuts do not increase, or there is no such block.
+    """
+    cuts = tuple(cuts)
+    count = len(whole.blocks)
+    if list(cuts) != sorted({*cuts}) or any(not 0 < k < count for k in cuts):
+        raise PlanError(
+            f"cuts are the first blocks of all stages but the first, increasing, of 1 to "
+            f"{count - 1}; got {list(cuts)}"
+        )
+    return Partition(whole, cuts)
+
+
+class Partition:
+    """A model in stages.
+
+    Attributes:
+        whole: the model.
+        cuts: the first block of every stage but the first.
+        wiring: who feeds whom.
+        shared: for each parameter in several stages, where it is: (stage, name).
+    """
+
+    def __init__(self, whole: WholeModel, cuts: tuple[int, ...]) -> None:
+        self.whole = whole
+        self.cuts = cuts
+        self._layout = StageLayout(whole.line, [whole.blocks[k].first for k in cuts])
+        self._points = self._layout.cut_points()
+        sent = tuple(len(each) for each in self._layout.sent)
+        self.wiring = Wiring(self._points.given, sent, whole.names)
+        state = StageState(whole, self._layout.nodes)
+        self._names = state.names
+        self._values: Values | None = None
+        self.shared = state.shared()
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.cuts) + 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of the first block of every stage but the first."""
+        return tuple(self.whole.blocks[k].name for k in self.cuts)
+
+    def initialise(self, init: Init | None = None, *, seed: int = 0) -> None:
+        """Have stages that are built from now on start with initial values.
+
+        Only what the model has on the meta device gets any, and only on the rank that builds the
+        stage. They depend on the seed alone, not on the cuts.
+
+        Args:
+            init: see ``Initialiser``.
+            seed: of all random numbers.
+        """
+        self._values = Initialiser(self.whole.model, init, seed=seed)
+
+    def load_checkpoint(
+        self, path: str | Path, *, strict: bool = True, init: Init | None = None, seed: int = 0
+    ) -> tuple[Mismatch, ...]:
+        """Have stages that are built from now on start with a checkpoint's values.
+
+        Args:
+            path: a checkpoint of the whole model, see ``open_checkpoint``.
+            strict: refuse one in which tensors are missing or too much.
+            init: for what is missing, see ``Initialiser``.
+            seed: likewise.
+
+        Returns:
+            What is missing or too much.
+
+        Raises:
+            CheckpointError: it cannot be read, or tensors are missing, too much or misshapen.
+        """
+        values = CheckpointValues(self.whole.model, path, strict=strict, init=init, seed=seed)
+        self._values = values
+        return values.mismatches
+
+    def build(self, index: int) -> nn.Module:
+        """The module of a stage, with the model's own parameters and buffers. What the model has on
+        the meta device is here on the CPU, with the values that ``initialise`` or
+        ``load_checkpoint`` chose.
+
+        It runs the forward as it is in training and as it is in evaluation, and is in the mode that
+        the model is in now. The mode in which the model was not captured is captured when the
+        module is put into it, from a copy of the model as it is now, without its parameters; now,
+        where the model cannot be copied so.
+
+        Raises:
+            PlanError: there is no such stage, or something on the meta device has no values.
+        """
+        self._check(index)
+        module = self._module(index, self._other(index))
+        module.enter(self.whole.model.training)  # what is inside has that of the model already
+        return materialise_stage(module, self._values)
+
+    def sketch(self, index: int) -> nn.Module:
+        """The module of a stage in the mode of the capture only, with the model's own parameters
+        and buffers; those on the meta device stay there.
+
+        Raises:
+            PlanError: there is no such stage.
+        """
+        self._check(index)
+        return self._module(index, PlanError("a sketch runs only in the mode of the capture"))
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < self.stages:
+            raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
+
+    def _module(self, index: int, other: StageGraph | LaterGraph | PlanError) -> StageModule:
+        training = self.whole.training
+        own = self._names.renamed(index, self._layout.program(index))
+        module = StageModule(index, *((own, other) if training else (other, own)))
+        module.train(training)
+        hold_state(module, self.whole.model, self._names.held[index])
+        return module
+
+    def _other(self, index: int) -> LaterGraph:
+        """The graph of a stage in the other mode. Of all that this holds, it keeps only what says
+        where the cuts are: not the model, of which other stages may be on other ranks.
+        """
+        points, names, other = self._points, self._names, self.whole.other_mode
+
+        def make() -> StageGraph | PlanError:
+            mode = "training" if other.training else "evaluation"
+            try:
+                line = other.line()
+            except AutosplitError as error:
+                return PlanError(f"the model cannot be captured for {mode}: {error}")
+            try:
+                return names.renamed(index, points.program(index, line))
+            except PlanError as error:
+                return PlanError(f"the model cannot be cut for {mode} where it is cut: {error}")
+
+        return LaterGraph(make, self.whole.line.device)

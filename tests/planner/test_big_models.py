@@ -1,0 +1,169 @@
+"""A model that nobody has in memory is cut, its stages filled, trained, saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import PlanError
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.checkpoint.storage.formats import read_checkpoint
+from autosplit.pipeline import PipelineTrainer
+from autosplit.planner import Partition, WholeModel, cut
+from autosplit.planner.meta_model import meta_model
+
+WIDTH, ROWS = 8, 4
+
+
+class Model(nn.Module):
+    """Tied ends, a table that is in no checkpoint, positions made for the device of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer(
+            "table", torch.arange(5.0 * WIDTH).view(5, WIDTH).cos(), persistent=False
+        )
+        with torch.no_grad():
+            self.layers[2].weight.mul_(2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        places = torch.arange(x.shape[1], device=x.device)
+        x = x + self.table[places]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(self.norm(x.mean(1)))
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(
+        11, (ROWS, 5), generator=torch.Generator(torch.get_default_device()).manual_seed(seed)
+    )
+
+
+def partition(model: nn.Module, stages: int) -> Partition:
+    whole = WholeModel.capture(model, (tokens(0)[: ROWS // 2],))
+    count = len(whole.blocks)
+    return cut(whole, [count * stage // stages for stage in range(1, stages)])
+
+
+def trainer(cut_model: Partition, rate: float = 0.1) -> PipelineTrainer:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, rate, momentum=0.9)
+
+    return PipelineTrainer(cut_model, F.cross_entropy, optimizer, microbatches=2, ranks=1)
+
+
+def step(engine: PipelineTrainer, seed: int) -> Tensor:
+    return engine.step((tokens(seed), tokens(seed)[:, 0]))
+
+
+def named(engine: PipelineTrainer) -> dict[str, Tensor]:
+    return {n: v.clone() for state in engine.state_dict().values() for n, v in state.items()}
+
+
+def initialised(stages: int, **options: Any) -> Partition:
+    found = partition(meta_model(Model), stages)
+    found.initialise(**options)
+    return found
+
+
+def test_any_number_of_stages_starts_with_the_same_values() -> None:
+    """And trains as the model that is not cut does."""
+    found = []
+    for stages in (1, 2, 4):
+        with trainer(initialised(stages, seed=3)) as engine:
+            values = named(engine)
+            found.append((values, [step(engine, seed) for seed in range(3)]))
+            assert all(not p.is_meta for m in engine.modules.values() for p in m.parameters())
+    (values, losses), *others = found
+    for other, also in others:
+        assert other.keys() == values.keys()
+        assert all(torch.equal(other[name], values[name]) for name in values)
+        assert torch.equal(also[0], losses[0])
+        # Gradients of a tied parameter are summed in another order where it is in two stages.
+        torch.testing.assert_close(torch.stack(also), torch.stack(losses))
+    assert values["layers.2.weight"].abs().max() > 1.5 * values["layers.1.weight"].abs().max()
+    plain = Model()
+    plain.load_state_dict(values)
+    expected = [F.cross_entropy(plain(x), x[:, 0]) for x in tokens(0).chunk(2)]
+    torch.testing.assert_close(losses[0], torch.stack(expected))
+
+
+def test_each_stage_has_its_own_parameters_only() -> None:
+    model = meta_model(Model)
+    found = partition(model, 3)
+    found.initialise()
+    own = [sum(p.numel() for p in found.build(index).parameters()) for index in range(3)]
+    tied = model.embed.weight.numel()
+    assert sum(own) == sum(p.numel() for p in model.parameters()) + tied
+    assert max(own) < sum(own) / 2
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_user_may_fill_in_the_values() -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.constant_(module.bias, 5.0)
+
+    with trainer(initialised(2, init=init)) as engine:
+        values = named(engine)
+    assert (values["layers.3.bias"] == 5).all()
+    assert 0 < values["layers.3.weight"].std() < 1
+
+
+def test_a_skeleton_needs_values() -> None:
+    with pytest.raises(
+        PlanError, match=r"embed\.weight.*on the meta device.*load_checkpoint\(path\)"
+    ):
+        partition(meta_model(Model), 2).build(0)
+
+
+def test_stages_load_what_another_cut_saved(tmp_path: Path) -> None:
+    with trainer(initialised(2)) as engine:
+        step(engine, 0)
+        save_checkpoint(engine, tmp_path)
+        expected = [step(engine, 1), step(engine, 2)]
+    found = partition(meta_model(Model), 3)
+    assert found.load_checkpoint(tmp_path) == ()
+    with trainer(found, rate=7.0) as engine:
+        assert all(torch.equal(v, named(engine)[n]) for n, v in read_checkpoint(tmp_path).items())
+        load_checkpoint(engine, tmp_path, optimizer=True)  # the momentum, and the learning rate
+        assert torch.equal(torch.stack([step(engine, 1), step(engine, 2)]), torch.stack(expected))
+
+
+def test_loading_for_a_real_model_overwrites_it(tmp_path: Path) -> None:
+    with trainer(initialised(2)) as engine:
+        save_checkpoint(engine, tmp_path)
+    model = Model()
+    found = partition(model, 2)
+    found.load_checkpoint(tmp_path)
+    found.build(0)
+    assert torch.equal(model.embed.weight, read_checkpoint(tmp_path)["embed.weight"])
+
+
+def test_a_plan_for_a_skeleton_runs(tmp_path: Path) -> None:
+    torch.save({"more": torch.zeros(1)} | Model().state_dict(), tmp_path / "x.pt")
+    inputs = tokens(0)[: ROWS // 2]
+    plan = autosplit.partition(
+        meta_model(Model), inputs, stages=2, microbatches=2, costs="estimate"
+    )
+    plan.initialise(seed=3)
+    values = named(trainer(initialised(3, seed=3)))
+    for index in range(2):
+        built = plan.build(index).state_dict()
+        assert all(torch.equal(value, values[name]) for name, value in built.items())
+    assert [m.name for m in plan.load_checkpoint(tmp_path / "x.pt", strict=False)] == ["more"]
+    saved = read_checkpoint(tmp_path / "x.pt")
+    assert torch.equal(plan.build(0).get_parameter("embed.weight"), saved["embed.weight"])

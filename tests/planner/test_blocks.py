@@ -1,0 +1,181 @@
+"""Where models can be cut, what lies between, and what is refused."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import autosplit
+from autosplit.errors import CaptureError, PlanError
+from autosplit.planner import WholeModel, cut, partition
+from autosplit.planner.meta_model import meta_model
+from tests.planner.planned_models import net, tokens
+from tests.planner.whole_models import (
+    bert,
+    captured,
+    llama,
+    llama_of_three,
+    mamba,
+    resnet,
+    run_modules,
+    unet,
+)
+
+# Mamba asks through a cached function which torch it runs on.
+pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
+
+
+def test_layers_of_a_transformer_are_two_blocks_each() -> None:
+    _, whole = captured(llama_of_three)
+    assert [block.name for block in whole.blocks] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.0.post_attention_layernorm",
+        "model.layers.1",
+        "model.layers.1.post_attention_layernorm",
+        "model.layers.2",
+        "model.layers.2.post_attention_layernorm",
+        "model.norm",
+    ]
+    assert all([t.shape for t in tensors] == [(2, 8, 32)] for tensors in whole.crossing)
+    assert all(tensor.requires_grad for tensors in whole.crossing for tensor in tensors)
+    assert whole.blocks[-1].parameters == ("model.embed_tokens.weight", "model.norm.weight")
+
+
+def test_equal_blocks_have_equal_signatures() -> None:
+    signatures = [block.signature for block in captured(llama_of_three)[1].blocks]
+    assert len(set(signatures)) == 4
+    assert signatures[1] == signatures[3] == signatures[5]
+    config = llama().model.config
+    config.hidden_act = "relu"
+    other = WholeModel.capture(transformers.LlamaForCausalLM(config), (), llama().kwargs)
+    assert signatures[1] == other.blocks[1].signature
+    assert signatures[2] != other.blocks[2].signature
+
+
+def test_blocks_of_other_families_end_where_their_layers_do() -> None:
+    names = [block.name for block in captured(bert)[1].blocks]
+    assert names[:4] == [
+        "bert.embeddings",
+        "bert.encoder.layer.0",
+        "bert.encoder.layer.0.intermediate",
+        "bert.encoder.layer.1",
+    ]
+    names = [block.name for block in captured(mamba)[1].blocks]
+    assert names[:3] == ["backbone.embeddings", "backbone.layers.0", "backbone.layers.1"]
+    whole = captured(resnet)[1]
+    assert all(len(tensors) == 1 for tensors in whole.crossing)
+    assert [block.name for block in whole.blocks][-1] == "classifier"
+    assert {"down1", "pool", "pool@1"} <= {block.name for block in captured(unet)[1].blocks}
+
+
+def test_segments_run_by_themselves() -> None:
+    _, whole = captured(llama)
+    module, examples = whole.segment(1, 3)
+    assert [(tuple(t.shape), t.requires_grad) for t in examples] == [
+        ((2, 8, 32), True) if t.is_floating_point() else ((2, 8), False) for t in examples
+    ]
+    inputs = [torch.zeros(t.shape, dtype=t.dtype) for t in examples]
+    (result,) = module(*inputs)
+    assert result.shape == (2, 8, 32)
+    assert {name for name, _ in module.named_parameters()} == {
+        name for block in whole.blocks[1:3] for name in block.parameters
+    }
+    with pytest.raises(PlanError, match="blocks first < last of 0 to 6, got 3 to 3"):
+        whole.segment(3, 3)
+
+
+def test_a_large_model_is_captured_without_its_parameters() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, use_cache=False
+    )
+    model = meta_model(lambda: transformers.LlamaForCausalLM(config))
+    whole = WholeModel.capture(model, torch.zeros(1, 64, dtype=torch.long))
+    assert [tuple(t.shape) for (t,) in whole.crossing] == [(1, 64, 4096)] * 5
+    assert all(parameter.is_meta for parameter in model.parameters())
+    module, examples = whole.segment(1, 2)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert examples[0].device.type == "cpu"
+
+
+class Shared(nn.Module):
+    """One batch norm for two layers, and a tensor that is written after a layer read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.b(self.norm(self.a(x))))
+        y = torch.relu(self.c(x))
+        z = y.detach()
+        z.add_(1)
+        return self.d(y)
+
+
+def test_a_cut_through_what_is_written_in_place_is_refused() -> None:
+    args = (torch.randn(4, 8),)
+    with pytest.raises(PlanError, match=r"before 'b': .* writes in place into state"):
+        partition(Shared(), args, cut_at=["b"])
+    whole = WholeModel.capture(Shared(), args)
+    assert [block.name for block in whole.blocks] == ["a", "norm", "c", "d"]
+    split = cut(whole, [1, 2])
+    assert (
+        torch.equal(
+            run_modules(split, [split.build(i) for i in range(3)], args), split.whole.model(*args)
+        )
+        or split.whole.model.training
+    )
+
+
+def test_cut_at_cuts_before_modules() -> None:
+    case = llama()
+    split = autosplit.partition(
+        case.model,
+        case.args,
+        case.kwargs,
+        cut_at=["model.layers.1.mlp", "lm_head"],
+        costs="estimate",
+    )
+    assert split.cuts == ("model.layers.1.mlp", "lm_head")
+    assert split.stages == 3
+
+
+@pytest.mark.parametrize(
+    ("cut_at", "message"),
+    [
+        (["net.layers.7"], "no module .* there are 'net.layers.[0123]'"),
+        (["net"], "where the model begins"),
+        (["net.head", "net.layers.1"], "increasing"),
+    ],
+)
+def test_names_that_cannot_be_cut_at(cut_at: list[str], message: str) -> None:
+    model = nn.Sequential(OrderedDict(net=net(), last=nn.Linear(11, 2)))
+    with pytest.raises(PlanError, match=message):
+        partition(model, tokens(), cut_at=cut_at)
+
+
+def test_more_stages_than_blocks() -> None:
+    model, inputs = net(), tokens()
+    with pytest.raises(PlanError, match="blocks for 1 to 6 stages, got stages=7"):
+        partition(model, inputs, stages=7)
+    with pytest.raises(PlanError, match="which gives 2 stages, but stages=3"):
+        partition(model, inputs, stages=3, cut_at=["head"])
+    with pytest.raises(PlanError, match="say how many stages"):
+        partition(model, inputs)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_model_that_cannot_be_captured_whole() -> None:
+    with pytest.raises(CaptureError, match=r"test_blocks.py:\d+") as error:
+        partition(Branching(), torch.randn(4), stages=2)
+    assert "list of stages" in str(error.value)

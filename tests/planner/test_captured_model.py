@@ -1,0 +1,158 @@
+"""Models that are captured whole although their first call is not like the others, or their graph
+holds what torch makes trouble with.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import CaptureError
+from autosplit.planner import WholeModel, meta_model
+from autosplit.planner.stages import cut
+from tests.planner.whole_models import loss_of, run_modules, run_stages
+
+
+class Classifier(nn.Module):
+    """Decides in its first call what its labels are, as image classifiers of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.problem: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.problem is None:
+            self.problem = "one of three"
+        found: Tensor = self.last(self.drop(self.norm(self.first(x).relu())))
+        return found.softmax(-1) if self.problem == "one of three" else found
+
+
+def test_what_the_first_call_sets_is_set_before_the_capture() -> None:
+    torch.manual_seed(0)
+    model, x = Classifier(), torch.randn(4, 8)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    drawn = torch.get_rng_state()
+    whole = WholeModel.capture(model, x)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+    split = cut(whole, [len(whole.blocks) - 1])
+    torch.manual_seed(1)
+    found = run_modules(split, [split.build(0), split.build(1)], [x])
+    torch.manual_seed(1)
+    assert torch.equal(found, model(x))
+    assert torch.equal(found.sum(-1), torch.ones(4)) or found.sum(-1).allclose(torch.ones(4))
+
+
+class Counter(Classifier):
+    """Changes in every call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_what_every_call_changes_is_refused_and_was_not_called() -> None:
+    model = Counter()
+    with pytest.raises(CaptureError, match="changes Python state, self"):
+        WholeModel.capture(model, torch.randn(4, 8))
+    assert (model.calls, model.problem) == (0, None)
+
+
+def test_without_values_there_is_no_first_call() -> None:
+    with pytest.raises(CaptureError, match="call the model once before it is split"):
+        WholeModel.capture(meta_model(Classifier), torch.randn(4, 8))
+
+
+class Experts(nn.Module):
+    """Each gets as many samples as the data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.experts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.last = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        chosen = (x[:, 0] > 0).long()
+        order = chosen.argsort(stable=True)
+        sizes = nn.functional.one_hot(chosen, 2).sum(0).tolist()
+        parts = x[order].split(sizes)
+        made = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+        return self.last(torch.zeros_like(x).index_add(0, order, torch.cat(made)))
+
+
+class Doubled(torch.autograd.Function):
+    """A gradient of its own, with what it keeps and an input without one."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(x, mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        x, mask = ctx.saved_tensors  # type: ignore[attr-defined]
+        return 2 * grad * mask * x.cos(), None
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = Doubled.apply(y, x)
+        y = Doubled.apply(self.middle(y), y.detach())
+        return self.last(y)
+
+
+@pytest.mark.parametrize("make", [Experts, WithFunction])
+def test_stages_compute_what_the_model_computes(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(6, 8)
+    loss = loss_of(model(x))
+    loss.backward()
+    whole = WholeModel.capture(model, x)
+    assert all(type(n) is int for sent in whole.crossing for each in sent for n in each.shape)
+    split = cut(whole, [len(whole.blocks) - 1])
+    found, gradients = run_stages(split, [x])
+    assert torch.equal(found, loss)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(sum(gradients[name]), parameter.grad), name  # type: ignore[arg-type]
+
+
+class Permuted(nn.Module):
+    """What crosses lies in another order, in which the dropout behind it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Conv1d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).transpose(1, 2)
+        return self.last(nn.functional.dropout(y, 0.5))
+
+
+def test_what_crosses_a_cut_keeps_its_strides() -> None:
+    """Messages are contiguous: what a stage is given is made so here."""
+    torch.manual_seed(0)
+    model, x = Permuted(), torch.randn(2, 5, 8)
+    whole = WholeModel.capture(model, x)
+    place = next(at for at, node in enumerate(whole.line.body) if "dropout" in node.name)
+    node = whole.line.body[place - 1]
+    assert not whole.line.value(node).is_contiguous()
+    whole = WholeModel(model, (x,), {}, whole.line, [place], training=True)
+    split = cut(whole, [next(i for i, b in enumerate(whole.blocks) if b.first == place)])
+    torch.manual_seed(1)
+    (sent,) = split.build(0)(x)
+    assert sent.is_contiguous()
+    found = split.build(1)(sent.contiguous())
+    torch.manual_seed(1)
+    assert torch.equal(found, model(x))

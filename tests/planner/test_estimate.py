@@ -1,0 +1,77 @@
+"""Estimates follow from FLOPs and bytes alone, and need no memory for parameters."""
+
+from __future__ import annotations
+
+import math
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.mesh.costs import DeviceSpeed
+from autosplit.planner.estimate import estimate
+from autosplit.planner.profile import BlockOptions, profile
+from tests.planner.chains import Chain, Mlp
+
+X = torch.zeros(4, 16)
+COMPUTING = DeviceSpeed(1e9, math.inf)
+MOVING = DeviceSpeed(math.inf, 1e9)
+
+
+def _chain() -> Chain:
+    return Chain([nn.Linear(16, 32), Mlp(32), Mlp(32), nn.Linear(32, 8, bias=False)], X)
+
+
+def test_seconds_by_flops() -> None:
+    first, second, third, last = estimate(_chain(), device=COMPUTING).blocks
+    product = 2 * 4 * 32 * 8 / 1e9
+    assert last.times == pytest.approx((product, product, product))
+    assert last.backward_alone == pytest.approx(2 * product)
+    # The gradient of the first block's input is not computed.
+    assert first.times == pytest.approx((2 * product, 0.0, 2 * product))
+    assert second == third
+    assert second.forward == pytest.approx(2 * 2 * 4 * 32 * 64 / 1e9)
+
+
+def test_seconds_by_bytes() -> None:
+    last = estimate(_chain(), device=MOVING).blocks[-1]
+    x, weight, y = 4 * 4 * 32, 4 * 32 * 8, 4 * 4 * 8
+    assert last.times == pytest.approx(tuple(1e-9 * (x + weight + y) for _ in range(3)))
+
+
+def test_a_call_takes_its_time_however_small_it_is() -> None:
+    quick = estimate(_chain(), device=COMPUTING).blocks[-1].forward
+    slow = estimate(_chain(), device=DeviceSpeed(1e9, math.inf, call=1e-3)).blocks[-1].forward
+    assert quick < slow == 1e-3
+
+
+def test_bytes_are_those_of_a_profile() -> None:
+    measured = profile(_chain(), seconds=0.02)
+    estimated = estimate(_chain(), device=COMPUTING)
+    assert estimated.crossing == measured.crossing == estimated.returning == measured.returning
+    for ours, theirs in zip(estimated.blocks, measured.blocks, strict=True):
+        assert (ours.saved, ours.deferred, ours.parameters) == (
+            theirs.saved,
+            theirs.deferred,
+            theirs.parameters,
+        )
+
+
+@pytest.mark.parametrize("device", [None, torch.device("meta")])
+def test_parameters_need_no_memory(device: torch.device | None) -> None:
+    width = 30_000  # 3.6 GB of parameters
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with torch.device("meta"):
+        chain = Chain([nn.Embedding(10, width), nn.Linear(width, width)], torch.zeros(4).long())
+    costs = estimate(chain, BlockOptions(device=device), device=COMPUTING)
+    assert costs.blocks[1].forward == pytest.approx(2 * 4 * width**2 / 1e9)
+    assert costs.blocks[1].parameters == 4 * (width**2 + width)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown * 1024 < costs.blocks[1].parameters / 4
+
+
+def test_batch_norm_counts_its_batches() -> None:
+    chain = Chain([nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)], X)
+    costs = estimate(chain, device=COMPUTING)
+    assert costs.blocks[1].parameters == 4 * 64

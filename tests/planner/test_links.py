@@ -1,0 +1,60 @@
+"""Measuring links takes processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.timing import measure_transfer, ring
+from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.planner.trial import profile_transfer
+from tests.ranks import Ranks
+
+_LATE = 0.02  # seconds; a message between two processes of one machine takes a thousandth of it
+
+
+@pytest.mark.usefixtures("launched_on_ranks")
+def test_a_link_between_two_processes_takes_time() -> None:
+    found = profile_transfer()
+    assert 0.0 < found.latency < 1.0
+    assert 0.0 < found.bandwidth < math.inf
+    assert found.message_bytes == 0.0
+    assert found.pairs == {}
+
+
+def test_each_pair_of_ranks_has_a_link_of_its_own_and_all_ranks_know_it(on_ranks: Ranks) -> None:
+    found, *others = on_ranks(_slow_between_1_and_2, 3, timeout=60.0)
+    assert others == [found, found]
+    assert found.pairs.keys() == {(0, 1), (0, 2), (1, 2)}
+    slow = found.pairs[1, 2]
+    assert slow.latency >= _LATE > max(found.pairs[0, 1].latency, found.pairs[0, 2].latency)
+    assert found.latency == slow.latency
+
+
+def test_a_ring_has_each_rank_and_the_next_and_the_last_and_the_first() -> None:
+    assert ring(1) == set()
+    assert ring(2) == {(0, 1)}
+    assert ring(4) == {(0, 1), (1, 2), (2, 3), (0, 3)}
+
+
+def _slow_between_1_and_2() -> Transfer:
+    device = torch.device("cpu")
+    groups = Groups(3, device, 30.0)
+    send = groups.isend
+
+    def late(tensor: torch.Tensor, peer: int) -> Any:
+        if {dist.get_rank(), peer} == {1, 2}:
+            time.sleep(_LATE)
+        return send(tensor, peer)
+
+    with mock.patch.object(groups, "isend", late):
+        found = measure_transfer(groups, device, ring(3))
+    groups.destroy()
+    return found

@@ -1,0 +1,374 @@
+"""Plans: as files, bound to models, and trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autosplit.errors import AutosplitError, OutputError, PlanError, ScheduleError
+from autosplit.pipeline import RunOptions
+from autosplit.planner import Plan, partition
+from autosplit.planner.costs import Limits
+from autosplit.planner.cuts import CapError
+from tests.planner.planned_models import (
+    MICROBATCH,
+    costs,
+    loss,
+    net,
+    rehearsed,
+    sgd,
+    tokens,
+    trained,
+)
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    model = net()
+    return partition(model, tokens(), stages=2, microbatches=4, costs=costs(model))
+
+
+def test_a_plan_says_what_it_holds(plan: Plan) -> None:
+    assert plan.stages == plan.ranks == 2
+    assert (plan.microbatches, plan.microbatch_size, plan.batch) == (4, MICROBATCH, 8)
+    assert plan.cuts == ("layers.2",)
+    assert plan.made_for.model == "Net"
+    assert plan.made_for.blocks[0] == "embed"
+    assert str(plan.made_for.inputs[0]) == "args[0] [2, 5] int64"
+    assert len(plan.stage_times) == 2
+    assert plan.stage_times[0][1] == 0.0
+    assert all(p > r > 0 for p, r in zip(plan.peak_memory, plan.resting_memory, strict=True))
+    assert [sorted(group) for group in plan.shared] == [[(0, "embed.weight"), (1, "head.weight")]]
+
+
+def test_a_limit_of_memory_is_kept_by_measures(tmp_path: Path) -> None:
+    """Which the plan tells the costs of, in its file, too; its trainer is given the limit."""
+    model = net()
+
+    def planned(limit: int | str | None) -> Plan:
+        return partition(
+            model,
+            tokens(),
+            stages=2,
+            microbatches=4,
+            schedule="gpipe",
+            costs=costs(model),
+            memory_limit=limit,
+        )
+
+    plain = planned(None)
+    assert (plain.memory_limit, plain.measures) == (None, ())
+    rest, most = max(plain.resting_memory), max(plain.peak_memory)
+    limit = int(rest + 0.4 * (most - rest))
+    found = planned(f"{limit} B")
+    assert max(found.peak_memory) <= limit < most
+    assert found.memory_limit == limit
+    assert {name for name, *_ in found.measures} <= {"offload", "recompute"}
+    for _, seconds, saved in found.measures:
+        assert seconds >= 0.0
+        assert max(saved) > 0.0
+    found.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == found
+    assert loaded.built_schedule() == found.built_schedule()
+    with pytest.raises(CapError, match=r"dominate\. Use a limit of [\d,]+, or ") as caught:
+        planned(int(rest))
+    assert max(planned(int(caught.value.least) + 1).peak_memory) <= caught.value.least + 1
+    for bad in ("12 GiBs", "lots", 0, 1.5, True):
+        with pytest.raises(PlanError, match=r"expected memory_limit such as 80GiB.* (which|whose)"):
+            planned(bad)  # type: ignore[arg-type]
+
+
+def test_a_plan_within_a_limit_trains(tmp_path: Path) -> None:
+    """In one process, which holds both stages."""
+    model = net()
+    options: dict[str, Any] = {"stages": 1, "ranks": 1, "microbatches": 4, "schedule": "gpipe"}
+    plain = partition(model, tokens(), costs=costs(model), **options)
+    rest, most = max(plain.resting_memory), max(plain.peak_memory)
+    found = partition(
+        model, tokens(), costs=costs(model), memory_limit=int((rest + most) / 2), **options
+    )
+    with found.trainer(
+        loss,
+        sgd,
+        memory_limit="1GiB",
+        run_options=RunOptions(store=tmp_path),
+    ) as trainer:
+        losses = trainer.step((tokens(8), tokens(8)))
+    assert losses.isfinite().all()
+
+
+def test_a_file_gives_the_plan_back(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.built_schedule() == plan.built_schedule()
+    assert loaded.partition is None
+    with pytest.raises(PlanError, match=r"not bound to a model: call plan\.bind\(model, args\)"):
+        loaded.build(0)
+    bound = loaded.bind(net(), tokens())
+    assert bound.wiring == plan.wiring
+    names = {name for stage in range(2) for name, _ in bound.build(stage).named_parameters()}
+    assert names == {name for name, _ in net().named_parameters(remove_duplicate=False)}
+
+
+def test_another_model_or_batch_is_refused(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="plan was made for a Net of 6 blocks, but this Net has 7"):
+        plan.bind(net(5), tokens())
+    with pytest.raises(PlanError, match="plan was made for a Net that begins with 'embed'"):
+        plan.bind(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), torch.zeros(2, 5))
+    with pytest.raises(
+        PlanError, match=r"microbatches of args\[0\] \[2, 5\] int64, but came args\[0\] \[3, 5\]"
+    ):
+        plan.bind(net(), tokens(3))
+
+
+def test_a_plan_for_other_processes_says_for_how_many(plan: Plan) -> None:
+    with pytest.raises(PlanError) as caught:
+        plan.trainer(loss, sgd)
+    assert str(caught.value).startswith("the plan is for 2 processes and there is one: run under ")
+    assert "--nproc-per-node 2" in str(caught.value)
+
+
+def test_one_process_trains_as_without_a_plan(plan: Plan) -> None:
+    model, own = net(), net()
+    one = partition(own, tokens(), stages=2, ranks=1, microbatches=2, costs=costs(own))
+    optimizer = sgd(list(model.parameters()))
+    with one.trainer(loss, sgd) as engine:
+        for step in range(2):
+            batch = tokens(4, step)
+            found = engine.step((batch, batch))
+            expected = torch.stack([loss(model(part), part) for part in batch.chunk(2)])
+            expected.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(found, expected.detach())
+    with (
+        one.trainer(loss, sgd) as engine,
+        pytest.raises(  # and no error of tracing around it
+            PlanError, match=r"shape \[3, 5\], but the model was captured with \[2, 5\]"
+        ),
+    ):
+        engine.step((tokens(6), tokens(6)))
+
+
+def test_two_processes_train_a_plan_from_a_file(
+    on_ranks: Ranks, plan: Plan, tmp_path: Path
+) -> None:
+    """Losses step by step are those of the whole model in one process."""
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    (losses, names), (others, more) = on_ranks(trained, 2, (str(path), 3), timeout=100.0)
+    model = net()
+    optimizer = sgd(list(model.parameters()))
+    for step in range(3):
+        batch = tokens(8, step)
+        expected = torch.stack([loss(model(part), part) for part in batch.chunk(4)])
+        expected.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(losses[step], expected.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(losses[step], others[step])
+    assert "layers.0.up.weight" in names
+    assert "layers.3.up.weight" in more
+    assert {*names, *more} == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def test_ranks_rehearse_together(on_ranks: Ranks) -> None:
+    first, second = on_ranks(rehearsed, 2, timeout=100.0)
+    assert first == second
+    assert len(first[0]) == 1
+    assert 0.0 < first[1] < 1.0
+    assert first[2] == 0  # the model has no gradients of it
+
+
+def test_a_rehearsal_takes_the_place_of_what_costs_say() -> None:
+    """The costs given are of seconds, and the model takes milliseconds."""
+    model = net()
+    given = {"stages": 2, "ranks": 1, "microbatches": 2, "seconds": 0.1}
+    told = partition(model, tokens(), costs=costs(model), **given)
+    seen = partition(model, tokens(), **given)
+    assert told.predicted_step > 1.0 > seen.predicted_step > 0.0
+    assert sum(map(sum, seen.stage_times)) < 1.0
+    with pytest.raises(AutosplitError, match="batch_size"):
+        partition(model, tokens(), loss_fn=loss, targets=tokens(3), **given)
+
+
+def test_cut_at(plan: Plan) -> None:
+    model = net()
+    by_hand = partition(model, tokens(), cut_at=["layers.1"], costs=costs(model))
+    assert by_hand.cuts == ("layers.1",)
+    assert by_hand.predicted_step > 0.0
+    assert by_hand.microbatches == 4
+    inside = partition(model, tokens(), cut_at=["layers.1.down"], costs="estimate")
+    assert len(inside.cuts) == 1
+    assert Plan.bind(inside, net(), tokens()).cuts == inside.cuts
+
+
+def test_options_of_partition_have_effects() -> None:
+    model = net()
+    known = costs(model)
+    free = partition(model, tokens(), stages=2, microbatches=4, costs=known)
+    other = partition(model, tokens(), stages=2, microbatches=2, schedule="gpipe", costs=known)
+    assert (other.schedule, other.microbatches) == ("gpipe", 2)
+    assert partition(model, tokens(), stages=4, ranks=2, schedule="zb-v", costs=known).ranks == 2
+    lean = partition(model, tokens(), stages=2, memory="lean", costs=known)
+    assert lean.memory == "lean"
+    plain = partition(model, tokens(), stages=2, costs=known, limits=Limits(optimizer_state=0.0))
+    assert max(plain.peak_memory) < max(free.peak_memory)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, PlanError, r"say how many stages: stages=N, or where they begin: cut_at=\[\.\.\.\]"),
+        ({"stages": 9}, PlanError, "Net has blocks for 1 to 6 stages, got stages=9"),
+        ({"stages": 3, "cut_at": ["layers.1"]}, PlanError, "which gives 2 stages, but stages=3"),
+        ({"cut_at": ["layers.9"]}, PlanError, "cut_at='layers.9' is no module that the forward"),
+        ({"stages": 2, "costs": "guess"}, PlanError, "unknown costs 'guess'; known: profile"),
+        ({"stages": 2, "schedule": "zigzag"}, ScheduleError, "unknown schedule 'zigzag'"),
+        ({"stages": 2, "limits": Limits(10.0)}, CapError, "the least cap that does is"),
+        (
+            {"cut_at": ["layers.1"], "limits": Limits(10.0)},
+            CapError,
+            r"stages that cut_at gives do not fit under a cap of 10 bytes a rank; the least .* is",
+        ),
+        (
+            {"stages": 2, "memory_limit": "1GiB", "limits": Limits(cap=10.0)},
+            PlanError,
+            "memory_limit='1GiB' and limits with cap=10 both say",
+        ),
+        (
+            {"stages": 2, "memory_limit": "1GiB", "split_backward": False},
+            PlanError,
+            "memory_limit searches a schedule of I and W",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_input(options: dict[str, object], error: type[Exception], message: str) -> None:
+    model = net()
+    given = {"costs": costs(model), **options}
+    with pytest.raises(error, match=message):
+        partition(model, tokens(), **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, 'is no plan: expected JSON with "format"'),
+        ({"cuts": None}, "is no whole plan: it lacks 'cuts'"),
+        ({"colour": "red"}, "is no whole plan: it has the unknown 'colour'"),
+        ({"made_for": {}}, "is no whole plan: KeyError"),
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_plan(
+    plan: Plan, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    data = json.loads(path.read_text())
+    kept = {name: each for name, each in data.items() if change.get(name, each) is each}
+    lost = {name for name, each in change.items() if each is None}
+    path.write_text(json.dumps({**kept, **change} if not lost else kept))
+    with pytest.raises(PlanError, match=message):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"placement": "01"}, "'placement' must be tuple"),
+        ({"placement": [0, "1"]}, r"got \(0, '1'\)"),
+        ({"placement": [0, 10**18]}, "stage 1 is placed on rank 1000000000000000000"),
+        ({"actions": 5}, "'actions' must be tuple"),
+        ({"actions": [5, 6]}, "'actions' must be tuple"),
+        ({"actions": ["0F0"]}, "'actions' must have 2 entries, one for each rank; it has 1"),
+        ({"cuts": [1]}, "'cuts' must be tuple"),
+        ({"cuts": {"layers.2": 1}}, "'cuts' must be tuple"),
+        ({"cuts": ["nowhere"]}, "'cuts' must be names of blocks of the model behind its first"),
+        ({"stage_times": -1}, "'stage_times' must be tuple"),
+        ({"stage_times": [[-1.0, 0.0, 1.0], [1.0, 1.0, 1.0]]}, "numbers finite and >= 0; got"),
+        ({"stage_times": [[1.0, 1.0], [1.0, 1.0, 1.0]]}, "'stage_times' must be tuple"),
+        ({"predicted_step": float("nan")}, "'predicted_step' must be number"),
+        ({"peak_memory": [1.0]}, "'peak_memory' must have 2 entries, one for each rank"),
+        ({"ranks": 0}, "'ranks' must be at least 1, got 0"),
+        ({"ranks": True}, "'ranks' must be int"),
+        ({"bubble": 2.0}, "'bubble' must be a share from 0 to 1"),
+        ({"microbatches": 10**9}, "never runs"),
+        ({"microbatch_size": 7}, "but the inputs that the plan was made for have 2 samples"),
+        ({"memory": "much"}, "memory is one of 'fast', 'balanced', 'lean'"),
+        ({"backend": "tpu"}, "unknown backend 'tpu'"),
+        ({"made_for": {"model": "Net", "blocks": [1], "inputs": []}}, "'blocks' must be tuple"),
+        ({"made_for": {"model": "Net", "blocks": ["a"], "inputs": [1]}}, "is no whole plan"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values_that_no_plan_has(
+    plan: Plan, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    plan.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text()) | change
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises((PlanError, ScheduleError), match=message):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_that_a_user_makes_is_checked_as_one_from_a_file(plan: Plan) -> None:
+    with pytest.raises(PlanError, match="'crossing' must have 1 entries, one for each cut; it has"):
+        dataclasses.replace(plan, crossing=(1.0, 2.0))
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\x00", b"9" * 5000, b""])
+def test_a_file_that_is_no_json(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanError, match=r"cannot read a plan from '.*plan\.json': "):
+        Plan.load(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="cannot read a plan from"):
+        Plan.load(tmp_path)
+
+
+def test_a_plan_that_cannot_be_saved(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"cannot write '.*plan\.json': No such file"):
+        plan.save(tmp_path / "nowhere" / "plan.json")
+
+
+def test_a_dictionary_is_keyword_inputs(plan: Plan) -> None:
+    model = net()
+    named = partition(model, {"tokens": tokens()}, stages=2, microbatches=4, costs=costs(model))
+    assert named.cuts == plan.cuts
+    assert str(named.made_for.inputs[0]) == "tokens [2, 5] int64"
+    assert named.bind(model, {"tokens": tokens()}).wiring == named.wiring
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [(5, None), ("tokens", None), ({"tokens": tokens()}, {"more": 1}), ({1: 2}, None), ((), [1])],
+    ids=["number", "text", "two dictionaries", "numbers for names", "list"],
+)
+def test_inputs_that_are_none(args: object, kwargs: Any) -> None:
+    with pytest.raises(PlanError, match="inputs of one microbatch are a tensor, a tuple of"):
+        partition(net(), args, kwargs, stages=2)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_seconds_that_are_no_time(seconds: float) -> None:
+    with pytest.raises(PlanError, match="seconds to measure for must be from 0 to 86,400"):
+        partition(net(), tokens(), stages=2, seconds=seconds)
+
+
+def test_a_file_whose_schedule_cannot_run(plan: Plan, tmp_path: Path) -> None:
+    broken = dataclasses.replace(plan, actions=tuple(reversed(plan.actions)))
+    broken.save(tmp_path / "plan.json")
+    with pytest.raises(ScheduleError):
+        Plan.load(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="cannot read a plan from"):
+        Plan.load(tmp_path / "nothing.json")

@@ -1,0 +1,132 @@
+"""Profiling: each kind of block once, under the trainer's options; the model stays as it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.pipeline.engine.stages import footprint
+from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.profile import BlockOptions, Rounds, error, prepare_blocks, profile
+from autosplit.runtime.split_options import SplitOptions
+from tests.planner.chains import Chain, Mlp
+
+X = torch.zeros(4, 16)
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def _chain() -> Chain:
+    return Chain([nn.Linear(16, 32), Mlp(32), Mlp(32), Mlp(64 // 2), nn.Linear(32, 8)], X)
+
+
+def test_one_block_of_each_kind_is_profiled() -> None:
+    costs = profile(_chain(), seconds=0.05)
+    first, second, third, fourth, last = costs.blocks
+    assert second is third is fourth
+    assert len({id(block) for block in costs.blocks}) == 3
+    assert second.parameters == 4 * (32 * 64 * 2 + 64 + 32)
+    assert (second.deferred, last.deferred) == (4 * 4 * (32 + 64 + 64 + 32), 4 * 4 * (32 + 8))
+    assert costs.crossing == costs.returning == (512.0,) * 4
+    assert first.backward_input == 0.0
+    assert first.backward_weight == first.backward_alone >= 0.0  # a difference of noisy times
+    assert min(second.forward, second.backward_input, second.backward_weight, costs.call) > 0.0
+
+
+def test_a_first_block_of_the_same_kind_is_by_itself() -> None:
+    costs = profile(Chain([Mlp(16), Mlp(16)], X), seconds=0.05)
+    assert costs.blocks[0].backward_input == 0.0 < costs.blocks[1].backward_input
+
+
+def test_blocks_add_up_to_what_a_stage_keeps() -> None:
+    chain = _chain()
+    costs = profile(chain, seconds=0.05)
+    for first, last in ((0, 2), (1, 4)):
+        kept = footprint(prepare_blocks(chain, first, last, BlockOptions()).stage)
+        stage = costs.stage(first, last)
+        assert (stage.saved, stage.deferred) == kept
+
+
+def test_the_loss_belongs_to_the_last_block() -> None:
+    target = torch.zeros(4, 8)
+    plain = profile(_chain(), seconds=0.05)
+    lossy = profile(_chain(), BlockOptions(loss_fn=_loss, targets=target), seconds=0.05)
+    assert lossy.blocks[-1].saved > plain.blocks[-1].saved
+    assert [block.saved for block in lossy.blocks[:-1]] == [
+        block.saved for block in plain.blocks[:-1]
+    ]
+
+
+def test_options_reach_the_stages() -> None:
+    chain = Chain([nn.Linear(16, 32), nn.Sequential(nn.GELU(), nn.Linear(32, 32), nn.GELU())], X)
+    plain = prepare_blocks(chain, 1, 2, BlockOptions(SplitOptions(memory="fast"))).stage
+    lean = prepare_blocks(chain, 1, 2, BlockOptions(SplitOptions(memory=600))).stage
+    half = prepare_blocks(chain, 1, 2, BlockOptions(autocast=torch.bfloat16)).stage
+    assert footprint(lean)[1] < footprint(plain)[1]
+    assert half.output_specs[0][1] is torch.bfloat16
+
+
+class Mixed(nn.Module):
+    """Puts out more than tensors, as models do that return no loss without labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 8)])
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        hidden = self.layers[0](x)
+        return {"loss": None, "count": 3, "outputs": (self.layers[1](hidden), hidden)}
+
+
+def test_what_is_no_tensor_in_a_models_result_costs_nothing() -> None:
+    whole = WholeModel.capture(Mixed(), X)
+    stage = prepare_blocks(whole, 0, len(whole.blocks), BlockOptions()).stage
+    assert [tuple(shape) for shape, _, _ in stage.output_specs] == [(4, 8), (4, 16)]
+
+
+def test_the_model_stays_as_it_is() -> None:
+    norm = nn.BatchNorm1d(32)
+    chain = Chain([nn.Linear(16, 32), norm, nn.Dropout(0.5), nn.Linear(32, 8)], X)
+    weight, mean = chain.modules[0].weight, norm.running_mean
+    before = torch.get_rng_state()
+    profile(chain, seconds=0.05)
+    assert torch.equal(before, torch.get_rng_state())
+    assert chain.modules[0].weight is weight
+    assert weight.grad is None
+    assert norm.running_mean is mean
+    assert torch.equal(mean, torch.zeros(32))
+    assert norm.num_batches_tracked == 0
+
+
+def test_parameters_on_meta_are_made_for_the_block_that_is_timed() -> None:
+    with torch.device("meta"):
+        chain = _chain()
+    costs = profile(chain, seconds=0.05)
+    assert costs.blocks[1].forward > 0.0
+    assert all(p.is_meta for module in chain.modules for p in module.parameters())
+    instance = prepare_blocks(chain, 1, 2, BlockOptions())
+    assert not any(p.is_meta for p in instance.stage.module.parameters())
+
+
+def test_what_is_tied_stays_tied() -> None:
+    with torch.device("meta"):
+        tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        tied[1].weight = tied[0].weight
+        chain = Chain([tied, nn.Linear(16, 16)], X)
+    module = prepare_blocks(chain, 0, 1, BlockOptions()).stage.module
+    assert module.get_parameter("0.0.weight") is module.get_parameter("0.1.weight")
+
+
+def both_of(values: list[float]) -> Rounds:
+    return {"forward": values, "backward": values}
+
+
+def test_noise_is_small_where_times_are_steady() -> None:
+    steady, wild = [1.0, 1.001] * 10, [1.0, 2.0] * 10
+    assert error([both_of(steady)]) < 0.001
+    assert error([both_of(wild)]) > 0.1
+    long = [1000.0 * value for value in steady]
+    both = [both_of(wild), both_of(long)]
+    assert error(both) < 0.001  # what is short need not be known as well

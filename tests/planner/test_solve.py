@@ -1,0 +1,216 @@
+"""Cuts: as good as trying all of them, where all of them can be tried."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosplit.errors import PlanError, ScheduleError
+from autosplit.mesh.costs import Link
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.validation.validate import validate
+from autosplit.planner import cuts as cut_search
+from autosplit.planner.costs import BlockCost, Limits, ModelCosts
+from autosplit.planner.cuts import CapError, Solution, weigh
+from tests.planner.planned import all_tried, even, models, solved, stage_times, tried
+
+# Schedules whose order is the same whatever the stages take.
+FIXED = [
+    ("gpipe", {"split_backward": False}),
+    ("1f1b", {"split_backward": False}),
+    ("1f1b", {"weights": "2bp"}),
+    ("gpipe", {"weights": "2bp"}),
+    ("interleaved", {"split_backward": False, "ranks": 2}),
+]
+LINKS = st.sampled_from(
+    [
+        None,
+        Transfer(0.5),
+        Transfer(0.25, 2.0),
+        Transfer(0.25, pairs={(0, 1): Link(1.0, 0.5)}),
+    ]
+)
+
+
+def cases(data: st.DataObject) -> tuple[ModelCosts, int, int, str, dict[str, Any]]:
+    name, form = data.draw(st.sampled_from(FIXED))
+    costs = data.draw(models(least=4 if name == "interleaved" else 1))
+    blocks = len(costs.blocks)
+    stages = 4 if name == "interleaved" else data.draw(st.integers(1, min(4, blocks)))
+    return costs, stages, data.draw(st.integers(1, 5)), name, form
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_cuts_are_better_than_those_found(data: st.DataObject) -> None:
+    costs, stages, microbatches, name, form = cases(data)
+    links = data.draw(LINKS)
+    every = list(all_tried(costs, stages, microbatches, name, form, links=links))
+    found = solved(
+        costs, stages, microbatches, name, limits=Limits(links=links or Transfer()), **form
+    )
+    assert found.step == pytest.approx(min(each.step for each in every))
+    own = next(each for each in every if each.cuts == found.cuts)
+    assert found.step == pytest.approx(own.step)
+    assert found.peaks == pytest.approx(own.peaks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_cap_is_kept_or_the_least_one_is_named(data: st.DataObject) -> None:
+    costs, stages, microbatches, name, form = cases(data)
+    cap, state = data.draw(st.integers(1, 120)) * 1.0, data.draw(st.sampled_from([0.0, 2.0]))
+    memory = {"cap": cap, "optimizer_state": state}
+    every = list(all_tried(costs, stages, microbatches, name, form, **memory))
+    within = [each.step for each in every if each.overflow == 0.0]
+    if within:
+        found = solved(costs, stages, microbatches, name, limits=Limits(**memory), **form)
+        assert found.step == pytest.approx(min(within))
+        assert max(found.peaks) <= cap * (1 + 1e-9)
+        return
+    with pytest.raises(CapError) as caught:
+        solved(costs, stages, microbatches, name, limits=Limits(**memory), **form)
+    least = caught.value.least
+    assert least == pytest.approx(min(max(each.peaks) for each in every))
+    memory["cap"] = least
+    found = solved(costs, stages, microbatches, name, limits=Limits(**memory), **form)
+    assert max(found.peaks) == pytest.approx(least)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_local_search_finds_nearly_the_best(data: st.DataObject) -> None:
+    """What runs where the ways to cut are too many to try, here where they are not."""
+    costs, stages, microbatches, name, form = cases(data)
+    cap = data.draw(st.sampled_from([math.inf, 60.0]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut_search, "_EXHAUSTIVE", 0)
+        try:
+            found = solved(costs, stages, microbatches, name, limits=Limits(cap), **form)
+        except CapError:
+            return
+    every = all_tried(costs, stages, microbatches, name, form, cap=cap)
+    best = min(each.step for each in every if each.overflow == 0.0)
+    assert best * (1 - 1e-9) <= found.step <= 1.2 * best  # 78 and 69 were seen, under a cap
+
+
+@settings(max_examples=40, deadline=None)
+@given(models(least=3, most=6), st.integers(1, 5), st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
+def test_a_schedule_built_for_its_stages(costs: ModelCosts, microbatches: int, name: str) -> None:
+    """The step is that of the schedule found, which is legal, and hardly any cuts are better."""
+    found = solved(costs, 3, microbatches, name)
+    validate(found.schedule)
+    own = tried(costs, found.cuts, found.schedule)
+    assert found.step == pytest.approx(own.step)
+    steps = []
+    for cuts in itertools.combinations(range(len(costs.blocks) - 1), 2):
+        times = stage_times(costs, cuts)
+        steps.append(tried(costs, cuts, build(name, 3, microbatches, times=times)).step)
+    assert found.step <= 1.2 * min(steps)  # 74 and 63 were seen: cuts are compared under one order
+
+
+def test_equal_blocks_are_dealt_out_evenly() -> None:
+    found = solved(even(16), 4, 8, "gpipe", split_backward=False)
+    assert found.cuts == (3, 7, 11)
+    assert found.parameters == (4.0,) * 4
+    assert found.costs.times[1] == (4.0, 4.0, 4.0)
+    assert found.costs.times[0] == (4.0, 0.0, 4 * 2.0)
+
+
+def test_of_steps_that_noise_makes_equal_the_most_even_wins() -> None:
+    blocks = tuple(BlockCost(1, 1, 1, 1, 1, 1, 2.2 if k else 1.2) for k in range(9))
+    costs = ModelCosts(blocks, (1.0,) * 8)
+    exact = solved(costs, 2, 4)
+    rough = solved(replace(costs, noise=0.2), 2, 4)
+    assert rough.uneven <= exact.uneven
+    assert exact.step <= rough.step <= 1.2 * exact.step
+    every = [weigh(costs, [k], ScheduleRequest("1f1b", 4), Limits()) for k in range(8)]
+    near = [way for way in every if way.step <= 1.2 * exact.step]
+    assert rough.uneven == pytest.approx(min(way.uneven for way in near))
+
+
+def test_several_stages_of_a_rank_count_against_its_cap_together() -> None:
+    """Two stages a rank in a V, the first and the last on one, which both begin large."""
+    costs = ModelCosts(
+        tuple(BlockCost(1, 1, 1, 1, 1, 9 if k in (0, 9) else 1, 1) for k in range(12)),
+        (1.0,) * 11,
+    )
+    free = solved(costs, 4, 4, "zb-v", ranks=2)
+    assert free.schedule.placement == (0, 1, 1, 0)
+    with pytest.raises(CapError) as caught:
+        solved(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=1.0))
+    cap = (caught.value.least + max(free.peaks)) / 2
+    assert cap < max(free.peaks)
+    capped = solved(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=cap))
+    assert max(capped.peaks) <= cap
+
+
+def test_options_change_the_result() -> None:
+    costs = ModelCosts(
+        tuple(BlockCost(1 + k % 3, 1, 1, 4, 3, 1 + k % 4, 1) for k in range(12)),
+        tuple(10.0 if k % 3 else 1.0 for k in range(11)),
+    )
+    plain = solved(costs, 4, 8)
+    assert solved(costs, 4, 8, limits=Limits(links=Transfer(1.0))).step > plain.step + 6.0
+    narrow = solved(costs, 4, 8, limits=Limits(links=Transfer(0.0, 5.0)))
+    assert narrow.step > plain.step
+    assert {costs.crossing[cut] for cut in narrow.cuts} == {1.0}
+    assert narrow.costs.transfer.message_bytes == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert max(solved(costs, 4, 8, limits=Limits(optimizer_state=0.0)).peaks) < max(plain.peaks)
+    fused = solved(costs, 4, 8, split_backward=False)
+    assert not fused.schedule.split_backward
+    assert fused.step > plain.step
+    assert solved(costs, 4, 8, weights="2bp").schedule != plain.schedule
+    rough = solved(costs, 4, 8, "zb-h2", refine=False)
+    assert rough.step >= solved(costs, 4, 8, "zb-h2").step
+    assert solved(costs, 8, 8, "interleaved", ranks=4).schedule.placement == (0, 1, 2, 3) * 2
+
+
+def test_a_hundred_blocks_in_seconds() -> None:
+    """A guard against another order of growth, not a measurement."""
+    blocks = tuple(
+        BlockCost(1 + k % 3, 1 + k % 2, 1 + k % 5, 4, 3, 1 + k % 4, 1) for k in range(100)
+    )
+    began = time.process_time()
+    found = solved(ModelCosts(blocks, (1.0,) * 99), 8, 32, limits=Limits(cap=1000.0))
+    assert time.process_time() - began < 20.0
+    assert found.bubble < 0.2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"stages": 5}, PlanError, "cannot cut 4 blocks into 5 stages: expected 1 to 4 stages"),
+        ({"stages": 0}, PlanError, "cannot cut 4 blocks into 0 stages"),
+        ({"cap": 0.0}, PlanError, r"cap must be bytes > 0 that a rank may hold, got 0\.0"),
+        ({"optimizer_state": -1.0}, PlanError, "optimizer_state must be bytes for each byte"),
+        ({"schedule": "zigzag"}, ScheduleError, "unknown schedule 'zigzag'; known: naive, gpipe"),
+        ({"schedule": "dualpipe"}, ScheduleError, "runs two copies of every stage, for which"),
+        ({"schedule": "dualpipe-v", "stages": 4}, ScheduleError, "at least 2P microbatches"),
+        ({"cap": 3.0}, CapError, "fit under a cap of 3 bytes a rank; the least cap that does is"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **options}
+    if given["schedule"] == "dualpipe":
+        given["microbatches"] = 4
+    offered = {name: given.pop(name) for name in ("cap", "optimizer_state") if name in given}
+    with pytest.raises(error, match=message):
+        solved(even(4), limits=Limits(**offered), **given)
+
+
+def test_a_solution_says_what_it_is_made_of() -> None:
+    found = solved(even(4), 1, 2)
+    assert isinstance(found, Solution)
+    assert (found.cuts, found.bubble) == ((), 0.0)
+    assert found.peaks == (4.0 * 4 + 4 * 4.0,)
