@@ -21,13 +21,14 @@ from autosplit.pipeline.builders.families import SCHEDULES
 from autosplit.pipeline.builders.placement.fill import StageTimes
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.limit_findings import MeasureEffect
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.event_loop import play
 from autosplit.pipeline.simulation.replay import rows_of
 from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.step_graph import StepGraph
+from autosplit.pipeline.simulation.step_graph import Message, StepGraph
 
 from .costs import Limits, ModelCosts
 
@@ -439,24 +440,34 @@ class _Order:
         self.played += len(self.actions)
         table = [(f, i, w, i + w) for f, i, w in times]
         seconds = [table[action.stage][_KINDS[action.kind]] for action in self.actions]
-        graph = self._graph if self._weightless else self._with(crossing, returning)
+        sizes, graph = (returning, crossing), self._graph
+        for number, sent in self._sent:
+            graph.makes[number] = tuple(
+                message._replace(took=sizes[parcel.forward][parcel.boundary] / bandwidth)
+                for message, parcel, bandwidth in sent
+            )
         return play(graph, self._rows, seconds).makespan
 
     @cached_property
-    def _weightless(self) -> bool:
-        """Whether messages take no time for their size, so that one graph serves all cuts."""
-        links = self._limits.links
-        return all(math.isinf(b) for b in (links.bandwidth, *(p[1] for p in links.pairs.values())))
+    def _graph(self) -> StepGraph:
+        links = replace(self._limits.links, message_bytes=0.0, gradient_bytes=None)
+        return StepGraph(self.schedule, transfer=links, own_needs=False)
 
     @cached_property
-    def _graph(self) -> StepGraph:
-        return self._with({}, {})
-
-    def _with(self, crossing: dict[int, float], returning: dict[int, float]) -> StepGraph:
-        links = self._limits.links
-        if not self._weightless:
-            links = replace(links, message_bytes=crossing, gradient_bytes=returning)
-        return StepGraph(self.schedule, transfer=links, own_needs=False)
+    def _sent(self) -> list[tuple[int, list[tuple[Message, Parcel, float]]]]:
+        """By the action that sends them, messages that take time for their size, with the bandwidth
+        of their links: all that differs from cut to cut in the graph.
+        """
+        graph, links = self._graph, self._limits.links
+        found = []
+        for number, messages in enumerate(graph.makes):
+            sent = [
+                (m, graph.parcels[m.parcel], links.link(*m.link)[1] if m.link else math.inf)
+                for m in messages
+            ]
+            if any(math.isfinite(bandwidth) for *_, bandwidth in sent):
+                found.append((number, sent))
+        return found
 
     def bounds(self, stages: Tensor) -> Tensor:
         """Seconds below which no step of this kind can be; shape [K].
