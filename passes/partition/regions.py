@@ -44,9 +44,6 @@ class Division:
         reach: which results its nodes are needed for.
         recompute: whether cheap nodes may run on both sides of a boundary.
         release: whether I may compute weight gradients, and return them.
-
-    Raises:
-        PassError: the backward needs a value that can neither be carried nor recomputed.
     """
 
     def __init__(
@@ -62,18 +59,20 @@ class Division:
         self._settled = reach.forward - reach.recomputed
         self._add_needs_of_backward()
         self._add_second_layer()
-        try:
-            self._contracted = self._network.contract()
-        except PassError as error:
-            raise PassError(
-                "the backward needs a value that can neither be carried nor recomputed"
-            ) from error
 
     def cut(self, rate: float = 0.0, charge: float = 0.0) -> Regions:
         """The minimum cut where a unit of recomputation time costs ``rate`` bytes and a FLOP of a
         weight gradient in I costs ``charge`` bytes.
+
+        Raises:
+            PassError: the backward needs a value that can neither be carried nor recomputed.
         """
-        early, price = self._contracted.cut(lambda p: p.bytes + rate * p.time + charge * p.flops)
+        try:
+            early, price = self._network.cut(lambda p: p.bytes + rate * p.time + charge * p.flops)
+        except PassError as error:
+            raise PassError(
+                "the backward needs a value that can neither be carried nor recomputed"
+            ) from error
         first, second = self._cut_nodes(early, _first), self._cut_nodes(early, _second)
         reach = self._reach
         waiting, _ = _walk(reach.weight_grads, second)

@@ -1,4 +1,4 @@
-"""network: the shrunk network has the cuts of the whole one."""
+"""network: the cheapest of all cuts, and the refusal where none is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.passes import PassError
-from autosplit.passes.partition.min_cut import SINK, SOURCE, Network, Price
+from autosplit.passes.memory_policy import Price
+from autosplit.passes.partition.min_cut import SINK, SOURCE, Network
 
 
 def built(edges: dict[tuple[int, int], int | None]) -> Network:
@@ -26,28 +27,27 @@ def cost(edges: dict[tuple[int, int], int | None], early: set[int]) -> float:
 
 def test_the_narrowest_edge_is_cut() -> None:
     edges = {(SOURCE, 0): 9, (0, 1): 2, (1, SINK): 5}
-    assert built(edges).contract().cut(lambda price: price.bytes)[0] == {SOURCE, 0}
+    assert built(edges).cut(lambda price: price.bytes)[0] == {SOURCE, 0}
 
 
 def test_parallel_edges_add_up() -> None:
     network = built({(SOURCE, 0): 3, (0, SINK): 4})
     network.add(SOURCE, 0, Price(2))
-    assert network.contract().cut(lambda price: price.bytes)[0] == {SOURCE, 0}
+    assert network.cut(lambda price: price.bytes)[0] == {SOURCE, 0}
 
 
 def test_weights_decide_between_currencies() -> None:
     network = Network()
     network.add(SOURCE, 0, Price(bytes=10))
     network.add(0, SINK, Price(time=4))
-    shrunk = network.contract()
-    assert shrunk.cut(lambda price: price.bytes + 2 * price.time)[0] == {SOURCE, 0}
-    assert shrunk.cut(lambda price: price.bytes + 3 * price.time)[0] == {SOURCE}
+    assert network.cut(lambda price: price.bytes + 2 * price.time)[0] == {SOURCE, 0}
+    assert network.cut(lambda price: price.bytes + 3 * price.time)[0] == {SOURCE}
 
 
 def test_no_cut() -> None:
     network = built({(SOURCE, 0): None, (0, 1): None, (1, SINK): None})
     with pytest.raises(PassError, match="no cut: the source is tied to the sink"):
-        network.contract()
+        network.cut(lambda price: price.bytes)
 
 
 NODES = range(5)
@@ -69,7 +69,7 @@ def test_least_of_all_cuts(edges: dict[tuple[int, int], int | None]) -> None:
     least = min(cost(edges, side) for side in sides)
     if least == float("inf"):
         with pytest.raises(PassError, match="no cut"):
-            built(edges).contract()
+            built(edges).cut(lambda price: price.bytes)
     else:
-        early, price = built(edges).contract().cut(lambda price: price.bytes)
+        early, price = built(edges).cut(lambda price: price.bytes)
         assert cost(edges, early) == price.bytes == least
