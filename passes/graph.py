@@ -2,6 +2,13 @@
 
 No pass counts positions. A placeholder's role is in ``node.meta["role"]``; the output
 node's roles are a tuple in ``node.meta["roles"]``, one for each returned value.
+
+Where a node of a joint graph comes from, as capture noted it in ``node.meta["origin"]``.
+
+Symbolic sizes as concrete numbers, without guards.
+
+A graph may be traced for many sizes at once. Prices and counts need one number each; comparing
+a symbolic size would add a guard and specialize the graph to that one size.
 """
 
 from __future__ import annotations
@@ -9,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -172,6 +179,14 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
+def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -> fx.Node:
+    """A placeholder for a node's value; under the node's own role where none is given."""
+    copy = graph.placeholder(node.name)
+    copy.target = copy.name  # where the name was taken, it got a number
+    copy.meta = {**node.meta, "role": role or role_of(node)}
+    return copy
+
+
 def output_node(graph: fx.Graph) -> fx.Node:
     return graph.output_node()
 
@@ -266,3 +281,86 @@ def _user_line(trace: str) -> str:
             code = lines[index + 1] if index + 1 < len(lines) else ""
             return f"{path}:{number} {code}".strip()
     return ""
+
+
+ORIGIN = "origin"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """What tracing knew of a node.
+
+    Attributes:
+        modules: the modules around the user's statement, outermost first, by their names; those
+            of the forward's statement where the node is its derivative. A later call of a module
+            has its number behind it, as in ``block@1``.
+        is_backward: whether the backward was being traced; None where it cannot be told.
+        recomputed: whether the user asked for it to be recomputed (``torch.utils.checkpoint``).
+        checkpoint: the call of ``checkpoint`` around it.
+    """
+
+    modules: tuple[str, ...] = ()
+    is_backward: bool | None = None
+    recomputed: bool = False
+    checkpoint: int | None = None
+
+
+_NOWHERE = Origin()
+
+
+def origin_of(node: fx.Node) -> Origin:
+    """Where a node comes from; an origin that says nothing where nobody noted it."""
+    origin = node.meta.get(ORIGIN, _NOWHERE)
+    if not isinstance(origin, Origin):
+        raise TypeError(f"{node.name} carries {origin!r}, expected an Origin")
+    return origin
+
+
+_UNKNOWN_SIZE = 4096  # stands for a size that only the data decides, such as a count of nonzeros
+
+
+def concrete(size: int | torch.SymInt) -> int:
+    """The size; for a symbolic one, what it was in the example that the graph was traced with."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    from torch.fx.experimental import symbolic_shapes  # imports sympy
+
+    if symbolic_shapes.free_unbacked_symbols(size):
+        return _UNKNOWN_SIZE
+    renamed = hasattr(symbolic_shapes, "optimization_hint")  # not in torch 2.11
+    hint = getattr(symbolic_shapes, "optimization_hint" if renamed else "size_hint")
+    return int(hint(size))
+
+
+def is_fixed(tensor: torch.Tensor) -> bool:
+    """Whether no size is symbolic, so that shapes may be compared."""
+    sizes: Sequence[int | torch.SymInt] = tensor.shape
+    return not any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers that a graph computes: of sizes, or read from data (``tensor.item()``)."""
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node yields a symbolic number."""
+    return isinstance(node.meta.get("val"), NUMBERS)
+
+
+def with_concrete_sizes(value: Any) -> Any:
+    """A tensor without data and with concrete sizes in place of a symbolic one; numbers for
+    symbolic numbers; containers of them likewise; anything else as it is.
+    """
+    match value:
+        case torch.Tensor():
+            if is_fixed(value):
+                return value
+            sizes = [concrete(size) for size in value.shape]
+            return torch.empty(sizes, dtype=value.dtype, device="meta")
+        case torch.SymInt():
+            return concrete(value)
+        case torch.SymFloat() | torch.SymBool():
+            return 0  # of what is counted, nothing depends on it
+        case list() | tuple():
+            return type(value)(with_concrete_sizes(item) for item in value)
+    return value

@@ -15,13 +15,14 @@ from .loops.vectorize import vectorize_loops
 from .lowering import codegen
 from .lowering.overlap_collectives import overlap_collectives
 from .memory_policy import BALANCED, Memory, memory_setting
-from .partition.forward_backward import partition_forward_backward
-from .partition.split_backward import split_backward
-from .rewrites.dead_code import dead_code
-from .rewrites.divide_backward_operators import divide_backward_operators
-from .rewrites.fold_transposes import fold_transposes
-from .rewrites.half_precision_dropout import half_precision_dropout
+from .partition.split_graphs import partition_forward_backward, split_backward
+from .rewrites.emit import dead_code
 from .rewrites.padded_sums import concatenate_padded_sums
+from .rewrites.peephole import (
+    divide_backward_operators,
+    fold_transposes,
+    half_precision_dropout,
+)
 from .verify import verify
 
 

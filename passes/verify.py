@@ -19,7 +19,6 @@ from .analysis.operators import (
     is_recomputed,
     writes_in_backward,
 )
-from .analysis.symbolic_sizes import is_size
 from .errors import PassError
 from .graph import (
     BACKWARD_OUTPUT,
@@ -30,6 +29,7 @@ from .graph import (
     SplitProgram,
     calls,
     inputs,
+    is_size,
     outputs,
     role_of,
     source_line,

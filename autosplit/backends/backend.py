@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import fx
 
-from autosplit.passes.analysis.symbolic_sizes import concrete
-from autosplit.passes.graph import Role
+from autosplit.passes.graph import Role, concrete
 
 if TYPE_CHECKING:
     from autosplit.sharded.gathering import Gathering

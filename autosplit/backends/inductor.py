@@ -24,9 +24,8 @@ from autosplit.passes.graph import (
     placeholders,
 )
 from autosplit.passes.lowering import codegen
-from autosplit.passes.lowering.donation import is_donated
-from autosplit.passes.lowering.outline import outline
-from autosplit.passes.subgraph import Subgraph, operands, subgraphs
+from autosplit.passes.lowering.buffers import is_donated
+from autosplit.passes.subgraph import Subgraph, operands, outline, subgraphs
 
 from .backend import Boxed, Code, Strides, restrided
 from .eager import Eager

@@ -12,8 +12,7 @@ from torch import Tensor, fx
 
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role
-from autosplit.passes.graph import outputs, placeholders, role_of
-from autosplit.passes.origin import ORIGIN
+from autosplit.passes.graph import ORIGIN, outputs, placeholders, role_of
 from autosplit.passes.subgraph import Subgraph, call_subgraph
 
 from .region import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STATE_TOKEN, RegionCall

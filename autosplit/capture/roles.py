@@ -27,8 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.operators import writes_in_backward
-from autosplit.passes.graph import inputs, placeholders, source_line
-from autosplit.passes.origin import ORIGIN, Origin
+from autosplit.passes.graph import ORIGIN, Origin, inputs, placeholders, source_line
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor
 
 from .module_paths import frames

@@ -16,10 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import fx
 
 from autosplit.passes.analysis.aliasing import is_free, storage_root
-from autosplit.passes.graph import Kind, calls, inputs, outputs
+from autosplit.passes.graph import Kind, calls, inputs, origin_of, outputs
 from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.codegen import value_text
-from autosplit.passes.origin import origin_of
 from autosplit.passes.subgraph import Subgraph, subgraph_of, subgraphs
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.text.figures import size_text

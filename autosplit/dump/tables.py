@@ -10,10 +10,9 @@ from torch import fx
 
 from autosplit.passes import MEMORY
 from autosplit.passes.analysis.aliasing import distinct_bytes, is_view
-from autosplit.passes.analysis.operator_cost import graph_flops
-from autosplit.passes.analysis.weight_flops import weight_flops
+from autosplit.passes.analysis.operator_cost import graph_flops, weight_flops
 from autosplit.passes.graph import Kind, calls, inputs, outputs
-from autosplit.passes.partition.memory_tradeoff import MemoryTradeoff, memory_tradeoff
+from autosplit.passes.partition.multiplier_search import MemoryTradeoff, memory_tradeoff
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.text.figures import few, size_text
 

@@ -17,7 +17,7 @@ from autosplit.capture.aot_convention import AotGraphs
 from autosplit.errors import SplitError
 from autosplit.passes import Role
 from autosplit.passes.graph import GRADIENT, inputs, outputs
-from autosplit.passes.lowering.lent_memory import lent
+from autosplit.passes.lowering.buffers import lent
 from autosplit.runtime.activations.saved_tensors import is_shared
 from autosplit.runtime.autocast_guard import AutocastGuard
 from autosplit.runtime.gradient_dependence import gradient_sources, outputs_read_inside

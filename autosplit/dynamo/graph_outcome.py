@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autosplit.passes import SplitGraphs
-from autosplit.passes.analysis.weight_flops import weight_flops
+from autosplit.passes.analysis.operator_cost import weight_flops
 from autosplit.passes.graph import outputs, source_line
 
 

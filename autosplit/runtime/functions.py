@@ -18,14 +18,12 @@ from torch import Tensor, fx
 from autosplit.backends.compiled_graph import Backend, compile_graph, hand_over, positions
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
-from autosplit.passes.analysis.symbolic_sizes import concrete, is_size
-from autosplit.passes.graph import STATE, calls, fixed, inputs, outputs
+from autosplit.passes.graph import STATE, calls, concrete, fixed, inputs, is_size, outputs
+from autosplit.passes.lowering.buffers import donatable, donate, lent
 from autosplit.passes.lowering.concatenate_microbatches import (
     concatenate_microbatches,
     microbatch_role,
 )
-from autosplit.passes.lowering.donation import donatable, donate
-from autosplit.passes.lowering.lent_memory import lent
 from autosplit.passes.subgraph import inline, inlined
 from autosplit.passes.verify import verify_graph
 from autosplit.runtime.activations.last_uses import last_uses

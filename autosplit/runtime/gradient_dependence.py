@@ -13,8 +13,7 @@ from torch import Tensor, fx
 
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import fills_storage, is_view, producer, storage_root
-from autosplit.passes.analysis.symbolic_sizes import concrete
-from autosplit.passes.graph import ancestors, inputs, outputs
+from autosplit.passes.graph import ancestors, concrete, inputs, outputs
 from autosplit.passes.subgraph import reached, subgraph_of
 from autosplit.runtime.activations.saved_tensors import TensorSpec
 

@@ -14,8 +14,7 @@ from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import outputs
-from autosplit.passes.lowering.accumulate import accumulate
-from autosplit.passes.lowering.fused_accumulation import fuse_accumulation
+from autosplit.passes.lowering.accumulate import accumulate, fuse_accumulation
 from autosplit.passes.verify import verify_graph
 
 from .gradient_accumulation import Accumulation

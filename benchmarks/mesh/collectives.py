@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import autosplit
 from autosplit import CollectiveCosts
-from autosplit.passes.analysis.collectives import is_exchange, is_start
 from autosplit.passes.analysis.operator_cost import graph_flops
+from autosplit.passes.analysis.operators import is_exchange, is_start
 from autosplit.passes.graph import calls
 from autosplit.pipeline.engine.launch import launch
 from autosplit.torch_internals.dtensor import local_tensor

@@ -12,10 +12,8 @@ import operator
 import torch
 from torch import fx
 
-from ..graph import SUBGRAPH, tensor_of
-from .collectives import is_wait
-from .operators import overload
-from .symbolic_sizes import concrete
+from ..graph import SUBGRAPH, concrete, tensor_of
+from .operators import is_wait, overload
 
 aten = torch.ops.aten
 

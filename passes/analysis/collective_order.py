@@ -19,11 +19,11 @@ from operator import itemgetter
 
 from torch import fx
 
+from ..graph import is_size
 from ..memory_policy import Rates
 from .aliasing import is_free
-from .collectives import is_start, is_wait, start_of
 from .operator_cost import duration, exchange_duration
-from .symbolic_sizes import is_size
+from .operators import is_start, is_wait, start_of
 
 _ROUNDING = 0.5  # an operator fills a window of which it leaves less than so much of itself outside
 

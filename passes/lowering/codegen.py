@@ -23,13 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autosplit.passes.analysis.collectives import is_wait, read_until
-from autosplit.passes.analysis.operators import OVERLOAD, overload
-from autosplit.passes.errors import PassError, StrideError
-from autosplit.passes.graph import outputs, placeholders, role_of, source_line
-from autosplit.passes.subgraph import operands, subgraph_of
-
-from .inplace_reuse import IN_PLACE, reusable_operands
+from ..analysis.operators import OVERLOAD, overload
+from ..errors import PassError, StrideError
+from ..graph import outputs, placeholders, role_of, source_line
+from ..subgraph import operands, subgraph_of
+from .buffers import IN_PLACE, last_uses, reusable_operands
 
 _aten = torch.ops.aten
 _ADDRESSING = (
@@ -151,25 +149,6 @@ def value_text(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(value_text(item) for item in value) + ")"
     return str(value)
-
-
-def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Liveness: for every node, the values that are dead after it."""
-    seen: set[fx.Node] = set()
-    last: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        if node.op == "output":
-            seen.update(node.all_input_nodes)
-            continue
-        if node.op != "placeholder" and node not in seen:
-            last.setdefault(node, []).append(node)  # its value is never read
-            seen.add(node)
-        held = read_until(node) if is_wait(node) else []
-        for operand in (*node.all_input_nodes, *held):
-            if operand not in seen:
-                seen.add(operand)
-                last.setdefault(node, []).append(operand)
-    return last
 
 
 def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> list[str]:

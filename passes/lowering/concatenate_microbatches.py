@@ -22,6 +22,7 @@ from ..analysis.aliasing import is_view
 from ..graph import (
     STATE,
     Role,
+    copy_placeholder,
     is_state,
     module_like,
     output_node,
@@ -31,8 +32,7 @@ from ..graph import (
     set_outputs,
     tensor_of,
 )
-from ..partition.extract import copy_placeholder
-from ..rewrites.dead_code import eliminate_dead_code
+from ..rewrites.emit import eliminate_dead_code
 
 aten = torch.ops.aten
 

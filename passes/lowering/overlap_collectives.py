@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from torch import fx
 
 from ..analysis.collective_order import CollectiveScheduler, OperatorTimes, exposed_time
-from ..analysis.collectives import is_start
 from ..analysis.operator_cost import value_bytes
+from ..analysis.operators import is_start
 from ..graph import SplitProgram, calls, output_node
 from ..memory_policy import Rates
-from .live_bytes import LiveBytes
+from .buffers import LiveBytes
 
 _FILLS = (1.0, 4.0, 0.25, 16.0)
 _SCALES = (0.25, 1.0, 4.0, 16.0)

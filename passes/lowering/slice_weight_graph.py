@@ -16,9 +16,8 @@ from torch import fx
 
 from ..analysis.aliasing import is_free
 from ..analysis.operator_cost import flops
-from ..analysis.symbolic_sizes import is_size
 from ..errors import SliceCountError
-from ..graph import Kind, Role, calls, outputs, role_of
+from ..graph import Kind, Role, calls, is_size, outputs, role_of
 from ..partition.extract import extract
 
 

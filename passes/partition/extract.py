@@ -11,7 +11,7 @@ from torch import fx
 
 from ..analysis.aliasing import producer
 from ..analysis.operators import CHECKS
-from ..graph import Role, module_like, placeholders, role_of, set_outputs
+from ..graph import Role, copy_placeholder, module_like, placeholders, set_outputs
 
 
 def extract(
@@ -83,14 +83,6 @@ def copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     with graph.inserting_after(after):
         copy = graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta = {key: value for key, value in node.meta.items() if key != "role"}
-    return copy
-
-
-def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -> fx.Node:
-    """A placeholder for a node's value; under the node's own role where none is given."""
-    copy = graph.placeholder(node.name)
-    copy.target = copy.name  # where the name was taken, it got a number
-    copy.meta = {**node.meta, "role": role or role_of(node)}
     return copy
 
 

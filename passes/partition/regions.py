@@ -22,12 +22,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch import fx
 
 from ..analysis.aliasing import is_free, producer, storage_bytes, storage_root
-from ..analysis.collectives import is_under_way
 from ..analysis.operator_cost import effort, is_cheap, recompute_cost
-from ..analysis.operators import checkpoint_region, is_random
-from ..analysis.symbolic_sizes import is_size
+from ..analysis.operators import checkpoint_region, is_random, is_under_way
 from ..errors import PassError
-from ..graph import Region, Regions, tensor_of
+from ..graph import Region, Regions, is_size, tensor_of
 from ..memory_policy import Price
 from .min_cut import SINK, SOURCE, Network
 from .reachability import Reachability

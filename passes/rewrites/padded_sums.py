@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..analysis.symbolic_sizes import is_fixed
-from ..graph import SplitProgram, calls, tensor_of
+from ..graph import SplitProgram, calls, is_fixed, tensor_of
 from .emit import emit, erase
 
 aten = torch.ops.aten

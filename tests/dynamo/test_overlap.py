@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from autosplit import CollectiveCosts, DeviceSpeed, Link
 from autosplit.dynamo.partial_model import Partial
 from autosplit.mesh.costs import Overlap
-from autosplit.passes.analysis.collectives import is_start, is_wait
 from autosplit.passes.analysis.operator_cost import flops
+from autosplit.passes.analysis.operators import is_start, is_wait
 from autosplit.passes.graph import calls
 from autosplit.runtime.split_options import SplitOptions
 from tests.fake_ranks import fake_mesh

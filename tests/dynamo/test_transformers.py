@@ -11,7 +11,7 @@ from torch import nn
 
 import autosplit
 from autosplit.passes.analysis.operator_cost import graph_flops
-from autosplit.passes.partition.memory_tradeoff import memory_tradeoff
+from autosplit.passes.partition.multiplier_search import memory_tradeoff
 
 
 @pytest.fixture

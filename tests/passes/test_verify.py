@@ -9,8 +9,7 @@ from torch import nn
 from autosplit.passes import PassError, Role, SplitProgram
 from autosplit.passes.graph import Kind, inputs, output_node
 from autosplit.passes.lowering.accumulate import accumulate
-from autosplit.passes.partition.forward_backward import partition_forward_backward
-from autosplit.passes.partition.split_backward import split_backward
+from autosplit.passes.partition.split_graphs import partition_forward_backward, split_backward
 from autosplit.passes.verify import verify, verify_graph
 from tests.passes.graphs import hand_made, program_of
 from tests.semantics.backward_writers import IntoSum

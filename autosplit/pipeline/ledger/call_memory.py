@@ -19,9 +19,8 @@ from torch import Tensor, fx
 from autosplit.device import generators_kept
 from autosplit.passes.analysis.aliasing import is_view, storage_bytes
 from autosplit.passes.analysis.operators import is_accumulation, is_effect, overload
-from autosplit.passes.analysis.symbolic_sizes import concrete
-from autosplit.passes.graph import tensor_of
-from autosplit.passes.lowering.live_bytes import LiveBytes, allocated
+from autosplit.passes.graph import concrete, tensor_of
+from autosplit.passes.lowering.buffers import LiveBytes, allocated
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import allocations_on, countable

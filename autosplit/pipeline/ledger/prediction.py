@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from autosplit.passes import Kind, Role
+from autosplit.passes.lowering.buffers import LiveBytes
 from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
-from autosplit.passes.lowering.live_bytes import LiveBytes
 from autosplit.pipeline.engine.executor import join_adjacent_weights
 from autosplit.pipeline.engine.shapes import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind

@@ -18,7 +18,7 @@ from autosplit.passes.analysis.operators import (
     is_recomputed,
     overload,
 )
-from autosplit.passes.origin import ORIGIN, Origin
+from autosplit.passes.graph import ORIGIN, Origin
 
 aten = torch.ops.aten
 

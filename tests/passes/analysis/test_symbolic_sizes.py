@@ -9,8 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autosplit.passes import Role
 from autosplit.passes.analysis.aliasing import storage_bytes
 from autosplit.passes.analysis.operator_cost import flops
-from autosplit.passes.analysis.symbolic_sizes import concrete, is_size, with_concrete_sizes
-from autosplit.passes.graph import Kind, ancestors, calls
+from autosplit.passes.graph import Kind, ancestors, calls, concrete, is_size, with_concrete_sizes
 from autosplit.passes.partition.reachability import Reachability
 from autosplit.passes.partition.regions import Division
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.passes.analysis.weight_flops import weight_flops
+from autosplit.passes.analysis.operator_cost import weight_flops
 
 PRODUCT = 2 * 3 * 4 * 4
 

@@ -12,12 +12,11 @@ from autosplit.backends.eager import Eager
 from autosplit.passes import memory_setting, run
 from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import STATE, Kind, inputs
-from autosplit.passes.lowering.accumulate import accumulate
+from autosplit.passes.lowering.accumulate import accumulate, fuse_accumulation
 from autosplit.passes.lowering.concatenate_microbatches import (
     concatenate_microbatches,
     microbatch_role,
 )
-from autosplit.passes.lowering.fused_accumulation import fuse_accumulation
 from autosplit.passes.verify import verify_graph
 from tests.passes.graphs import names_out, ops, program_of
 from tests.zoo import CASES, PlainParameters, RepeatedLayer, TiedEmbedding

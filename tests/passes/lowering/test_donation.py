@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autosplit.passes import Kind, Role, SplitGraphs, run
 from autosplit.passes.graph import inputs, outputs
-from autosplit.passes.lowering.donation import donatable, donate, is_donated
+from autosplit.passes.lowering.buffers import donatable, donate, is_donated
 from tests.passes.graphs import joint_of
 
 

@@ -11,8 +11,7 @@ from autosplit.backends.compiled_graph import compile_graph
 from autosplit.backends.eager import Eager
 from autosplit.passes import run
 from autosplit.passes.graph import inputs
-from autosplit.passes.lowering.accumulate import accumulate
-from autosplit.passes.lowering.fused_accumulation import fuse_accumulation
+from autosplit.passes.lowering.accumulate import accumulate, fuse_accumulation
 from autosplit.passes.verify import verify_graph
 from tests.passes.graphs import ops, program_of
 from tests.zoo import CASES, RepeatedLayer, TiedEmbedding

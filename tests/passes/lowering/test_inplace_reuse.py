@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autosplit
 from autosplit.passes import run
 from autosplit.passes.graph import calls
+from autosplit.passes.lowering.buffers import reusable_operands
 from autosplit.passes.lowering.codegen import generate
-from autosplit.passes.lowering.inplace_reuse import reusable_operands
 from tests.passes.graphs import joint_of
 
 

@@ -18,11 +18,10 @@ import autosplit
 from autosplit.capture.aot_convention import copy_graph
 from autosplit.passes import Kind, Rates, SplitGraphs, memory_setting, run
 from autosplit.passes.analysis.collective_order import OperatorTimes, exposed_time
-from autosplit.passes.analysis.collectives import is_start, is_wait, start_of
 from autosplit.passes.analysis.operator_cost import flops, graph_flops, value_bytes
+from autosplit.passes.analysis.operators import is_start, is_wait, start_of
 from autosplit.passes.graph import calls, outputs
-from autosplit.passes.lowering.inplace_reuse import reusable_operands
-from autosplit.passes.lowering.live_bytes import LiveBytes
+from autosplit.passes.lowering.buffers import LiveBytes, reusable_operands
 from benchmarks.mesh.collectives import least_exposed
 from tests.fake_ranks import fake_mesh
 from tests.passes.graphs import joint_of

@@ -8,8 +8,8 @@ from torch import fx, nn
 
 from autosplit.passes.graph import SplitProgram
 from autosplit.passes.memory_policy import BALANCED, FAST, LEAN
-from autosplit.passes.partition.memory_tradeoff import memory_tradeoff
-from autosplit.passes.rewrites.divide_backward_operators import divide_backward_operators
+from autosplit.passes.partition.multiplier_search import memory_tradeoff
+from autosplit.passes.rewrites.peephole import divide_backward_operators
 from tests.passes.graphs import joint_of
 from tests.zoo import Attention, SwiGLU
 

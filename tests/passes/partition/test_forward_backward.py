@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from autosplit.passes import PassError, Role, SplitProgram
 from autosplit.passes.analysis.aliasing import is_view
 from autosplit.passes.graph import Kind, outputs
-from autosplit.passes.partition.forward_backward import partition_forward_backward
+from autosplit.passes.partition.split_graphs import partition_forward_backward
 from autosplit.passes.verify import verify
 from tests.passes.graphs import hand_made, joint_of, names_in, names_out, ops, program_of
 from tests.zoo import Attention, Counter, SwiGLU

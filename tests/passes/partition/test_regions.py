@@ -14,8 +14,7 @@ from torch import fx
 from autosplit.passes import PassError, Role
 from autosplit.passes.analysis.operator_cost import is_cheap
 from autosplit.passes.graph import Kind
-from autosplit.passes.partition.parameter_chain import parameter_chain
-from autosplit.passes.partition.reachability import Reachability
+from autosplit.passes.partition.reachability import Reachability, parameter_chain
 from autosplit.passes.partition.regions import Division
 from tests.passes.sized import Sized, held, least_held
 

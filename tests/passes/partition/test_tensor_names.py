@@ -11,11 +11,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from autosplit.passes import Kind, SplitGraphs, run
-from autosplit.passes.graph import placeholders
-from autosplit.passes.origin import ORIGIN, Origin
-from autosplit.passes.partition.forward_backward import name_boundaries
+from autosplit.passes.graph import ORIGIN, Origin, placeholders
 from autosplit.passes.partition.reachability import Reachability
 from autosplit.passes.partition.regions import Division
+from autosplit.passes.partition.split_graphs import name_boundaries
 from tests.passes.graphs import joint_of, names_in, names_out
 from tests.passes.sized import Sized
 

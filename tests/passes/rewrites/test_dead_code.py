@@ -7,7 +7,7 @@ import torch
 
 from autosplit.passes import SplitProgram
 from autosplit.passes.graph import calls
-from autosplit.passes.rewrites.dead_code import dead_code
+from autosplit.passes.rewrites.emit import dead_code
 from tests.passes.graphs import hand_made
 
 

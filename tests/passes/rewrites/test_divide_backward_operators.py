@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from autosplit.passes.graph import calls
-from autosplit.passes.rewrites.divide_backward_operators import divide_backward_operators
+from autosplit.passes.rewrites.peephole import divide_backward_operators
 from autosplit.passes.verify import verify
 from tests.passes.graphs import program_of
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.passes import Kind, Role, SplitProgram
 from autosplit.passes.graph import calls, outputs
-from autosplit.passes.rewrites.fold_transposes import fold_transposes
+from autosplit.passes.rewrites.peephole import fold_transposes
 from autosplit.passes.verify import verify
 from tests.passes.graphs import assert_gradients_are_autograds, program_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.passes.rewrites.half_precision_dropout import half_precision_dropout
+from autosplit.passes.rewrites.peephole import half_precision_dropout
 from autosplit.passes.verify import verify
 from tests.passes.graphs import ops, program_of
 

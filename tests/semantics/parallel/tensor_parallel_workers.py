@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 import autosplit
 from autosplit.dynamo.backend import SplittingBackend
 from autosplit.errors import DeferralWarning
-from autosplit.passes.analysis.collectives import is_start
+from autosplit.passes.analysis.operators import is_start
 from autosplit.passes.graph import calls
 from autosplit.runtime.split_options import SplitOptions
 

@@ -25,6 +25,15 @@ Names of saved and deferred tensors: a module, and what the tensor is to it.
 
 A tensor is named for its readers behind the last boundary that it crosses. Inputs, parameters and
 gradients of outputs keep the names that the user has for them.
+
+The halves of the backward: backward_input | backward_weight, as the graph was divided.
+
+The input-gradient graph I is what the input gradients need, or where no input needs one the chain
+of derivatives down to the earliest parameters. Everything else may wait. Of
+that, matrix products, convolutions and scatters do wait; views, pointwise work and reductions
+go wherever fewer bytes cross. So the gradient of a norm's weight or of a bias is computed in I
+when nobody else keeps the tensors it reduces (a vector crosses in place of [batch, sequence,
+hidden] tensors), and in W when the deferred matrix products keep them anyway.
 """
 
 from __future__ import annotations
@@ -38,16 +47,15 @@ from collections.abc import Collection, Iterable, Iterator
 
 from torch import fx
 
-from autosplit.passes.analysis.aliasing import is_free, producer, storage_root
-from autosplit.passes.analysis.collective_order import (
+from ..analysis.aliasing import is_free, producer, storage_root
+from ..analysis.collective_order import (
     CollectiveScheduler,
     OperatorTimes,
     exposed_time,
 )
-from autosplit.passes.analysis.collectives import is_start
-from autosplit.passes.analysis.operators import is_random
-from autosplit.passes.errors import PassError
-from autosplit.passes.graph import (
+from ..analysis.operators import is_random, is_start
+from ..errors import PassError
+from ..graph import (
     BACKWARD_OUTPUT,
     FORWARD_OUTPUT,
     Kind,
@@ -58,14 +66,13 @@ from autosplit.passes.graph import (
     ancestors,
     calls,
     inputs,
+    origin_of,
     outputs,
     role_of,
     source_line,
 )
-from autosplit.passes.memory_policy import Rates
-from autosplit.passes.origin import origin_of
-from autosplit.passes.subgraph import subgraph_of
-
+from ..memory_policy import Rates
+from ..subgraph import subgraph_of
 from .extract import copied, extract
 from .multiplier_search import best_division
 from .reachability import Reachability
@@ -300,3 +307,49 @@ def _fill_backward(program: SplitProgram, reach: Reachability) -> list[tuple[Rol
         (role, copied(graph, node) if storage_root(node) in reach.overwritten else node)
         for node, role in saved.items()
     ]
+
+
+def split_backward(program: SplitProgram) -> bool:
+    """Fill in ``backward_input`` and ``backward_weight``; False where there is no backward.
+
+    Where no input needs a gradient and there is no chain of derivatives either (see
+    ``parameter_chain``), I only hands over what W needs.
+    """
+    regions = program.regions
+    if regions is None:
+        return False
+    graph = program.joint.graph
+    saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
+    deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
+    targets = inputs(graph, Kind.TARGET)
+    late = {role.name for role, node in targets.items() if node in regions.kept}
+    results = outputs(graph, Kind.PARAMETER_GRAD, Kind.WRITE)
+    released = [
+        (role, value)
+        for role, value in results
+        if value in regions.released or (role.kind is Kind.WRITE and role.name not in late)
+    ]
+    program.backward_input = extract(
+        program.joint,
+        "backward_input",
+        carried=[(saved.get(node) or role_of(node), node) for node in regions.input.takes],
+        compute=regions.input.runs,
+        returns=[
+            *outputs(graph, Kind.INPUT_GRAD),
+            *released,
+            *(
+                (role, copied(graph, node) if storage_root(node) in targets.values() else node)
+                for node, role in deferred.items()
+            ),
+        ],
+        on_demand=regions.input.runs - regions.gradient,
+    )
+    program.backward_weight = extract(
+        program.joint,
+        "backward_weight",
+        carried=[(deferred.get(node) or role_of(node), node) for node in regions.weight.takes],
+        compute=regions.weight.runs,
+        returns=[pair for pair in results if pair not in released],
+        on_demand=regions.weight.runs - (regions.gradient - regions.urgent),
+    )
+    return True

@@ -1,0 +1,408 @@
+"""In-place buffer reuse: operators that may write their result over an operand that dies in them.
+
+Autograd's engine adds gradients up in place, and models write ``x += y``; in a functional graph
+each such sum is a new tensor, which costs memory and, on the CPU, the time to map its pages.
+The code that is generated from the graph takes the place back: the graphs themselves stay
+functional.
+
+Liveness in bytes: what is alive while the code that is generated from a graph runs.
+
+Counted in distinct storage: a tensor's memory dies with the last of its views. What a kernel takes
+for itself and gives back before it returns is not in the graph, and known only where it is told.
+
+Buffer donation: saved tensors whose memory a backward graph may reuse.
+
+A backward reads most of what the forward saved for the last time where it makes a value of the
+same size. Written over the old one, the new value needs no memory of its own, and it goes where
+the cache has just been. That may be done to what nobody else can reach.
+
+What crosses from I to W and lies in memory of whoever calls: inputs, and incoming gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..analysis.aliasing import fills_storage, producer, storage_bytes, storage_root
+from ..analysis.operators import is_effect, is_wait, overload, read_until
+from ..graph import (
+    Kind,
+    Role,
+    SplitGraphs,
+    inputs,
+    is_fixed,
+    outputs,
+    placeholders,
+    role_of,
+    tensor_of,
+)
+
+aten = torch.ops.aten
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Liveness: for every node, the values that are dead after it."""
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            seen.update(node.all_input_nodes)
+            continue
+        if node.op != "placeholder" and node not in seen:
+            last.setdefault(node, []).append(node)  # its value is never read
+            seen.add(node)
+        held = read_until(node) if is_wait(node) else []
+        for operand in (*node.all_input_nodes, *held):
+            if operand not in seen:
+                seen.add(operand)
+                last.setdefault(node, []).append(operand)
+    return last
+
+
+IN_PLACE: Mapping[Any, Any] = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.mul.Scalar: aten.mul_.Scalar,
+    aten.sub.Tensor: aten.sub_.Tensor,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.div.Scalar: aten.div_.Scalar,
+    aten.neg.default: aten.neg_.default,
+    aten.exp.default: aten.exp_.default,
+    aten.rsqrt.default: aten.rsqrt_.default,
+    aten.sigmoid.default: aten.sigmoid_.default,
+    aten.tanh.default: aten.tanh_.default,
+    aten.relu.default: aten.relu_.default,
+}
+"""Operator -> the one that writes into its first operand."""
+
+_COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
+
+# Operators whose result is memory of its own, besides those tagged as pointwise. Whatever is
+# not known to be may hand back an operand, as composite and custom operators do.
+_FRESH = frozenset(
+    {
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten.cat.default,
+        aten.select_backward.default,
+        aten.slice_backward.default,
+        aten.sum.dim_IntList,
+        aten.mean.dim,
+        aten._softmax_backward_data.default,
+    }
+)
+_FRESH_FIRST = frozenset(
+    {
+        aten._native_batch_norm_legit_functional.default,
+        aten.convolution_backward.default,
+        aten.native_batch_norm_backward.default,
+        aten.native_layer_norm.default,
+        aten.native_layer_norm_backward.default,
+        aten.native_group_norm_backward.default,
+    }
+)
+
+
+def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Node -> position of the operand whose memory it may write its result into: one made in
+    this graph, as large as the result, that nobody reads afterwards under any name.
+    """
+    last_read = _last_reads(graph)
+    found = {}
+    for node in graph.nodes:
+        if node.target not in IN_PLACE or node.kwargs:
+            continue
+        for position in (0, 1) if node.target in _COMMUTATIVE else (0,):
+            if _is_free_for(node, position, last_read):
+                found[node] = position
+                break
+    return found
+
+
+def _last_reads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The last reader of each storage, by the node that allocates it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        held = read_until(node) if is_wait(node) else []
+        last |= dict.fromkeys(map(storage_root, (*node.all_input_nodes, *held)), node)
+    return last
+
+
+def _is_free_for(node: fx.Node, position: int, last_read: Mapping[fx.Node, fx.Node]) -> bool:
+    operand = node.args[position]
+    if not isinstance(operand, fx.Node):
+        return False
+    root = storage_root(operand)
+    others = [each for each in node.all_input_nodes if each is not operand]
+    return (
+        last_read[root] is node
+        and _is_fresh(root)
+        and _fills(operand, root, node)
+        and all(storage_root(each) is not root for each in others)
+    )
+
+
+def _is_fresh(root: fx.Node) -> bool:
+    if root.target is operator.getitem:
+        maker, index = root.args
+        first = isinstance(index, int) and index == 0
+        return first and isinstance(maker, fx.Node) and maker.target in _FRESH_FIRST
+    op = overload(root)
+    if op is None or op.namespace != "aten" or is_effect(root):
+        return False
+    return op in _FRESH or bool(torch.Tag.pointwise in op.tags)
+
+
+def _fills(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
+    """Whether the result lies in the operand's memory as it would in its own."""
+    mine, base, wanted = tensor_of(operand), tensor_of(root), tensor_of(result)
+    if mine is None or base is None or wanted is None:
+        return False
+    if not all(map(is_fixed, (mine, base, wanted))):
+        return False
+    if (mine.dtype, mine.device) != (wanted.dtype, wanted.device):
+        return False
+    alike = (mine.shape, mine.stride()) == (wanted.shape, wanted.stride())
+    return alike and mine.numel() == base.numel()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A value that a graph returns.
+
+    Attributes:
+        role: its role.
+        memory: the number of the storage that it lies in, of those made by the graph; or the role
+            of the input that it lies in; None for what is no tensor.
+        bytes: of that storage.
+    """
+
+    role: Role
+    memory: int | Role | None
+    bytes: int
+
+
+class LiveBytes:
+    """One graph's allocations and releases.
+
+    Args:
+        module: the graph.
+        workspace: bytes that kernels take beyond their results, by node.
+
+    Attributes:
+        takes: the roles of its inputs.
+        results: what it returns, in order.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, workspace: Mapping[fx.Node, int] = MappingProxyType({})
+    ) -> None:
+        graph = module.graph
+        homes = _homes(graph)
+        roles = {node: role_of(node) for node in placeholders(graph)}
+        self.takes = {*roles.values()}
+        # Per statement the bytes that it allocates, those that it gives back itself, and what is
+        # gone after it: an input's role, or the bytes of what was made here.
+        self._order = [
+            (
+                sum(map(storage_bytes, made)),
+                0 if node is None else workspace.get(node, 0),
+                [roles[home] if home in roles else storage_bytes(home) for home in dead],
+            )
+            for node, made, dead in _lifetimes(graph, homes)
+        ]
+        numbers: dict[fx.Node, int] = {}
+        self.results = [
+            _result(role, value, homes, roles, numbers) for role, value in outputs(graph)
+        ]
+
+    def peak(self, released: Iterable[tuple[Collection[Role], int]] = ()) -> int:
+        """The most bytes alive at any time of a run over those alive when it begins.
+
+        Args:
+            released: of memory that nobody but the run holds, so that it is gone with its last use
+                in it: the inputs that lie in one storage, and its bytes.
+        """
+        groups = [({*roles}, size) for roles, size in released]
+        group_of = {role: group for group in groups for role in group[0]}
+        level = highest = 0
+        for made, workspace, dead in self._order:
+            level += made
+            highest = max(highest, level + workspace)
+            for each in dead:
+                if isinstance(each, int):
+                    level -= each
+                elif each in group_of:
+                    roles, size = group_of[each]
+                    roles.discard(each)
+                    level -= 0 if roles else size
+        return highest
+
+
+def _result(
+    role: Role,
+    value: object,
+    homes: Mapping[fx.Node, fx.Node],
+    roles: Mapping[fx.Node, Role],
+    numbers: dict[fx.Node, int],
+) -> Result:
+    if not isinstance(value, fx.Node) or tensor_of(value) is None:
+        return Result(role, None, 0)
+    home = homes[value]
+    if home.op == "get_attr":  # the graph's own
+        return Result(role, None, 0)
+    if home in roles:
+        return Result(role, roles[home], storage_bytes(home))
+    return Result(role, numbers.setdefault(home, len(numbers)), storage_bytes(home))
+
+
+def _homes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Each tensor's node -> the node that allocated the memory that it lies in."""
+    reused = reusable_operands(graph)
+    homes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        root = storage_root(node)
+        place = reused.get(node, _written_argument(node))
+        operand = None if place is None else node.args[place]
+        if isinstance(operand, fx.Node):
+            root = operand
+        homes[node] = root if root is node else homes.get(root, root)
+    return homes
+
+
+def _written_argument(node: fx.Node) -> int | None:
+    """The place of the argument that an operator writes and returns."""
+    op = overload(node)
+    if op is None or len(op._schema.returns) != 1:
+        return None
+    returned = op._schema.returns[0].alias_info
+    if returned is None or not returned.is_write:
+        return None
+    for place, argument in enumerate(op._schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write and place < len(node.args):
+            return place
+    return None
+
+
+def _lifetimes(
+    graph: fx.Graph, homes: Mapping[fx.Node, fx.Node]
+) -> Iterator[tuple[fx.Node | None, list[fx.Node], list[fx.Node]]]:
+    """Each statement with the storages that it makes, and those that are gone after it; before
+    them, what nobody reads.
+    """
+    kept = {homes[value] for _, value in outputs(graph) if isinstance(value, fx.Node)}
+    names: dict[fx.Node, int] = defaultdict(int)
+    for node in graph.nodes:
+        if node.op != "output" and _is_tensor(node):
+            names[homes[node]] += 1
+    dying = last_uses(graph)
+    unused = [node for node in placeholders(graph) if not node.users and node not in kept]
+    yield None, [], unused
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        made = [home for home in allocated(node) if homes[home] is home]
+        dead = []
+        for each in dying.get(node, ()):
+            for home in _ended(each, homes):
+                names[home] -= 1
+                if not names[home] and home not in kept:
+                    dead.append(home)
+        yield node, made, dead
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return tensor_of(node) is not None and node.op != "get_attr"
+
+
+def allocated(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a statement allocates, unless it writes into an argument: its own, or
+    those of the results picked from its tuple.
+    """
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return []
+    if tensor_of(node) is not None:
+        return [node]
+    return [user for user in node.users if user.target is operator.getitem and _is_tensor(user)]
+
+
+def _ended(node: fx.Node, homes: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+    return [homes[node]] if _is_tensor(node) else []
+
+
+_DONATED = "donated"
+
+
+def donatable(forward: fx.Graph) -> set[Role]:
+    """Roles of the saved tensors that only the backward can reach: not of inputs and
+    state, nor of what is also an output or another saved value, nor of views of any of these.
+    """
+    returned = [(role, node) for role, node in outputs(forward) if isinstance(node, fx.Node)]
+    holders = Counter(storage_root(node) for _, node in returned)
+    return {
+        role
+        for role, node in returned
+        if role.kind is Kind.SAVED
+        and holders[storage_root(node)] == 1
+        and fills_storage(node)
+        # An operator says which of its results are views; any other callable does not.
+        and overload(producer(node)) is not None
+    }
+
+
+def donate(roles: Collection[Role], *takers: fx.GraphModule | None) -> None:
+    """Mark the inputs with these roles as donated, in every taker that does not return them."""
+    for module in takers:
+        if module is None:
+            continue
+        results = (node for _, node in outputs(module.graph) if isinstance(node, fx.Node))
+        handed_on = {storage_root(node) for node in results}
+        for role, node in inputs(module.graph).items():
+            if role in roles and node not in handed_on:
+                node.meta[_DONATED] = True
+
+
+def is_donated(node: fx.Node) -> bool:
+    """Whether a graph may write over the value of this input of it."""
+    return bool(node.meta.get(_DONATED))
+
+
+def lent(graphs: SplitGraphs) -> dict[Role, Role]:
+    """What W takes from I -> the input, or the tangent, in whose storage it lies.
+
+    Storage that the graphs allocate, and that of parameters and buffers, is left out.
+    """
+    if graphs.backward_input is None:
+        return {}
+    lenders = _lenders(graphs.forward.graph, Kind.SAVED)
+    found = {}
+    for role, root in _roots(graphs.backward_input.graph, Kind.DEFERRED).items():
+        lender = lenders.get(root, root)
+        if lender.kind in {Kind.INPUT, Kind.TANGENT}:
+            found[role] = lender
+    return found
+
+
+def _lenders(forward: fx.Graph, kind: Kind) -> dict[Role, Role]:
+    """What F leaves -> the input in whose storage it lies."""
+    taken = inputs(forward, Kind.INPUT)
+    return {role: root for role, root in _roots(forward, kind).items() if root in taken}
+
+
+def _roots(graph: fx.Graph, kind: Kind) -> dict[Role, Role]:
+    """Results of a kind -> what the graph takes in whose storage they lie."""
+    pairs = [(role, value) for role, value in outputs(graph, kind) if isinstance(value, fx.Node)]
+    roots = [(role, storage_root(value)) for role, value in pairs]
+    return {role: role_of(root) for role, root in roots if root.op == "placeholder"}

@@ -1,0 +1,140 @@
+"""Divide backward operators that compute dX and dW in one call into one call for each.
+
+``convolution_backward`` yields the gradients of input, weight and bias together, so plain
+reachability would put all of it into the input-gradient graph. Its ``output_mask`` says
+which are wanted: one call for the input and one for weight and bias do the same work. The
+mask exists on the normalisation operators too; there the weight gradient is a by-product of
+the input's and dividing would do the reductions twice, so they stay whole.
+
+Dropout's backward in half precision, rounded as autograd rounds it on a CPU.
+
+Autograd multiplies the gradient by noise, ``mask / (1 - p)``, which a tensor of bfloat16 or float16
+holds rounded. The operator that tracing puts there multiplies by the exact number: gradients would
+differ from autograd's by one constant factor, 0.15% for p = 0.1 in bfloat16.
+
+Fold consecutive transposes that cancel: ``t(t(x))`` is ``x``.
+
+Autograd transposes the gradient of a transposed weight back, one call behind the other. Both are
+views of the same elements at the same strides, so the value that was transposed first takes the
+place of the second view, and nothing that is computed changes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph import FORWARD_OUTPUT, SplitProgram, calls, outputs, tensor_of
+from .emit import emit
+
+_MASK = 10  # position of output_mask in convolution_backward's schema
+
+
+def divide_backward_operators(program: SplitProgram) -> bool:
+    """Divide every fused convolution backward of the joint graph; True if any was."""
+    graph = program.joint.graph
+    fused = [node for node in calls(graph) if _is_fused(node)]
+    for node in fused:
+        _divide_call(graph, node)
+    return bool(fused)
+
+
+def _is_fused(node: fx.Node) -> bool:
+    if node.target is not torch.ops.aten.convolution_backward.default:
+        return False
+    wanted = {user.args[1] for user in node.users if user.target is operator.getitem}
+    return 0 in wanted and wanted != {0}
+
+
+def _divide_call(graph: fx.Graph, node: fx.Node) -> None:
+    mask = node.args[_MASK]
+    if not isinstance(mask, (list, tuple)):
+        raise TypeError(f"{node.name}: output_mask is {mask!r}, expected three booleans")
+    for part_mask in ([True, False, False], [False, mask[1], mask[2]]):
+        with graph.inserting_before(node):
+            args = (*node.args[:_MASK], part_mask, *node.args[_MASK + 1 :])
+            part = graph.call_function(node.target, args, node.kwargs)  # type: ignore[arg-type]
+        part.meta = dict(node.meta)
+        part.meta["val"] = tuple(
+            value if wanted else None
+            for value, wanted in zip(node.meta["val"], part_mask, strict=True)
+        )
+        for user in list(node.users):
+            if part_mask[user.args[1]]:  # type: ignore[index]
+                user.replace_input_with(node, part)
+    graph.erase_node(node)
+
+
+aten = torch.ops.aten
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def half_precision_dropout(program: SplitProgram) -> bool:
+    """Rewrite every such backward into those steps; True if there was one."""
+    graph = program.joint.graph
+    found = [node for node in calls(graph) if _rounds_otherwise(node)]
+    for node in found:
+        grad, mask, scale = node.args
+        with graph.inserting_before(node):
+            cast = emit(graph, node, aten._to_copy.default, mask, dtype=node.meta["val"].dtype)
+            noise = emit(graph, node, aten.mul.Tensor, cast, scale)
+            step = emit(graph, node, aten.mul.Tensor, grad, noise)
+        node.replace_all_uses_with(step)
+        graph.erase_node(node)
+    return bool(found)
+
+
+def _rounds_otherwise(node: fx.Node) -> bool:
+    if node.target is not aten.native_dropout_backward.default:
+        return False
+    value = tensor_of(node)
+    return value is not None and value.device.type == "cpu" and value.dtype in _HALF
+
+
+aten = torch.ops.aten
+
+
+def fold_transposes(program: SplitProgram) -> bool:
+    """Replace pairs of transposes that cancel by the first one's operand; True if any was."""
+    graph = program.joint.graph
+    # What the user's forward returns stays a tensor of its own, as in eager.
+    returned = {value for _, value in outputs(graph, *FORWARD_OUTPUT)}
+    pairs: list[tuple[fx.Node, fx.Node]] = []
+    for node in [*calls(graph)]:
+        operand = node.args[0] if node.args else None
+        if node in returned or not isinstance(operand, fx.Node):
+            continue
+        first, second = _permutation(operand), _permutation(node)
+        if first and second and [first[dim] for dim in second] == sorted(first):
+            node.replace_all_uses_with(operand.args[0])  # type: ignore[arg-type]
+            pairs.append((operand, node))
+    for operand, node in pairs:
+        graph.erase_node(node)
+        if not operand.users and operand.op == "call_function":
+            graph.erase_node(operand)
+    return bool(pairs)
+
+
+def _permutation(node: fx.Node) -> Sequence[int] | None:
+    """The dimensions of what a node transposes, in their new order; None for anything else."""
+    value = tensor_of(node)
+    if value is None:
+        return None
+    order = list(range(value.ndim))
+    arguments: Any = node.args[1:]
+    if node.target is aten.t.default:
+        return order[::-1]
+    if node.target is aten.transpose.int:
+        if not order:  # of a scalar, dimensions 0 and -1 may be named, and there is none
+            return order
+        one, other = arguments
+        order[one], order[other] = order[other], order[one]
+        return order
+    if node.target is aten.permute.default:
+        return [order[dim] for dim in arguments[0]]
+    return None
