@@ -76,31 +76,6 @@ def laid_out(node: fx.Node) -> tuple[int, list[fx.Node | None]] | None:
     return dim, found
 
 
-def is_available(tensor: fx.Node, at: fx.Node) -> bool:
-    """Whether a tensor is computed before a node, or is a concatenation that can be moved there."""
-    if tensor < at:
-        return True
-    return tensor is not at and laid_out(tensor) is not None and all(r < at for r in _read(tensor))
-
-
-def _read(tensor: fx.Node) -> list[fx.Node]:
-    """The operands of a concatenation, without the views that add its dimension."""
-    parts: Any = tensor.args[0]
-    return [p.args[0] if p.target is aten.unsqueeze.default else p for p in parts]
-
-
-def move_before(tensor: fx.Node, at: fx.Node) -> None:
-    """Move a reachable concatenation before a node."""
-    if tensor < at:
-        return
-    parts: Any = tensor.args[0]
-    for node in (*parts, tensor):
-        if not node < at:
-            at.prepend(node)
-
-
-aten = torch.ops.aten
-
 MIN_STEPS = 4
 """Fewer iterations are not treated as a loop."""
 
@@ -211,7 +186,7 @@ class StackedValues:
             if not plan.parts:
                 return self._stack_anew(plan.values, at)
             with self._graph.inserting_before(at):
-                parts = [self._part(part, at) for part in plan.parts]
+                parts = [self._part(part) for part in plan.parts]
                 return parts[0] if len(parts) == 1 else self._emit(first, aten.cat.default, parts)
         stacked = [
             Stacked(self.make(each, at)) if isinstance(each, StackPlan) else each
@@ -258,7 +233,7 @@ class StackedValues:
             best = StackPart(None, values[start : start + 1])
             for place in self._places_of(values[start]):
                 count = self._count(place, values[start:])
-                if count > len(best.values) and is_available(place.tensor, at):
+                if count > len(best.values) and place.tensor < at:
                     best = StackPart(place, values[start : start + count])
             found.append(best)
             start += len(best.values)
@@ -273,11 +248,10 @@ class StackedValues:
             count += 1
         return count
 
-    def _part(self, part: StackPart, at: fx.Node) -> fx.Node:
+    def _part(self, part: StackPart) -> fx.Node:
         first = part.values[0]
         if part.place is None:
             return self._emit(first, aten.unsqueeze.default, first, 0)
-        move_before(part.place.tensor, at)
         return self.slice(part.place, len(part.values), first)
 
     def _stack_anew(self, values: StepValues, at: fx.Node) -> fx.Node:
