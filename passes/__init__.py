@@ -1,6 +1,6 @@
 """Graph passes: joint forward/backward graph -> forward | backward_input | backward_weight.
 
-Imports torch and networkx and nothing of autosplit.
+Imports torch and nothing of autosplit.
 """
 
 from .errors import PassError

@@ -58,7 +58,7 @@ class Role:
     """A kind and the user's name for the thing.
 
     The name is a parameter or buffer FQN, a user input or output path, or, for saved and
-    deferred tensors, the name of the node that computes them (``partition/tensor_names.py``).
+    deferred tensors, the name of the node that computes them (``partition/split_graphs.py``).
     """
 
     kind: Kind

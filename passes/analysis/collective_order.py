@@ -88,17 +88,17 @@ class CollectiveScheduler:
     """
 
     def __init__(self, nodes: Sequence[fx.Node], costs: OperatorTimes = ESTIMATED) -> None:
-        self._costs = costs
-        self._index = {node: at for at, node in enumerate(nodes)}
-        self._heavy = [node for node in nodes if not _is_light(node)]
-        self._reads: dict[fx.Node, set[fx.Node]] = {}
+        self.costs = costs
+        self.index = {node: at for at, node in enumerate(nodes)}
+        self.heavy = [node for node in nodes if not _is_light(node)]
+        self.reads: dict[fx.Node, set[fx.Node]] = {}
         for node in nodes:
             found: set[fx.Node] = set()
             for each in node.all_input_nodes:
-                if each in self._index:
-                    found |= self._reads[each] if _is_light(each) else {each}
-            self._reads[node] = found
-        self._urgent = self._before(node for node in nodes if is_start(node))
+                if each in self.index:
+                    found |= self.reads[each] if _is_light(each) else {each}
+            self.reads[node] = found
+        self.urgent = self._before(node for node in nodes if is_start(node))
 
     def order(self, fill: float, *, hold: bool, pack: bool = False) -> CollectiveOrder:
         """An order.
@@ -114,7 +114,7 @@ class CollectiveScheduler:
         if not hold:
             return held
         # What no window has room for need not be waited with, and keeps its operands alive.
-        left = {n for n in self._heavy if n not in self._urgent and n not in held.hidden_in}
+        left = {n for n in self.heavy if n not in self.urgent and n not in held.hidden_in}
         return self._schedule(fill, left, hold=True, pack=pack)
 
     def _before(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -124,34 +124,34 @@ class CollectiveScheduler:
             node = stack.pop()
             if node not in found:
                 found.add(node)
-                stack.extend(self._reads[node])
+                stack.extend(self.reads[node])
         return found
 
     def _schedule(
         self, fill: float, in_place: Collection[fx.Node], *, hold: bool, pack: bool
     ) -> CollectiveOrder:
-        run = _Run(self._index, self._heavy, self._reads, self._urgent, self._costs, fill, pack)
+        run = _Run(self, fill, pack)
         while run.left:
             for each in run.over():
                 run.emit(each)
-            node = run.next_urgent()
+            node = run.first(urgent=True, wait=False)
             if node is not None:
-                for each in run.fillers_before(node, in_place):
+                for each in run.fillers(in_place, node):
                     run.emit(each)
                 run.emit(node)
                 continue
-            wait = run.next_wait(urgent=True)
+            wait = run.first(urgent=True, wait=True)
             if wait is not None:
                 run.fill_window(wait)
                 run.emit(wait)
-                for each in () if hold else run.all_fillers():
+                for each in () if hold else run.fillers():
                     run.emit(each)
                 continue
-            last = run.next_filler()
+            last = run.first(urgent=False, wait=False)
             if last is not None:
                 run.note_hidden(last)
             else:
-                last = run.next_wait(urgent=False)
+                last = run.first(urgent=False, wait=True)
             if last is None:
                 break
             run.emit(last)
@@ -162,19 +162,12 @@ class CollectiveScheduler:
 class _Run:
     """One pass of list scheduling."""
 
-    def __init__(
-        self,
-        index: dict[fx.Node, int],
-        heavy: Sequence[fx.Node],
-        reads: dict[fx.Node, set[fx.Node]],
-        urgent: Collection[fx.Node],
-        costs: OperatorTimes,
-        fill: float,
-        pack: bool,
-    ) -> None:
+    def __init__(self, scheduler: CollectiveScheduler, fill: float, pack: bool) -> None:
+        heavy, reads = scheduler.heavy, scheduler.reads
         self.order = CollectiveOrder()
         self.left = len(heavy)
-        self._index, self._urgent, self._costs = index, urgent, costs
+        self._index, self._urgent = scheduler.index, scheduler.urgent
+        self._costs = scheduler.costs
         self._fill, self._pack = fill, pack
         self._done: set[fx.Node] = set()
         self._clock = self._link = 0.0
@@ -192,22 +185,17 @@ class _Run:
             if not self._missing[node]:
                 self._arrive(node)
 
-    def next_urgent(self) -> fx.Node | None:
-        return self._first(True, False)
+    def first(self, *, urgent: bool, wait: bool) -> fx.Node | None:
+        ready = self._ready[urgent, wait]
+        return ready[0][1] if ready else None
 
-    def next_filler(self) -> fx.Node | None:
-        return self._first(False, False)
-
-    def next_wait(self, *, urgent: bool) -> fx.Node | None:
-        return self._first(urgent, True)
-
-    def fillers_before(self, node: fx.Node, wanted: Collection[fx.Node]) -> list[fx.Node]:
-        """Ready fillers among these whose place is before an operator's."""
+    def fillers(
+        self, wanted: Collection[fx.Node] | None = None, before: fx.Node | None = None
+    ) -> list[fx.Node]:
+        """Ready fillers in their order; only of these, and whose place is before an operator's."""
+        end = len(self._index) if before is None else self._index[before]
         ready = sorted(self._ready[False, False])
-        return [each for at, each in ready if at < self._index[node] and each in wanted]
-
-    def all_fillers(self) -> list[fx.Node]:
-        return [each for _, each in sorted(self._ready[False, False])]
+        return [each for at, each in ready if at < end and (wanted is None or each in wanted)]
 
     def over(self) -> list[fx.Node]:
         """Waits that nothing urgent reads, for what is over by now: its operands may go."""
@@ -291,10 +279,6 @@ class _Run:
     def _arrive(self, node: fx.Node) -> None:
         ready = self._ready[node in self._urgent, is_wait(node)]
         heapq.heappush(ready, (self._index[node], node))
-
-    def _first(self, urgent: bool, wait: bool) -> fx.Node | None:
-        ready = self._ready[urgent, wait]
-        return ready[0][1] if ready else None
 
 
 def _is_light(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
-"""Values as slices of one tensor: selected from it, or the operands that it concatenates.
+"""Stacked loop-carried values: where a stack is found in the graph, or how it is made.
 
-Stacked loop-carried values: where a stack is found in the graph, or how it is made.
+A value may be a slice of one tensor: selected from it, or an operand that it concatenates.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""Vectorize what the iterations of an unrolled loop compute from their own slices of the inputs.
-
-x[:, 0] * y[:, 0], x[:, 1] * y[:, 1], ...  ->  z = x * y, read as z[:, 0], z[:, 1], ...
-
-Vectorize unrolled loops: one batched operator for what all iterations compute independently.
+"""Vectorize unrolled loops: one batched operator for what all iterations compute independently.
 
 A Python loop over a sequence is in the graph once for each iteration. The recurrence itself, in
 which an iteration needs the state of the one before, stays as it is. But what an iteration computes
 of its own slices of the inputs, or of its state only to be stacked with that of the others, becomes
 one operator over all iterations: fewer nodes to cut, to compile and to launch, and one saved tensor
-in place of many.
+in place of many. Mamba's joint graph has half of the nodes.
 
     stack([state_t @ c[:, t] for t in ...])  ->  stack(states) @ c
+    x[:, 0] * y[:, 0], x[:, 1] * y[:, 1], ...  ->  z = x * y, read as z[:, 0], z[:, 1], ...
 
 The values of one operator at consecutive iterations are stacked along a new first dimension
 (``stacked_values.py``), and a batching rule applies the operator to the stack

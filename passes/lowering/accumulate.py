@@ -4,8 +4,7 @@ Over several microbatches weight gradients are summed. Returned and added by the
 them are alive at once, beside the sums. Added here, each dies as soon as it has been computed.
 ``accumulator.add_(gradient)`` rounds as autograd's own accumulation does.
 
-Fuse gradient accumulation into the operator that computes the gradient.
-
+``fuse_accumulation`` goes on from there, into the operator that computes the gradient.
 ``accumulator.add_(a @ b)`` writes a gradient, reads it again, and reads and writes the
 accumulator; ``accumulator.addmm_(a, b)`` reads and writes the accumulator only. Embeddings gain
 more: the gradient is as large as the table, the rows that are scattered into it are not. Sums

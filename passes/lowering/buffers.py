@@ -1,22 +1,20 @@
-"""In-place buffer reuse: operators that may write their result over an operand that dies in them.
+"""Buffers: how long each lives while generated code runs, and who may write over it.
 
-Autograd's engine adds gradients up in place, and models write ``x += y``; in a functional graph
-each such sum is a new tensor, which costs memory and, on the CPU, the time to map its pages.
-The code that is generated from the graph takes the place back: the graphs themselves stay
-functional.
+*Reuse.* Autograd's engine adds gradients up in place, and models write ``x += y``; in a functional
+graph each such sum is a new tensor, which costs memory and, on the CPU, the time to map its pages.
+The code that is generated from the graph takes the place back: an operator may write its result
+over an operand that dies in it. The graphs themselves stay functional.
 
-Liveness in bytes: what is alive while the code that is generated from a graph runs.
+*Liveness in bytes* is counted in distinct storage: a tensor's memory dies with the last of its
+views. What a kernel takes for itself and gives back before it returns is not in the graph, and
+known only where it is told.
 
-Counted in distinct storage: a tensor's memory dies with the last of its views. What a kernel takes
-for itself and gives back before it returns is not in the graph, and known only where it is told.
+*Donation.* A backward reads most of what the forward saved for the last time where it makes a value
+of the same size. Written over the old one, the new value needs no memory of its own, and it goes
+where the cache has just been. That may be done to what nobody else can reach.
 
-Buffer donation: saved tensors whose memory a backward graph may reuse.
-
-A backward reads most of what the forward saved for the last time where it makes a value of the
-same size. Written over the old one, the new value needs no memory of its own, and it goes where
-the cache has just been. That may be done to what nobody else can reach.
-
-What crosses from I to W and lies in memory of whoever calls: inputs, and incoming gradients.
+*Lending.* What crosses from I to W may lie in memory of whoever calls: inputs, and incoming
+gradients.
 """
 
 from __future__ import annotations

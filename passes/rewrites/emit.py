@@ -1,6 +1,4 @@
-"""Emit and erase nodes of a graph that a pass rewrites in place.
-
-Dead-code elimination that keeps random operators where eager would draw.
+"""Emit and erase nodes of a graph that a pass rewrites in place, and eliminate dead code.
 
 Random operators stay in the joint graph and in forward: without one, all that is drawn later
 would differ from eager's. Each runs once, in forward; a copy left in a backward graph would

@@ -9,7 +9,6 @@ term that is not padding: concatenating the slices gives the same bits.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import Counter
 from typing import Any
 
@@ -20,8 +19,6 @@ from ..graph import SplitProgram, calls, is_fixed, tensor_of
 from .emit import emit, erase
 
 aten = torch.ops.aten
-
-_DEFAULTS = (0, None, None, 1)  # dim, start, end and step of slice_scatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,63 +108,54 @@ def _terms(top: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 def _padded_slice(term: fx.Node) -> _PaddedSlice | None:
     """The slice that a term pads, where its place is known before the graph runs."""
+    padding = _padding(term)
+    if padding is None:
+        return None
+    value, sizes, dim, place = padding
+    selected = not isinstance(place, slice)
+    ends = [place] if selected else [place.start, place.stop, place.step]
+    known = (*sizes, dim, *(each for each in ends if each is not None))
+    if not all(isinstance(each, int) for each in known):
+        return None
+    dim %= len(sizes)
+    extent = sizes[dim]
+    if selected:
+        start = place % extent
+        stop, step = start + 1, 1
+    else:
+        start, stop, step = place.indices(extent)
+    if step != 1 or start >= stop:
+        return None
+    return _PaddedSlice(term, value, list(sizes), dim, start, stop, selected)
+
+
+def _padding(term: fx.Node) -> tuple[Any, Any, Any, Any] | None:
+    """What a term pads, the sizes of the whole, and along which dimension it is put at which
+    index, or slice.
+    """
+    arguments: Any = term.args
     if term.target is aten.select_backward.default:
-        value, sizes, dim, index = term.args
-        return _placed(term, value, sizes, dim, index, index, 1, selected=True)
+        value, sizes, dim, index = arguments
+        return value, sizes, dim, index
     if term.target is aten.slice_backward.default:
-        value, sizes, dim, start, stop, step = term.args
-        return _placed(term, value, sizes, dim, start, stop, step, selected=False)
-    return _scattered(term)
-
-
-def _scattered(term: fx.Node) -> _PaddedSlice | None:
-    """A slice that a decomposition padded: scattered into zeros."""
+        value, sizes, dim, *ends = arguments
+        return value, sizes, dim, slice(*ends)
+    # A decomposition scatters it into zeros.
     if term.target not in (aten.select_scatter.default, aten.slice_scatter.default):
         return None
-    zeros, value = term.args[:2]
-    place: list[Any] = [*term.args[2:], *_DEFAULTS[len(term.args) - 2 :]]
+    zeros, value, dim, *ends = (*arguments, 0)[: max(len(arguments), 3)]
     if term.kwargs or not isinstance(zeros, fx.Node) or not _is_zeros(zeros):
         return None
     sizes = list(zeros.meta["val"].shape)
     if term.target is aten.select_scatter.default:
-        dim, index, *_ = place
-        return _placed(term, value, sizes, dim, index, index, 1, selected=True)
-    dim, start, stop, step = place
-    start, stop = start or 0, sys.maxsize if stop is None else stop
-    return _placed(term, value, sizes, dim, start, stop, step, selected=False)
+        return value, sizes, dim, ends[0]
+    return value, sizes, dim, slice(*ends, *[None] * (3 - len(ends)))
 
 
 def _is_zeros(node: fx.Node) -> bool:
     if node.target is aten.full.default:
         return bool(node.args[1] == 0)
     return node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
-
-
-def _placed(
-    term: fx.Node,
-    value: Any,
-    sizes: Any,
-    dim: Any,
-    start: Any,
-    stop: Any,
-    step: Any,
-    *,
-    selected: bool,
-) -> _PaddedSlice | None:
-    if step != 1 or not all(isinstance(each, int) for each in (*sizes, dim, start, stop)):
-        return None
-    dim %= len(sizes)
-    extent = sizes[dim]
-    start = _clamped(start, extent)
-    stop = start + 1 if selected else _clamped(stop, extent)
-    return (
-        _PaddedSlice(term, value, list(sizes), dim, start, stop, selected) if start < stop else None
-    )
-
-
-def _clamped(place: int, extent: int) -> int:
-    """An index into ``extent`` elements, normalised as slicing does."""
-    return min(max(place + extent if place < 0 else place, 0), extent)
 
 
 def _fit_together(slices: list[_PaddedSlice]) -> bool:

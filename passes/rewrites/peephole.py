@@ -1,22 +1,21 @@
-"""Divide backward operators that compute dX and dW in one call into one call for each.
+"""Peephole rewrites of the joint graph: a node or two at a time.
 
-``convolution_backward`` yields the gradients of input, weight and bias together, so plain
-reachability would put all of it into the input-gradient graph. Its ``output_mask`` says
+``divide_backward_operators``: backward operators that compute dX and dW in one call become one
+call for each. ``convolution_backward`` yields the gradients of input, weight and bias together, so
+plain reachability would put all of it into the input-gradient graph. Its ``output_mask`` says
 which are wanted: one call for the input and one for weight and bias do the same work. The
 mask exists on the normalisation operators too; there the weight gradient is a by-product of
 the input's and dividing would do the reductions twice, so they stay whole.
 
-Dropout's backward in half precision, rounded as autograd rounds it on a CPU.
-
-Autograd multiplies the gradient by noise, ``mask / (1 - p)``, which a tensor of bfloat16 or float16
-holds rounded. The operator that tracing puts there multiplies by the exact number: gradients would
+``half_precision_dropout``: dropout's backward, rounded as autograd rounds it on a CPU. Autograd
+multiplies the gradient by noise, ``mask / (1 - p)``, which a tensor of bfloat16 or float16 holds
+rounded. The operator that tracing puts there multiplies by the exact number: gradients would
 differ from autograd's by one constant factor, 0.15% for p = 0.1 in bfloat16.
 
-Fold consecutive transposes that cancel: ``t(t(x))`` is ``x``.
-
-Autograd transposes the gradient of a transposed weight back, one call behind the other. Both are
-views of the same elements at the same strides, so the value that was transposed first takes the
-place of the second view, and nothing that is computed changes.
+``fold_transposes``: consecutive transposes that cancel: ``t(t(x))`` is ``x``. Autograd transposes
+the gradient of a transposed weight back, one call behind the other. Both are views of the same
+elements at the same strides, so the value that was transposed first takes the place of the second
+view, and nothing that is computed changes.
 """
 
 from __future__ import annotations
