@@ -65,7 +65,7 @@ def read(text: str | bytes) -> Any:
 def _form(value: object) -> Any:
     """JSON's values stand for themselves, all else is an object with one key."""
     if isinstance(value, Enum):
-        return {"member": [_name(value), _form(value.value)]}
+        return _own(value, value.value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.dtype):
@@ -80,26 +80,25 @@ def _form(value: object) -> Any:
         return {"dict": [[_form(key), _form(each)] for key, each in value.items()]}
     if type(value).__name__ in _CONTAINERS and isinstance(value, tuple | set | frozenset):
         return {type(value).__name__: [_form(each) for each in value]}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {"row": [_name(value), [_form(each) for each in value]]}
     if isinstance(value, AutosplitError):
-        return {"error": [_name(value), str(value)]}
+        return _own(value, str(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _own(value, [*value])
     if is_dataclass(value):
-        own = {field.name: _form(getattr(value, field.name)) for field in fields(value)}
-        return {"data": [_name(value), own]}
+        return _own(value, {field.name: getattr(value, field.name) for field in fields(value)})
     raise PipelineError(
         f"expected plain data to send to another rank, got a {type(value).__name__}: {value!r}"
     )
 
 
-def _name(value: object) -> list[str]:
+def _own(value: object, content: object) -> Any:
     kind = type(value)
     if kind.__module__.partition(".")[0] != _OWN:
         raise PipelineError(
             f"expected data of autosplit's own to send to another rank, got a {kind.__module__}."
             f"{kind.__qualname__}"
         )
-    return [kind.__module__, kind.__qualname__]
+    return {"own": [[kind.__module__, kind.__qualname__], _form(content)]}
 
 
 def _value(form: Any) -> Any:
@@ -119,8 +118,10 @@ def _value(form: Any) -> Any:
         return found
     if kind == "tensor":
         return _tensor(*content)
+    if kind != "own":
+        raise ValueError(f"{kind!r} is no kind of data")
     (module, name), inner = content
-    return _READERS[kind](_class(module, name), inner)
+    return _made(_class(module, name), _value(inner))
 
 
 def _tensor(dtype: Any, sizes: list[int], text: str) -> Tensor:
@@ -140,41 +141,22 @@ def _class(module: str, name: str) -> type[Any]:
     return found
 
 
-def _data(kind: type[Any], inner: dict[str, Any]) -> Any:
-    if not is_dataclass(kind) or {field.name for field in fields(kind)} != inner.keys():
-        raise ValueError(f"{kind.__name__} has no such fields: {', '.join(inner)}")
+def _made(kind: type[Any], content: Any) -> Any:
+    """One of a class, of its value, message, items or fields, without calling anything of it."""
+    if issubclass(kind, Enum):
+        return kind(content)
+    if issubclass(kind, AutosplitError) and isinstance(content, str):
+        made: Any = kind.__new__(kind)
+        made.args = (content,)
+        return made
+    if isinstance(content, list) and len(getattr(kind, "_fields", ())) == len(content):
+        return tuple.__new__(kind, content)
+    if not is_dataclass(kind) or {field.name for field in fields(kind)} != content.keys():
+        raise ValueError(f"{kind.__name__} is no data of {content!r}")
     made = object.__new__(kind)
-    for name, each in inner.items():
-        object.__setattr__(made, name, _value(each))
+    for name, each in content.items():
+        object.__setattr__(made, name, each)
     return made
-
-
-def _row(kind: type[Any], inner: list[Any]) -> Any:
-    if not issubclass(kind, tuple) or len(getattr(kind, "_fields", ())) != len(inner):
-        raise ValueError(f"{kind.__name__} is no named tuple of {len(inner)}")
-    return tuple.__new__(kind, map(_value, inner))
-
-
-def _member(kind: type[Any], inner: Any) -> Any:
-    if not issubclass(kind, Enum):
-        raise ValueError(f"{kind.__name__} is no enumeration")
-    return kind(_value(inner))
-
-
-def _error(kind: type[Any], text: str) -> AutosplitError:
-    if not issubclass(kind, AutosplitError):
-        raise ValueError(f"{kind.__name__} is no error of autosplit")
-    made = kind.__new__(kind)
-    made.args = (text,)
-    return made
-
-
-_READERS: dict[str, Callable[[type[Any], Any], Any]] = {
-    "data": _data,
-    "row": _row,
-    "member": _member,
-    "error": _error,
-}
 
 
 _CPU = torch.device("cpu")
@@ -234,27 +216,6 @@ Losing = Callable[[str], AbstractContextManager[None]]
 """Waits for what it is told, see ``Groups.losing``."""
 
 
-class Sum:
-    """A sum over all ranks that is under way."""
-
-    def __init__(self, tensor: Tensor, work: dist.Work | None, losing: Losing) -> None:
-        self._tensor = tensor
-        self._work = work
-        self._losing = losing
-
-    def wait(self) -> Tensor:
-        """The sum, once every rank has taken part.
-
-        Raises:
-            LostPeerError: some rank did not.
-        """
-        if self._work is not None:
-            with self._losing(OTHERS):
-                self._work.wait()
-            self._work = None
-        return self._tensor
-
-
 class Control:
     """Plain data and sums over some ranks, on the host.
 
@@ -273,19 +234,13 @@ class Control:
     """
 
     def __init__(
-        self,
-        members: Sequence[int],
-        own: int,
-        group: dist.ProcessGroup | None,
-        losing: Losing,
+        self, members: Sequence[int], own: int, group: dist.ProcessGroup | None, losing: Losing
     ) -> None:
         self.members = tuple(members)
         self.rank = self.members.index(own)
         self.ranks = len(self.members)
         self._group = group
         self.losing = losing
-        # The members of a group are in the order of their numbers in the default one.
-        self._places = [sorted(self.members).index(each) for each in self.members]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -299,17 +254,9 @@ class Control:
         """A key-value store that the ranks share and nobody else writes to."""
         return self.group.get_group_store()
 
-    def close(self) -> None:
+    def let_go(self) -> None:
         """Let go of the group."""
         self._group = None
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` (CPU) over all ranks, in place; it comes back only if all took part.
-
-        Raises:
-            LostPeerError: some rank did not.
-        """
-        return self.start_sum(tensor).wait()
 
     def meet(self) -> None:
         """Wait until every rank is here.
@@ -317,19 +264,36 @@ class Control:
         Raises:
             LostPeerError: some rank did not come.
         """
-        self.sum(torch.zeros(1, device="cpu"))
+        if self.ranks > 1:
+            self.sum(torch.zeros(1, device="cpu"))
 
-    def start_sum(self, tensor: Tensor) -> Sum:
-        """Start to sum ``tensor`` (CPU) over all ranks, in place.
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum ``tensor`` (CPU) over all ranks, in place; it comes back only if all took part.
+
+        Raises:
+            LostPeerError: some rank did not.
+        """
+        return tensor if self.ranks == 1 else self.start_sum(tensor)()
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start to sum ``tensor`` (CPU) over all ranks, in place; what it gives waits for the sum,
+        and raises LostPeerError where some rank did not take part.
 
         Raises:
             LostPeerError: a rank is known to be gone.
         """
         if self.ranks == 1:
-            return Sum(tensor, None, self.losing)
+            return lambda: tensor
         with self.losing(OTHERS):
             work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return Sum(tensor, work, self.losing)
+
+        def wait() -> Tensor:
+            if work is not None:
+                with self.losing(OTHERS):
+                    work.wait()
+            return tensor
+
+        return wait
 
     def announce(self, value: str | None, source: int) -> str:
         """``value`` of rank ``source``, on every rank.
@@ -344,7 +308,7 @@ class Control:
         return value or ""
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, by rank; see ``plain`` for what it may be.
+        """``value`` of every rank, by rank; see ``written`` for what it may be.
 
         Raises:
             LostPeerError: some rank did not take part.
@@ -353,4 +317,5 @@ class Control:
             return [value]
         with self.losing(OTHERS):
             rows = gather_in(value, self.group)
-        return [rows[place] for place in self._places]
+        # The members of a group are in the order of their numbers in the default one.
+        return [rows[sorted(self.members).index(each)] for each in self.members]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +19,11 @@ from autosplit.pipeline.schedule.routes import parcels_for
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .first_error import ActionError, LostPeerError, RankActivity
-from .moves import MicrobatchMoves
+from .moves import Moves
 from .timing import Recorder
-from .transport import (
-    Probe,
-    Receive,
-    Transport,
-    arguments,
-    output_gradients,
-)
+from .transport import Transport, arguments, output_gradients
+
+# --- what is asked of stages ----------------------------------------------------------------------
 
 
 class ForwardStage(Protocol):
@@ -63,21 +58,7 @@ class BackwardStage(ForwardStage, Protocol):
 
 @runtime_checkable
 class SlicedStage(BackwardStage, Protocol):
-    """A stage whose W can be run in parts, one after another."""
-
-    @property
-    def slices(self) -> Sequence[object]:
-        """One entry for each slice."""
-        ...
-
-    def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
-        """Add one slice of the weight gradients; None for all of them."""
-        ...
-
-
-@runtime_checkable
-class PartlyPublishedStage(SlicedStage, Protocol):
-    """A stage whose gradients can be taken slice by slice."""
+    """A stage whose W can be run in parts, one after another, and its gradients taken by part."""
 
     @property
     def slices(self) -> Sequence[Sequence[str]]:
@@ -87,6 +68,10 @@ class PartlyPublishedStage(SlicedStage, Protocol):
     @property
     def module(self) -> nn.Module:
         """What it was made of."""
+        ...
+
+    def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
+        """Add one slice of the weight gradients; None for all of them."""
         ...
 
     def publish(self, names: Collection[str] | None = None) -> None:
@@ -109,163 +94,6 @@ class RecomputingStage(BackwardStage, Protocol):
         ...
 
 
-class Shards(Protocol):
-    """The stages of a rank whose parameters are sharded."""
-
-    @property
-    def stages(self) -> Collection[int]:
-        """Which they are."""
-        ...
-
-    def gather(self, stage: int) -> None:
-        """Gather the parameters of a stage."""
-        ...
-
-    def free(self, stage: int) -> None:
-        """Free them."""
-        ...
-
-
-Values = list[Any]
-"""Tensors, or None where there is no gradient; a weight half takes and gives nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """An action as fetch, compute and deliver, so that waiting for input is not counted as work.
-
-    Attributes:
-        action: what it is.
-        fetch: waits for the action's input.
-        compute: the work.
-        deliver: hands on the result.
-        arrived: whether ``fetch`` would return at once.
-        adds: of its stage's weight gradients the slices that it adds to.
-        calls: for several W that a stage may run together, the steps to run in place of this one:
-            known only when it is their turn, by what their microbatches left.
-    """
-
-    action: Action
-    fetch: Callable[[], Values]
-    compute: Callable[[Values], Values]
-    deliver: Callable[[Values], None]
-    arrived: Callable[[], bool]
-    calls: Callable[[], Sequence[Step]] | None = None
-    adds: tuple[int, ...] = ()
-
-
-def drop(values: Values) -> None:
-    """Delivery of a step whose results nobody takes."""
-
-
-def at_once() -> bool:
-    """Arrival of a step that waits for nothing."""
-    return True
-
-
-def behind(
-    step: Step, needs: Sequence[Callable[[], None]], arrived: Sequence[Callable[[], bool]]
-) -> Step:
-    """The step, behind calls that wait for what it needs; ``arrived`` say whether they would."""
-    fetch, calls = step.fetch, step.calls
-
-    def wait() -> None:
-        for need in needs:
-            need()
-
-    def fetch_behind() -> Values:
-        wait()
-        return fetch()
-
-    def calls_behind() -> Sequence[Step]:
-        wait()
-        return () if calls is None else calls()
-
-    return replace(
-        step,
-        fetch=fetch_behind if calls is None else fetch,
-        arrived=lambda: step.arrived() and all(each() for each in arrived),
-        calls=None if calls is None else calls_behind,
-    )
-
-
-def slices_together(steps: Sequence[Step]) -> list[Step]:
-    """The same steps, but of each stage's last Ws that stand next to each other, the first slice of
-    all before the second: its gradients are complete, and may be reduced, while others are made.
-
-    Each slice's gradients are added up in the same order as before.
-    """
-    row = list(steps)
-    ends: dict[int, int] = {}
-    for place, step in enumerate(row):
-        if step.adds:
-            ends[step.action.stage] = place
-    for stage, end in ends.items():
-        start = end
-        while start >= 0 and _runs_weight(row[start]) and row[start].action.stage == stage:
-            start -= 1
-        row[start + 1 : end + 1] = sorted(row[start + 1 : end + 1], key=lambda step: step.adds)
-    return row
-
-
-def _runs_weight(step: Step) -> bool:
-    return _is_weight(step.action)
-
-
-Deliver = Callable[[Values], None]
-Finished = Callable[[int, int], None]
-"""Is told a stage and the number of a slice; a stage without slices has slice 0."""
-
-
-class WeightCompletions:
-    """Counts what adds to each slice's weight gradients, step by step.
-
-    Args:
-        finished: hears of each slice when its last gradients are there; None: nobody does.
-
-    Attributes:
-        order: stages and slices as they are finished, if steps run in the order of ``counted``.
-    """
-
-    def __init__(self, finished: Finished | None) -> None:
-        self._finished = finished
-        self._parts: Counter[tuple[int, int]] = Counter()
-        self._left: Counter[tuple[int, int]] = Counter()
-        self.order: tuple[tuple[int, int], ...] = ()
-
-    def begin(self) -> None:
-        """Start a step."""
-        self._left = self._parts.copy()
-
-    def counted(self, steps: Sequence[Step]) -> tuple[Step, ...]:
-        """The steps of a row, each with the news of what it finishes."""
-        added = [(step.action.stage, part) for step in steps for part in step.adds]
-        self._parts = Counter(added)
-        self.order = tuple(reversed(dict.fromkeys(reversed(added))))
-        return tuple(
-            # Those with calls of their own count these.
-            replace(step, deliver=self.counting(step.action.stage, step.adds, step.deliver))
-            if step.adds and step.calls is None
-            else step
-            for step in steps
-        )
-
-    def counting(self, stage: int, parts: Sequence[int], deliver: Deliver) -> Deliver:
-        """``deliver``, and the news that slices of a stage are finished when nothing is left."""
-        finished = self._finished
-        if finished is None:
-            return deliver
-
-        def counted(values: Values) -> None:
-            deliver(values)
-            for part in parts:
-                self._left[stage, part] -= 1
-                if not self._left[stage, part]:
-                    finished(stage, part)
-
-        return counted
-
-
 @runtime_checkable
 class JoiningStage(Protocol):
     """A stage that may run W of several microbatches in one call."""
@@ -284,6 +112,59 @@ class JoiningStage(Protocol):
         ...
 
 
+class Shards(Protocol):
+    """The stages of a rank whose parameters are sharded."""
+
+    @property
+    def stages(self) -> Collection[int]:
+        """Which they are."""
+        ...
+
+    def gather(self, stage: int) -> None:
+        """Gather the parameters of a stage."""
+        ...
+
+    def free(self, stage: int) -> None:
+        """Free them."""
+        ...
+
+
+# --- a rank's row of steps ------------------------------------------------------------------------
+
+Values = list[Any]
+"""Tensors, or None where there is no gradient."""
+
+Finished = Callable[[int, int], None]
+"""Is told a stage and the number of a slice; a stage without slices has slice 0."""
+
+
+class Step(NamedTuple):
+    """An action as bound calls; those that it has no use for are not there.
+
+    Waiting for input is not counted as work.
+
+    Attributes:
+        action: what it is.
+        compute: the work, on what was fetched if anything is.
+        fetch: waits for the action's input.
+        deliver: hands on the result.
+        waits: wait for what the action needs of moves.
+        recorded: whether a recorder is to note when it ran; moves and reductions note it
+            themselves, as W of several microbatches do call by call.
+        adds: of its stage's weight gradients the slices that it adds to.
+        behind: hear that it is done.
+    """
+
+    action: Action
+    compute: Callable[..., Any]
+    fetch: Callable[[], Values] | None = None
+    deliver: Callable[[Values], None] | None = None
+    waits: tuple[Callable[[], None], ...] = ()
+    recorded: bool = True
+    adds: tuple[int, ...] = ()
+    behind: tuple[Callable[[], None], ...] = ()
+
+
 def join_adjacent_weights(row: Iterable[Action], stages: Mapping[int, object]) -> Iterator[Action]:
     """A rank's actions, with W of one stage next to each other as one action where the stage can
     run them together.
@@ -300,7 +181,6 @@ def join_adjacent_weights(row: Iterable[Action], stages: Mapping[int, object]) -
         for index, stage in stages.items()
         if isinstance(stage, JoiningStage) and stage.joins_weights
     }
-
     for are_weights, actions in groupby(row, _is_weight):
         if not (are_weights and joining):
             yield from actions
@@ -312,59 +192,30 @@ def join_adjacent_weights(row: Iterable[Action], stages: Mapping[int, object]) -
         yield from map(JoinedWeights.of, groups.values())
 
 
-def joined_step(
-    action: JoinedWeights, stage: JoiningStage, finish: Callable[[Values], None]
-) -> Step:
-    """The step of some W next to each other.
+def _slices_together(steps: list[Step]) -> None:
+    """Of each stage's last Ws that stand next to each other, put the first slice of all before the
+    second: its gradients are complete, and may be reduced, while others are made.
 
-    Its calls are known only when it is their turn: microbatches whose forwards ran different
-    graphs, because the module changed in between, do not go together.
-
-    Args:
-        action: these W.
-        stage: theirs.
-        finish: is called behind the last of them.
+    Each slice's gradients are added up in the same order as before.
     """
-
-    def calls() -> list[Step]:
-        groups = stage.weight_calls(action.microbatches)
-        steps = []
-        for group in groups:
-            weights = [Action(action.stage, action.kind, each) for each in group]
-            deliver = finish if group is groups[-1] else drop
-            compute = partial(_run, stage, group)
-            steps.append(Step(JoinedWeights.of(weights), list, compute, deliver, at_once))
-        return steps
-
-    return Step(action, list, _as_it_is, drop, at_once, calls)
+    ends = {step.action.stage: place for place, step in enumerate(steps) if step.adds}
+    for stage, end in ends.items():
+        start = end
+        while start >= 0 and _is_weight(steps[start].action) and steps[start].action.stage == stage:
+            start -= 1
+        steps[start + 1 : end + 1] = sorted(steps[start + 1 : end + 1], key=lambda step: step.adds)
 
 
 def _is_weight(action: Action) -> bool:
     return action.kind is ActionKind.BACKWARD_WEIGHT
 
 
-def _run(stage: JoiningStage, microbatches: Sequence[int], values: Values) -> Values:
-    stage.backward_weight(microbatches)
-    return values
-
-
-def _as_it_is(values: Values) -> Values:
-    return values
-
-
-Fetch = Callable[[], Values]
-Compute = Callable[[Values], Values]
-
-RECORDED = frozenset({kind for kind in ActionKind if kind.is_compute} | {ActionKind.UNSHARD})
-"""Actions of which a recorder notes when they ran; moves and reductions note it themselves."""
-
-
 class Executor:
     """Runs the actions of ``rank`` on its stages.
 
-    Each action is prepared once, as three calls without arguments to look up; a step is a loop
-    over them, without autograd. Ws of one stage that stand next to each other are one call where
-    the stage joins them.
+    Each action is prepared once, as calls without arguments to look up; a step is a loop over them,
+    without autograd. Ws of one stage that stand next to each other are one call where the stage
+    joins them.
 
     Args:
         stages: the rank's stages by index.
@@ -380,7 +231,7 @@ class Executor:
         shards: gathers and frees the parameters of stages that are sharded.
 
     Attributes:
-        completions: in which order stages and slices are ``finished``, as the schedule has it.
+        completions: in which order stages and slices are ``finished``.
 
     Raises:
         PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
@@ -397,29 +248,37 @@ class Executor:
         loss_grad: Tensor | None,
         finished: Finished | None = None,
         place: RankActivity | None = None,
-        moves: MicrobatchMoves | None = None,
+        moves: Moves | None = None,
         shards: Shards | None = None,
     ) -> None:
         self._shards = shards
         self._stages = stages
-        self._schedule = schedule
+        self._last = schedule.stages - 1
         self._rank = rank
         self._transport = transport
         self._loss_grad = loss_grad
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
+        self._recorder: Recorder | None = None
         self._place = RankActivity() if place is None else place
-        self._completions = WeightCompletions(finished)
         self._moves = moves
-        self._again = recomputed(schedule.ranks[rank])
-        self._places = _places(schedule.ranks[rank])
-        row = join_adjacent_weights(schedule.ranks[rank], stages)
-        steps = [step for each in row for step in self._steps_of(each)]
+        row = schedule.ranks[rank]
+        self._again = recomputed(row)
+        self._places: dict[Action, deque[int]] = defaultdict(deque)
+        for at, action in enumerate(row):  # moves may stand there more than once
+            self._places[action].append(at)
+        steps = [step for each in join_adjacent_weights(row, stages) for step in self._steps(each)]
         if finished is not None:
-            steps = slices_together(steps)
-        self._steps = self._completions.counted(steps)
-        self.completions = self._completions.order
+            _slices_together(steps)
+        added = [(s.action.stage, part, at) for at, s in enumerate(steps) for part in s.adds]
+        last = {(stage, part): (number, at) for number, (stage, part, at) in enumerate(added)}
+        self.completions = tuple(sorted(last, key=last.__getitem__))
+        if finished is not None:
+            for key in self.completions:
+                step, at = steps[last[key][1]], last[key][1]
+                steps[at] = step._replace(behind=(*step.behind, partial(finished, *key)))
+        self._row = steps
 
     @torch.no_grad()
     def run(
@@ -443,7 +302,7 @@ class Executor:
             LostPeerError: a peer died or did not answer in time.
         """
         self._inputs, self._targets, self._losses = inputs, targets, {}
-        self._completions.begin()
+        self._recorder = recorder
         action: Action | None = None
         place = self._place
         try:
@@ -452,20 +311,24 @@ class Executor:
             self._transport.begin()
             if self._moves is not None:
                 self._moves.begin(self._held_outside)
-            for step in self._steps:
-                action = step.action
-                for call in (step,) if step.calls is None else step.calls():
-                    action = call.action
-                    place.fetch(action)
-                    values = call.fetch()
-                    place.compute()
-                    if recorder is None or call.action.kind not in RECORDED:
-                        call.deliver(call.compute(values))
-                    else:
-                        compute = partial(call.compute, values)
-                        del values  # what is taken is cleared at its last use
-                        call.deliver(recorder.run(action, compute))
-            place.fetch(None)
+            for action, compute, fetch, deliver, waits, recorded, _, behind in self._row:
+                place.action, place.waiting = action, True
+                place.turn += 1
+                for wait in waits:
+                    wait()
+                # What is fetched is cleared at its last use, and results are not kept here.
+                call = compute if fetch is None else partial(compute, fetch())
+                place.waiting = False
+                place.turn += 1
+                if recorder is not None and recorded:
+                    call = partial(recorder.run, action, call)
+                if deliver is None:
+                    call()
+                else:
+                    deliver(call())
+                for hear in behind:
+                    hear()
+            place.be(None, waiting=True)
             if self._moves is not None:
                 spans = self._moves.finish()
                 if recorder is not None:
@@ -479,83 +342,81 @@ class Executor:
                 raise
             raise ActionError(action) from error
         finally:
-            place.leave()
+            place.be(None, waiting=False)
             self._inputs, self._targets, self._losses = (), (), {}
 
-    def _steps_of(self, action: Action) -> Iterator[Step]:
-        """What ``_prepare`` makes, behind what it has to wait for of moves."""
-        moves = self._moves
-        if action.kind.is_move:
-            place = self._places[action].popleft()
+    # --- preparing them ---------------------------------------------------------------------------
+
+    def _steps(self, action: Action) -> Iterator[Step]:
+        """What an action is, behind what it has to wait for of moves; of a W in slices, each."""
+        moves, kind = self._moves, action.kind
+        if kind.is_move:
+            at = self._places[action].popleft()
             if moves is None:
                 raise PipelineError(f"{action} is scheduled, and nothing carries out moves")
-            yield Step(action, list, _without_values(partial(moves.start, place)), drop, at_once)
+            yield Step(action, partial(moves.start, at), recorded=False)
             return
-        if action.kind.is_sharding:
-            yield from self._sharding(action)
+        if kind.is_sharding:
+            shards = self._shards
+            if shards is not None and action.stage in shards.stages:
+                gathers = kind is ActionKind.UNSHARD
+                call = partial(shards.gather if gathers else shards.free, action.stage)
+                yield Step(action, call, recorded=gathers)
             return
-        single = (Action(action.stage, action.kind, each) for each in action.microbatches)
-        places = [self._places[each].popleft() for each in single]
-        if action.kind is ActionKind.AWAIT:
-            steps = iter([Step(action, list, lambda values: values, drop, at_once)])
+        single = [Action(action.stage, kind, each) for each in action.microbatches]
+        waits = []
+        for each in single:
+            at = self._places[each].popleft()
+            waits += [need] if moves is not None and (need := moves.needed(at)) else []
+        if kind is ActionKind.AWAIT:
+            steps = [Step(action, _nothing, recorded=False)]
         else:
-            steps = self._prepare(action)
-        if moves is not None:
-            needs = [need for place in places if (need := moves.needed(place)) is not None]
-            if needs:
-                arrived = [partial(moves.arrived, place) for place in places]
-                yield behind(next(steps), needs, arrived)
-        yield from steps
+            steps = self._computing(action)
+        yield steps[0]._replace(waits=tuple(waits))
+        yield from steps[1:]
 
-    def _sharding(self, action: Action) -> Iterator[Step]:
-        """Nothing where the stage is not sharded."""
-        shards = self._shards
-        if shards is not None and action.stage in shards.stages:
-            gathers = action.kind is ActionKind.UNSHARD
-            call = partial(shards.gather if gathers else shards.free, action.stage)
-            yield Step(action, list, _without_values(call), drop, at_once)
-
-    def _held_outside(self, microbatch: int) -> list[Tensor]:
-        """Tensors of a microbatch that are held besides by whoever gave them."""
-        given = [rows[microbatch] for rows in (self._inputs, self._targets) if rows]
-        loss_grad = [] if self._loss_grad is None else [self._loss_grad]
-        return [*(tensor for row in given for tensor in row), *loss_grad]
-
-    def _prepare(self, action: Action) -> Iterator[Step]:
-        """The action's step; of a W that comes in slices, one for each."""
-        stage, microbatch = self._stages.get(action.stage), action.microbatch
+    def _computing(self, action: Action) -> list[Step]:
+        stage, microbatch, kind = self._stages.get(action.stage), action.microbatch, action.kind
         if stage is None:
             raise PipelineError(
                 f"{action} is scheduled on rank {self._rank}, which holds stages "
                 f"{sorted(self._stages)}"
             )
-        if action.kind is ActionKind.FORWARD:
-            forward = partial(stage.forward, microbatch)
+        if kind is ActionKind.FORWARD:
+            forward: Callable[..., Values] = partial(stage.forward, microbatch)
             if (action.stage, microbatch) in self._again:
                 forward = partial(self._recomputing(action).forward, microbatch, keep="inputs")
-            fetch, arrived = self._fetch_inputs(action)
-            yield Step(action, fetch, forward, self._deliver_outputs(action), arrived)
-            return
+            return [Step(action, forward, self._inputs_of(action), self._outputs_to(action))]
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
-        if action.kind is ActionKind.RECOMPUTE:
-            again = partial(self._recomputing(action).recompute, microbatch)
-            yield Step(action, list, _without_values(again), drop, at_once)
-            return
+        if kind is ActionKind.RECOMPUTE:
+            return [Step(action, partial(self._recomputing(action).recompute, microbatch))]
         if isinstance(action, JoinedWeights) and isinstance(stage, JoiningStage):
-            finish = self._completions.counting(action.stage, (0,), drop)
-            yield replace(joined_step(action, stage, finish), adds=(0,))
-            return
-        if action.kind is ActionKind.BACKWARD_WEIGHT:
-            for part, call in enumerate(_weight_calls(stage, microbatch)):
-                yield Step(action, list, _without_values(call), drop, at_once, adds=(part,))
-            return
-        fused = action.kind is ActionKind.BACKWARD
+            call = partial(self._run_joined, action, stage)
+            return [Step(action, call, recorded=False, adds=(0,))]
+        parts = range(len(stage.slices) if isinstance(stage, SlicedStage) else 1)
+        weight = partial(stage.backward_weight, microbatch)
+        if kind is ActionKind.BACKWARD_WEIGHT and len(parts) == 1:
+            return [Step(action, weight, adds=(0,))]
+        if kind is ActionKind.BACKWARD_WEIGHT:
+            return [Step(action, partial(weight, slice=part), adds=(part,)) for part in parts]
+        fused = kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
-        fetch, arrived = self._fetch_grads(action)
-        deliver = self._transport.sender(result_of(action))
-        adds = tuple(range(_slice_count(stage))) if fused else ()
-        yield Step(action, fetch, backward, deliver, arrived, adds=adds)
+        send = self._transport.sender(result_of(action))
+        adds = tuple(parts) if fused else ()
+        return [Step(action, backward, self._gradients_of(action), send, adds=adds)]
+
+    def _run_joined(self, action: JoinedWeights, stage: JoiningStage) -> None:
+        """Run some W next to each other. Which go together is known only when it is their turn:
+        those whose forwards ran different graphs, because the module changed in between, do not.
+        """
+        for group in stage.weight_calls(action.microbatches):
+            call = partial(stage.backward_weight, group)
+            if self._recorder is None:
+                call()
+                continue
+            weights = [Action(action.stage, action.kind, each) for each in group]
+            self._recorder.run(JoinedWeights.of(weights), call)
 
     def _recomputing(self, action: Action) -> RecomputingStage:
         stage = self._stages[action.stage]
@@ -566,18 +427,16 @@ class Executor:
             )
         return stage
 
-    def _fetch_inputs(self, action: Action) -> tuple[Fetch, Probe]:
-        microbatch = action.microbatch
-        receives, arrived = self._receivers(action)
-        bring = arguments(
-            action.stage, self._transport.feeds, receives, lambda: self._inputs[microbatch]
-        )
-        if action.stage < self._schedule.stages - 1:
-            return bring, arrived
-        return lambda: [*bring(), *self._targets[microbatch]], arrived
+    def _inputs_of(self, action: Action) -> Callable[[], Values]:
+        microbatch, feeds = action.microbatch, self._transport.feeds
+        receives = [self._transport.receiver(each) for each in parcels_for(action, feeds)]
+        bring = arguments(action.stage, feeds, receives, lambda: [*self._inputs[microbatch]])
+        if action.stage < self._last:
+            return bring
+        return lambda: [*bring(), *self._targets[microbatch]]
 
-    def _deliver_outputs(self, action: Action) -> Deliver:
-        if action.stage < self._schedule.stages - 1:
+    def _outputs_to(self, action: Action) -> Callable[[Values], None] | None:
+        if action.stage < self._last:
             return self._transport.sender(action)
 
         def keep(outputs: Values) -> None:
@@ -588,44 +447,19 @@ class Executor:
 
         return keep
 
-    def _fetch_grads(self, action: Action) -> tuple[Fetch, Probe]:
-        if action.stage == self._schedule.stages - 1:
-            return lambda: [self._loss_grad], at_once
-        receives, arrived = self._receivers(action)
-        return output_gradients(action.stage, self._transport.feeds, receives), arrived
+    def _gradients_of(self, action: Action) -> Callable[[], Values]:
+        if action.stage == self._last:
+            return lambda: [self._loss_grad]
+        feeds = self._transport.feeds
+        receives = [self._transport.receiver(each) for each in parcels_for(action, feeds)]
+        return output_gradients(action.stage, feeds, receives)
 
-    def _receivers(self, action: Action) -> tuple[list[Receive], Probe]:
-        """The calls that bring what the action needs of other stages; whether all is there."""
-        parcels = parcels_for(action, self._transport.feeds)
-        pairs = [self._transport.receiver(parcel) for parcel in parcels]
-        receives, probes = [receive for receive, _ in pairs], [probe for _, probe in pairs]
-        if len(probes) == 1:
-            return receives, probes[0]
-        return receives, lambda: all(probe() for probe in probes)
+    def _held_outside(self, microbatch: int) -> list[Tensor]:
+        """Tensors of a microbatch that are held besides by whoever gave them."""
+        given = [rows[microbatch] for rows in (self._inputs, self._targets) if rows]
+        loss_grad = [] if self._loss_grad is None else [self._loss_grad]
+        return [*(tensor for row in given for tensor in row), *loss_grad]
 
 
-def _places(row: Sequence[Action]) -> dict[Action, deque[int]]:
-    """Where in a row each action stands; moves may stand there more than once."""
-    found: dict[Action, deque[int]] = defaultdict(deque)
-    for place, action in enumerate(row):
-        found[action].append(place)
-    return found
-
-
-def _slice_count(stage: BackwardStage) -> int:
-    return len(stage.slices) if isinstance(stage, SlicedStage) else 1
-
-
-def _weight_calls(stage: BackwardStage, microbatch: int) -> list[Callable[[], None]]:
-    count = _slice_count(stage)
-    if not isinstance(stage, SlicedStage) or count == 1:
-        return [partial(stage.backward_weight, microbatch)]
-    return [partial(stage.backward_weight, microbatch, slice=index) for index in range(count)]
-
-
-def _without_values(call: Callable[[], None]) -> Compute:
-    def compute(values: Values) -> Values:
-        call()
-        return values
-
-    return compute
+def _nothing() -> None:
+    """What an AWAIT computes."""

@@ -14,10 +14,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from autosplit.errors import AutosplitError, BatchError, PipelineError
 from autosplit.pipeline.schedule.action import Action
+
+if TYPE_CHECKING:
+    from .watch import PeerWatch
 
 AROUND = "the code around the trainer"
 
@@ -30,7 +33,7 @@ class RankActivity:
         action: the action of the schedule, within a step.
         waiting: whether it waits for other ranks.
         turn: counts the changes of these.
-        told: hears of every new phase; actions change too often.
+        told: hears of every new phase, if anybody does; actions change too often.
     """
 
     def __init__(self) -> None:
@@ -38,7 +41,7 @@ class RankActivity:
         self.action: Action | None = None
         self.waiting = False
         self.turn = 0
-        self.told: Callable[[str], None] = lambda phase: None
+        self.told: Callable[[str], None] | None = None
 
     def __str__(self) -> str:
         action = self.action
@@ -48,57 +51,35 @@ class RankActivity:
     def __call__(self, phase: str) -> Iterator[None]:
         """Be in a phase. An error that ends a run leaves it as it is, to say where that was."""
         before = self.phase
-        self._enter(phase)
+        self.enter(phase)
         try:
             yield
         except BatchError:
-            self._enter(before)
+            self.enter(before)
             raise
-        self._enter(before)
+        self.enter(before)
 
-    def _enter(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
+        """Be in another phase."""
         self.phase = phase
         self.turn += 1
-        self.told(phase)
+        if self.told is not None:
+            self.told(phase)
 
-    def fetch(self, action: Action | None) -> None:
-        """Wait for what ``action`` needs; None: for the end of a step."""
-        self.action = action
-        self.waiting = True
-        self.turn += 1
-
-    def compute(self) -> None:
-        """Do what was fetched for."""
-        self.waiting = False
+    def be(self, action: Action | None, *, waiting: bool) -> None:
+        """Be in an action, or in none, and wait for what it needs, or do it."""
+        self.action, self.waiting = action, waiting
         self.turn += 1
 
     @contextlib.contextmanager
-    def busy_with(self, action: Action) -> Iterator[None]:
-        """Wait for something that no other rank has a part in."""
+    def waits(self, action: Action | None = None) -> Iterator[None]:
+        """Wait for other ranks; with an action, for something of it that none has a part in."""
         before = self.action, self.waiting
-        self.action, self.waiting = action, False
-        self.turn += 1
-        yield
-        self.action, self.waiting = before
-        self.turn += 1
-
-    def leave(self) -> None:
-        """Be in no action any more."""
-        self.action = None
-        self.waiting = False
-        self.turn += 1
-
-    @contextlib.contextmanager
-    def waits(self) -> Iterator[None]:
-        """Wait for other ranks."""
-        before = self.waiting
-        self.waiting = True
-        self.turn += 1
+        self.be(action or self.action, waiting=action is None)
         try:
             yield
         finally:
-            self.waiting = before
-            self.turn += 1
+            self.be(before[0], waiting=before[1])
 
 
 _KEY = "autosplit/fault"
@@ -176,19 +157,6 @@ class RankError(PipelineError):
         self.fault = fault
 
 
-class Watcher(Protocol):
-    """Knows of ranks that cannot say themselves what became of them; see ``watch.PeerWatch``."""
-
-    @property
-    def missing(self) -> Fault | None:
-        """A rank that takes part no more, if one is known."""
-        ...
-
-    def explain(self, error: LostPeerError) -> Fault | None:
-        """Why other ranks do not answer, with the fault that stands for all; None: unknown."""
-        ...
-
-
 class KeyValueStore(Protocol):
     """The part of ``torch.distributed.Store`` in use."""
 
@@ -247,7 +215,7 @@ class Guard:
         board: Board | None,
         close: Callable[[], None],
         place: RankActivity | None = None,
-        watch: Watcher | None = None,
+        watch: PeerWatch | None = None,
     ) -> None:
         self._rank = rank
         self._board = board
@@ -275,10 +243,13 @@ class Guard:
             )
         if self._closed:
             raise PipelineError("this trainer was closed: build a new one")
+        place, before = self._place, self._place.phase
+        place.enter(where)
         try:
-            with self._place(where):
-                yield
+            yield
+            place.enter(before)
         except BatchError:
+            place.enter(before)
             raise
         except LostPeerError as error:
             self._end_lost(error)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,14 @@ from torch import Tensor
 from autosplit.errors import PipelineError
 from autosplit.mesh.dimensions import RankLayout
 
-from .control import OTHERS, Control, Sum
-from .first_error import KeyValueStore, LostPeerError, RankActivity
+from .control import OTHERS, Control
+from .first_error import LostPeerError, RankActivity
 
 if TYPE_CHECKING:
     from .first_error import Guard
 
 
-def greet(link: PointToPoint, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
+def greet(link: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
     """Exchange a first message each way between pairs of ranks, in one order on all ranks.
 
     NCCL connects two ranks at their first message, and the host waits for the other end. In a
@@ -58,13 +59,7 @@ def await_device(device: torch.device, guard: Guard, timeout: float) -> None:
         guard.wait(torch.cuda.current_stream(device).query, timeout)
 
 
-class Abortable(Protocol):
-    """What ``abort`` ends."""
-
-    def abort(self) -> None: ...
-
-
-def abort(groups: Sequence[Abortable]) -> None:
+def abort(groups: Sequence[dist.ProcessGroup]) -> None:
     """End what is under way over some NCCL groups, all at once: ending one waits for the device,
     on which a message of another hangs until that is ended.
     """
@@ -80,44 +75,7 @@ _TAG, _CLOSING_TAG = 0, 2**31 - 1
 _AT_ONCE = timedelta(milliseconds=1)
 
 
-class PointToPoint(Protocol):
-    """Messages between two ranks, in the order in which each end starts them.
-
-    A send may not complete before the other end has started to receive it.
-    """
-
-    rank: int
-    timeout: float
-
-    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
-        """Start sending a contiguous tensor; None if there is nothing to wait for."""
-        ...
-
-    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
-        """Start filling ``buffer``; None if there is nothing to wait for."""
-        ...
-
-    def named(self, peer: int) -> str:
-        """What the peer is called in errors."""
-        ...
-
-
-class ShardGroups(NamedTuple):
-    """What connects ranks whose stages are sharded.
-
-    Attributes:
-        gathering: the ranks that have the shards of the same parameters, for these.
-        reducing: the same ranks, for gradients: which of two messages starts first, where both are
-            under way, is not the same on all ranks.
-        copying: the ranks that have the same shards; None: no other does.
-    """
-
-    gathering: dist.ProcessGroup
-    reducing: dist.ProcessGroup
-    copying: dist.ProcessGroup | None
-
-
-class Groups:
+class Groups(Control):
     """Groups over all ranks for control, and one for each direction of travel.
 
     NCCL runs the operations of one communicator in the order in which they were enqueued and may
@@ -125,7 +83,7 @@ class Groups:
     send if the two directions shared a communicator, or two peers. So each direction of each pair
     has a group of its own, which ``connect`` makes: one of all ranks would be a single
     communicator where the default group is bound to a device. Over Gloo, a group of all ranks
-    carries messages to higher ranks, ``up``, and another to lower ones, ``down``. ``control`` is
+    carries messages to higher ranks, ``up``, and another to lower ones, ``down``. Control is
     Gloo on every device: its few numbers are needed on the host.
 
     Where several pipelines train replicas of one model, ranks are numbered within the pipeline
@@ -145,17 +103,12 @@ class Groups:
         ranks: how many this pipeline has.
         rank: this rank within it.
         place: knows when this rank waits for others.
-        pipeline: control of this pipeline's ranks.
         everybody: control of all ranks, numbered as in the default process group.
     """
 
     def __init__(self, ranks: int | RankLayout, device: torch.device, timeout: float) -> None:
-        layout = ranks if isinstance(ranks, RankLayout) else RankLayout.alone(ranks)
-        self.layout = layout
-        self.ranks = len(layout.pipeline)
-        grouped = len(layout.ranks) > 1
-        self._own = dist.get_rank() if grouped else 0
-        self.rank = layout.pipeline.index(self._own)
+        self.layout = layout = ranks if isinstance(ranks, RankLayout) else RankLayout.alone(ranks)
+        self._own = dist.get_rank() if len(layout.ranks) > 1 else 0
         self.timeout = timeout
         self.place = RankActivity()
         self._device = device
@@ -166,32 +119,20 @@ class Groups:
         self._owned: list[dist.ProcessGroup] = []
         self._lent: list[dist.ProcessGroup] = []
         self._lanes: dict[str, dist.ProcessGroup] = {}
-        # The members of a group are in the order of their numbers in the default one.
-        self._places = [sorted(layout.pipeline).index(each) for each in layout.pipeline]
-        lanes = () if self._pairwise else ("up", "down")
-        control = self._new_each(range(self.ranks), "gloo") if self.ranks > 1 else None
-        self.pipeline = Control(layout.pipeline, self._own, control, self.losing)
-        self.everybody = self.pipeline
+        super().__init__(layout.pipeline, self._own, None, self._lose)
+        everyone = range(self.ranks)
+        self._group = self.among(everyone, "gloo") if self.ranks > 1 else None
+        self.everybody: Control = self
         if len(layout.pipelines) > 1:
             world = self._new(layout.ranks, "gloo")
-            self.everybody = Control(layout.ranks, self._own, world, self.losing)
-        for lane in lanes if self.ranks > 1 else ():
-            group = self._new_each(range(self.ranks), "gloo")
-            if group is not None:
+            self.everybody = Control(layout.ranks, self._own, world, self._lose)
+        for lane in ("up", "down") if self.ranks > 1 and not self._pairwise else ():
+            if (group := self.among(everyone, "gloo")) is not None:
                 self._lanes[lane] = group
-
-    @property
-    def store(self) -> KeyValueStore:
-        """A key-value store that the pipeline's ranks share and nobody else writes to."""
-        return self.pipeline.store
-
-    def member(self, rank: int) -> int:
-        """A rank of this pipeline as the default process group numbers it."""
-        return self.layout.pipeline[rank]
 
     def named(self, peer: int) -> str:
         """What a rank of this pipeline is called in errors."""
-        return f"rank {self.member(peer)}"
+        return f"rank {self.members[peer]}"
 
     def connect(self, pairs: Collection[tuple[int, int]], lanes: str = "") -> None:
         """Make ready for messages between these pairs of ranks, the lower one first.
@@ -212,8 +153,7 @@ class Groups:
         with self.losing(OTHERS):
             for pair in new:
                 for source, target in (pair, pair[::-1]):
-                    group = self._new_each(pair, self._backend)
-                    if group is not None:
+                    if (group := self.among(pair)) is not None:
                         self._lanes[_lane_of(source, target, lanes)] = group
             if not lanes:
                 greet(self, new, self._device)
@@ -225,21 +165,21 @@ class Groups:
     def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
         """Start sending a contiguous tensor; None if there is nothing to wait for."""
         # As dist.isend does, without its checks.
-        lane, number = self._towards(self.rank, peer), self._number(peer)
-        return lane.send([_bytes(tensor)], number, _TAG)
+        return self._towards(self.rank, peer).send([_bytes(tensor)], self._number(peer), _TAG)
 
     def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
         """Start filling ``buffer``; None if there is nothing to wait for."""
-        lane, number = self._towards(peer, self.rank), self._number(peer)
-        return lane.recv([_bytes(buffer)], number, _TAG)
+        return self._towards(peer, self.rank).recv([_bytes(buffer)], self._number(peer), _TAG)
 
     def number_in_pair(self, peer: int) -> int:
         """A rank's number in a group of it and this rank."""
-        return int(self.member(peer) > self._own)
+        return int(self.members[peer] > self._own)
 
     def _number(self, peer: int) -> int:
         """A rank's number in the group that messages to and from it go over."""
-        return self.number_in_pair(peer) if self._pairwise else self._places[peer]
+        if self._pairwise:
+            return self.number_in_pair(peer)
+        return sorted(self.members).index(self.members[peer])
 
     def _towards(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from rank ``source`` to rank ``target``."""
@@ -253,43 +193,26 @@ class Groups:
             raise PipelineError("this trainer was closed: build a new one")
         return group
 
-    def among(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    def among(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup | None:
         """A new group of some ranks of this pipeline; collective over all ranks, of all pipelines.
         None if this rank is not in.
         """
-        return self._new_each(ranks, self._backend)
+        groups = [
+            self._new([pipeline[rank] for rank in ranks], backend)
+            for pipeline in self.layout.pipelines
+        ]
+        return groups[self.layout.own] if self.rank in ranks else None
 
-    def replicas(self) -> dist.ProcessGroup | None:
-        """A new group of the ranks that hold replicas of this rank's stages; collective over all
-        ranks. None where there is one replica.
+    def of(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """New groups of sets of ranks, as the default process group numbers them, of which this
+        rank is in one: that one; collective over all ranks.
         """
-        if self.layout.replicas == 1:
-            return None
-        return self._own_of(self.layout.copies)
+        groups = [self._new(ranks) for ranks in sets]
+        return next(group for group, ranks in zip(groups, sets, strict=True) if self._own in ranks)
 
-    def tensor_parts(self) -> dist.ProcessGroup | None:
-        """A new group of the ranks that share this rank's tensors; collective over all ranks. None
-        where nobody does.
-        """
-        if self.layout.tensor_ranks == 1:
-            return None
-        return self._own_of(self.layout.tensor_groups)
-
-    def shards(self) -> ShardGroups:
-        """New groups of the ranks that have shards of this rank's stages, and of those that have
-        the same shards; collective over all ranks.
-        """
-        sets = self.layout.shard_groups
-        gathering, reducing = self._own_of(sets), self._own_of(sets)
-        return ShardGroups(gathering, reducing, self.replicas())
-
-    def peers(self) -> dist.ProcessGroup | None:
-        """A new group of the ranks that run this rank's stages on other shares of the batch;
-        collective over all ranks. None where no other does.
-        """
-        if self.layout.shares == 1:
-            return None
-        return self._own_of(self.layout.peers)
+    def of_several(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """``of``; None where every rank is alone in its set."""
+        return self.of(sets) if len(sets[0]) > 1 else None
 
     def beside(self) -> Control:
         """All ranks over a group of its own, for what a thread does beside the steps, one such
@@ -298,38 +221,18 @@ class Groups:
         if self._beside is None:
             ranks = self.everybody.members
             group = self._new(ranks, "gloo") if len(ranks) > 1 else None
-            self._beside = Control(ranks, self._own, group, self._losing_beside)
+            # In another thread than that whose waits are watched.
+            losing = partial(_losing, contextlib.nullcontext, self.timeout)
+            self._beside = Control(ranks, self._own, group, losing)
         return self._beside
-
-    @contextlib.contextmanager
-    def _losing_beside(self, what: str) -> Iterator[None]:
-        """As ``losing``, in another thread than that whose waits are watched."""
-        started = time.perf_counter()
-        try:
-            yield
-        except RuntimeError as error:
-            raise lost(what, time.perf_counter() - started, self.timeout, error) from error
-
-    def _own_of(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """A new group of each set of ranks, of which this rank is in one: that one."""
-        groups = [self._new(ranks, self._backend) for ranks in sets]
-        return next(group for group, ranks in zip(groups, sets, strict=True) if self._own in ranks)
 
     def watch_lent(self, group: dist.ProcessGroup) -> None:
         """End the waits on a group of somebody else's, too, where this ends its own."""
         if group not in self._lent:
             self._lent.append(group)
 
-    def _new_each(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup | None:
-        """A new group of these ranks in each pipeline: that of this one, if this rank is in it."""
-        groups = [
-            self._new([pipeline[rank] for rank in ranks], backend)
-            for pipeline in self.layout.pipelines
-        ]
-        return groups[self.layout.own] if self.rank in ranks else None
-
-    def _new(self, members: Sequence[int], backend: str) -> dist.ProcessGroup:
-        limit = timedelta(seconds=self.timeout)
+    def _new(self, members: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        limit, backend = timedelta(seconds=self.timeout), backend or self._backend
         group = cast(
             "dist.ProcessGroup", dist.new_group(sorted(members), timeout=limit, backend=backend)
         )
@@ -337,31 +240,9 @@ class Groups:
             self._owned.append(group)
         return group
 
-    def meet(self) -> None:
-        """Wait until every rank of the pipeline is here; see ``Control``."""
-        self.pipeline.meet()
-
-    def start_sum(self, tensor: Tensor) -> Sum:
-        """Start to sum over the ranks of the pipeline; see ``Control``."""
-        return self.pipeline.start_sum(tensor)
-
-    def announce(self, value: str | None, source: int) -> str:
-        """``value`` of a rank of the pipeline, on all of them; see ``Control``."""
-        return self.pipeline.announce(value, source)
-
-    def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank of the pipeline, by rank; see ``Control``."""
-        return self.pipeline.gather(value)
-
-    @contextlib.contextmanager
-    def losing(self, what: str) -> Iterator[None]:
+    def _lose(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Wait for ``what``; a failed communication becomes a LostPeerError that says so."""
-        started = time.perf_counter()
-        try:
-            with self.place.waits():
-                yield
-        except RuntimeError as error:
-            raise lost(what, time.perf_counter() - started, self.timeout, error) from error
+        return _losing(self.place.waits, self.timeout, what)
 
     def cut(self) -> None:
         """End every wait of this rank over Gloo, and those of its peers for it; in any thread."""
@@ -396,15 +277,26 @@ class Groups:
         for group in self._release():
             dist.destroy_process_group(group)
         self._lanes.clear()
-        self.pipeline.close()
-        self.everybody.close()
-        if self._beside is not None:
-            self._beside.close()
+        for control in (self, self.everybody, self._beside):
+            if control is not None:
+                control.let_go()
 
     def _release(self) -> list[dist.ProcessGroup]:
         owned, self._owned = self._owned, []
         # Destroying the default group has destroyed these as well.
         return owned if dist.is_initialized() else []
+
+
+@contextlib.contextmanager
+def _losing(
+    waits: Callable[[], contextlib.AbstractContextManager[None]], timeout: float, what: str
+) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        with waits():
+            yield
+    except RuntimeError as error:
+        raise lost(what, time.perf_counter() - started, timeout, error) from error
 
 
 def _lane_of(source: int, target: int, lanes: str = "") -> str:

@@ -8,7 +8,7 @@ import tempfile
 import weakref
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,30 +17,6 @@ from autosplit.device import settle
 from autosplit.errors import OutputError, PipelineError
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-
-
-class HostStore(Protocol):
-    """Keeps bytes under a ticket. One thread may put while another takes."""
-
-    def put(self, data: Tensor) -> Any:
-        """Keep bytes; the ticket to have them back with.
-
-        Raises:
-            PipelineError: they cannot be kept.
-        """
-        ...
-
-    def take(self, ticket: Any, data: Tensor) -> None:
-        """Have the bytes again, in memory on the rank's device; the ticket is used up.
-
-        Args:
-            ticket: what ``put`` gave.
-            data: as many bytes as were put.
-
-        Raises:
-            PipelineError: they are not there any more.
-        """
-        ...
 
 
 class _Region(NamedTuple):
@@ -91,7 +67,7 @@ class HostFileStore:
             ) from error
         return region
 
-    def take(self, ticket: _Region, data: Tensor) -> None:
+    def take(self, ticket: Any, data: Tensor) -> None:
         view, done = _memory_of(data), 0
         try:
             while done < ticket.size:
@@ -150,10 +126,16 @@ class PinnedStore:
         settle(self._device)
         return host
 
-    def take(self, ticket: Tensor, data: Tensor) -> None:
+    def take(self, ticket: Any, data: Tensor) -> None:
         data.copy_(ticket, non_blocking=True)
         settle(self._device)
         self._free[ticket.numel()].append(ticket)
+
+
+HostStore: TypeAlias = HostFileStore | PinnedStore
+"""Keeps bytes under a ticket, which ``take`` uses up. One thread may put while another takes; what
+cannot be kept, or is not there any more, is a PipelineError.
+"""
 
 
 def offloads(schedule: Schedule) -> bool:

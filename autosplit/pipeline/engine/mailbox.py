@@ -15,8 +15,7 @@ that a stage gives another stream must be waited for by this one before the stag
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -27,8 +26,10 @@ from autosplit.pipeline.schedule.routes import Parcel, Routes
 from autosplit.torch_internals.state import storage_users
 
 from .first_error import LostPeerError
-from .groups import PointToPoint, lost
+from .groups import Groups, lost
 from .shapes import Negotiation, TensorMeta
+
+_NOTED = 64  # of the last messages
 
 _Key = tuple[torch.Size, torch.dtype, int]
 
@@ -50,76 +51,92 @@ class Buffers:
 
     def take(self, meta: TensorMeta) -> Tensor:
         """A contiguous tensor in memory that nobody else has; what it holds means nothing."""
-        ring = self._rings.setdefault((meta.shape, meta.dtype, self._stream()), deque())
+        cuda = self._device.type == "cuda"
+        stream = torch.cuda.current_stream(self._device).cuda_stream if cuda else 0
+        ring = self._rings.setdefault((meta.shape, meta.dtype, stream), deque())
         for _ in range(len(ring)):
             buffer = ring[0]
             ring.rotate(-1)  # what was used last is asked last: it is the least likely to be free
             if buffer.is_free():
-                return buffer.tensor()
+                return buffer.tensor.data
         self.made += 1
         ring.append(_Buffer(meta, self._device))
-        return ring[-1].tensor()
+        return ring[-1].tensor.data
 
     @property
     def tensors(self) -> list[Tensor]:
         """One over each buffer, whoever uses it."""
-        return [buffer.tensor() for ring in self._rings.values() for buffer in ring]
+        return [buffer.tensor.data for ring in self._rings.values() for buffer in ring]
 
     def settle(self) -> None:
         """At the end of a step, leave what is still in use to those who use it."""
         for key, ring in self._rings.items():
-            if not all(buffer.is_free() for buffer in ring):
-                self._rings[key] = deque(buffer for buffer in ring if buffer.is_free())
-
-    def _stream(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        return torch.cuda.current_stream(self._device).cuda_stream
+            self._rings[key] = deque(buffer for buffer in ring if buffer.is_free())
 
 
 class _Buffer:
-    """One piece of memory, and the tensors over it that were handed out."""
+    """One piece of memory; ``tensor.data`` are tensors of their own over it."""
 
     def __init__(self, meta: TensorMeta, device: torch.device) -> None:
         with torch.inference_mode(False):  # or it could never be written outside of that mode
-            self._tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-        self._storage = self._tensor.untyped_storage()
+            self.tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
         self._bytes = self._storage.nbytes()
-        self._alone = self._users()
+        self._alone = storage_users(self._storage)
 
     def is_free(self) -> bool:
         """Whether nobody else has a tensor, a view or the storage, and it was not shrunk."""
-        return self._users() == self._alone and self._storage.nbytes() == self._bytes
-
-    def tensor(self) -> Tensor:
-        """A tensor of its own over the memory."""
-        return self._tensor.data
-
-    def _users(self) -> tuple[int, int]:
-        return storage_users(self._storage)
-
-
-_NOTED = 64  # of the last messages
+        alone = storage_users(self._storage) == self._alone
+        return alone and self._storage.nbytes() == self._bytes
 
 
 class _Message:
     """Tensors being sent or filled. They live here until every operation on them is complete."""
 
-    __slots__ = ("arrival", "parcel", "tensors", "works")
+    __slots__ = ("parcel", "tensors", "works")
 
-    def __init__(self, parcel: Parcel, tensors: list[Tensor | None]) -> None:
+    def __init__(self, parcel: Parcel) -> None:
         self.parcel = parcel
-        self.tensors = tensors
+        self.tensors: list[Tensor | None] = []
         self.works: list[dist.Work] = []
-        self.arrival: Future[None] | None = None
 
-    def wait(self) -> None:
+
+class _Box:
+    """Messages to or from one peer, which ``does`` something with what they name."""
+
+    does = ""
+
+    def __init__(self, link: Groups, peer: int) -> None:
+        self._link = link
+        self._peer = peer
+
+    def _start(
+        self, message: _Message, start: Callable[[Tensor, int], dist.Work | None], tensor: Tensor
+    ) -> None:
+        message.tensors.append(tensor)
+        begun = perf_counter()
+        try:
+            work = start(tensor, self._peer)
+        except RuntimeError as error:
+            raise self._lost(message, begun, error) from error
+        if work is not None:
+            message.works.append(work)
+
+    def _wait(self, message: _Message) -> None:
         """Wait until every operation is complete."""
-        for work in self.works:
-            work.wait()
+        begun = perf_counter()
+        try:
+            for work in message.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(message, begun, error) from error
+
+    def _lost(self, message: _Message, begun: float, error: RuntimeError) -> LostPeerError:
+        what = f"{self._link.named(self._peer)}, which {self.does} {message.parcel}"
+        return lost(what, perf_counter() - begun, self._link.timeout, error)
 
 
-class Outbox:
+class Outbox(_Box):
     """What was sent to one peer and may not have arrived yet.
 
     Nothing here asks whether a send is complete: Gloo only knows after a wait, and a wait that
@@ -129,38 +146,28 @@ class Outbox:
         took: seconds in which each of the last messages was handed over.
     """
 
-    def __init__(self, link: PointToPoint, peer: int) -> None:
-        self._peer = peer
-        self._timeout = link.timeout
-        self._link = link
+    does = "needs"
+
+    def __init__(self, link: Groups, peer: int) -> None:
+        super().__init__(link, peer)
         self._pending: deque[_Message] = deque()
         self._retired = 0
         self.took: deque[float] = deque(maxlen=_NOTED)
 
     def put(self, parcel: Parcel, tensors: list[Tensor]) -> None:
         """Start sending; ``tensors`` are contiguous."""
-        message = _Message(parcel, [*tensors])
+        message = _Message(parcel)
         self._pending.append(message)
-        start = perf_counter()
-        try:
-            for tensor in tensors:
-                work = self._link.isend(tensor, self._peer)
-                if work is not None:
-                    message.works.append(work)
-        except RuntimeError as error:
-            raise self._lost(parcel, start, error) from error
-        self.took.append(perf_counter() - start)
+        begun = perf_counter()
+        for tensor in tensors:
+            self._start(message, self._link.isend, tensor)
+        self.took.append(perf_counter() - begun)
 
     def retire(self, count: int) -> None:
         """Let go of the first ``count`` messages of this step; waits for any still under way."""
         while self._retired < count:
-            message = self._pending.popleft()
             self._retired += 1
-            start = perf_counter()
-            try:
-                message.wait()
-            except RuntimeError as error:
-                raise self._lost(message.parcel, start, error) from error
+            self._wait(self._pending.popleft())
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -172,12 +179,8 @@ class Outbox:
         self.retire(self._retired + len(self._pending))
         self._retired = 0
 
-    def _lost(self, parcel: Parcel, start: float, error: RuntimeError) -> LostPeerError:
-        what = f"{self._link.named(self._peer)}, which needs {parcel}"
-        return lost(what, perf_counter() - start, self._timeout, error)
 
-
-class Inbox:
+class Inbox(_Box):
     """What one peer sends in a step: posted in its order, taken in this rank's.
 
     Args:
@@ -187,31 +190,26 @@ class Inbox:
         negotiation: where shapes are agreed on.
         buffers: what the messages are received into.
         prefetch: receives kept posted beyond what was taken.
-        watch: have ``arrived`` notice messages. Nothing else can tell without ending the
-            connection, so a thread waits for them.
     """
+
+    does = "makes"
 
     def __init__(
         self,
-        link: PointToPoint,
+        link: Groups,
         peer: int,
         routes: Routes,
         negotiation: Negotiation,
         buffers: Buffers,
-        *,
         prefetch: int,
-        watch: bool,
     ) -> None:
-        self._peer = peer
-        self._timeout = link.timeout
-        self._link = link
+        super().__init__(link, peer)
         self._routes = routes
         self._parcels = routes.receives[peer]
         self._place = {parcel: place for place, parcel in enumerate(self._parcels)}
         self._negotiation = negotiation
         self._buffers = buffers
         self._prefetch = prefetch
-        self._watcher = ThreadPoolExecutor(1, f"from rank {peer}") if watch else None
         self._posted = 0
         self._coming: dict[Parcel, _Message] = {}
         self._agreed: dict[Parcel, Sequence[TensorMeta | None]] = {}
@@ -230,20 +228,8 @@ class Inbox:
         # Before the wait, so that it delays nothing once the message is here.
         self._post_ahead(place + 1 + self._prefetch)
         message = self._coming.pop(parcel)
-        start = perf_counter()
-        try:
-            if message.arrival is None:
-                message.wait()
-            else:
-                message.arrival.result()
-        except RuntimeError as error:
-            raise self._lost(parcel, start, error) from error
+        self._wait(message)
         return message.tensors, bool(message.works)
-
-    def arrived(self, parcel: Parcel) -> bool:
-        """Whether ``take`` would return at once; False for what nobody watches."""
-        message = self._coming.get(parcel)
-        return message is not None and message.arrival is not None and message.arrival.done()
 
     def _post_ahead(self, count: int) -> None:
         """Post receives until ``count`` are posted, as far as their shapes are known."""
@@ -256,22 +242,12 @@ class Inbox:
     def _post(self) -> None:
         parcel = self._parcels[self._posted]
         self._posted += 1
-        message = self._coming[parcel] = _Message(parcel, [])
-        start = perf_counter()
-        try:
-            for meta in self._metas(parcel):
-                if meta is None:
-                    message.tensors.append(None)
-                    continue
-                buffer = self._buffers.take(meta)
-                message.tensors.append(buffer)
-                work = self._link.irecv(buffer, self._peer)
-                if work is not None:
-                    message.works.append(work)
-        except RuntimeError as error:
-            raise self._lost(parcel, start, error) from error
-        if self._watcher is not None:
-            message.arrival = self._watcher.submit(message.wait)
+        message = self._coming[parcel] = _Message(parcel)
+        for meta in self._metas(parcel):
+            if meta is None:
+                message.tensors.append(None)
+            else:
+                self._start(message, self._link.irecv, self._buffers.take(meta))
 
     def _metas(self, parcel: Parcel) -> Sequence[TensorMeta | None]:
         """What comes with a parcel; None for a gradient that is not wanted."""
@@ -283,7 +259,3 @@ class Inbox:
             found = [meta if parcel.forward or meta.requires_grad else None for meta in metas]
             self._agreed[parcel] = found
         return found
-
-    def _lost(self, parcel: Parcel, start: float, error: RuntimeError) -> LostPeerError:
-        what = f"{self._link.named(self._peer)}, which makes {parcel}"
-        return lost(what, perf_counter() - start, self._timeout, error)

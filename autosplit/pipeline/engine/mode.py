@@ -15,23 +15,12 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.sharding import with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
 
-from .executor import (
-    Executor,
-    Finished,
-    ForwardStage,
-    Shards,
-)
+from .executor import Executor, Finished, ForwardStage, Shards
 from .groups import Groups
 from .host_store import HostStore
-from .moves import MicrobatchMoves
+from .moves import Moves
 from .shapes import Batch, BatchSplitter, Negotiation, TensorMeta
 from .stages import TrainableStage, compile_stages
-from .transfers import (
-    PartnerLink,
-    TransferredBytes,
-    connect_partners,
-    partner_pairs,
-)
 from .transport import Transport
 
 
@@ -55,6 +44,7 @@ class Mode:
         schedule: what is run.
         feeds: who feeds whom.
         rank: this process's.
+        messages: carries this rank's tensors to other stages.
         moves: carries out the schedule's moves; None where there are none.
     """
 
@@ -90,9 +80,9 @@ class Mode:
         self._groups = groups
         self.place = groups.place
         self._loss_grad: Tensor | None = None
-        self._transport = self._connect(schedule)
+        self.messages = self._connect(schedule)
         self.executor: Executor | None = None
-        self.moves: MicrobatchMoves | None = None
+        self.moves: Moves | None = None
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
 
     def compile(self) -> None:
@@ -110,72 +100,38 @@ class Mode:
         self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None
     ) -> Executor:
         """Set the executor of this mode, which runs ``stages``; collective over all ranks."""
-        self._groups.connect(pairs_of(self.schedule, self.feeds))
+        groups, shards, schedule = self._groups, self._shards, self.schedule
+        groups.connect(pairs_of(schedule, self.feeds))
+        if shards is not None:
+            schedule = with_sharding(schedule, shards.stages)
+        self.moves = None
+        if has_moves(schedule):
+            self.moves = Moves(stages, schedule, groups, self._device, self._store)
         self._loss_grad = loss_grad
-        self.moves = self._moves(stages)
         self.executor = Executor(
             stages,
-            self._gathering(),
+            schedule,
             self.rank,
-            self._transport,
+            self.messages,
             loss_grad=loss_grad,
             finished=self._finished,
             place=self.place,
             moves=self.moves,
-            shards=self._shards,
+            shards=shards,
         )
         return self.executor
-
-    def _gathering(self) -> Schedule:
-        """The schedule with UNSHARD and RESHARD of this rank's sharded stages."""
-        if self._shards is None:
-            return self.schedule
-        return with_sharding(self.schedule, self._shards.stages)
-
-    def _moves(self, stages: Mapping[int, ForwardStage]) -> MicrobatchMoves | None:
-        """What carries out the schedule's moves; collective over all ranks."""
-        schedule, groups = self._gathering(), self._groups
-        if not has_moves(schedule):
-            return None
-        pairs = partner_pairs(schedule)
-        connect_partners(groups, pairs)
-        mine = next((pair for pair in pairs if self.rank in pair), None)
-        partner, transferred = None, TransferredBytes()
-        if mine is not None:
-            (other,) = {*mine} - {self.rank}
-            partner = PartnerLink(groups, other, self._device, transferred)
-        return MicrobatchMoves(
-            stages,
-            schedule,
-            self.rank,
-            self._device,
-            store=self._store,
-            partner=partner,
-            timeout=groups.timeout,
-            place=self.place,
-            transferred=transferred,
-        )
 
     def reschedule(self, schedule: Schedule) -> None:
         """Go on with the stages that are there under another schedule of the same placement."""
         self.schedule = schedule
-        self._transport = self._connect(schedule)
+        self.messages = self._connect(schedule)
         if self.executor is not None:
             compile_stages(self.stages, schedule)
             self.prepare(self.stages, self._loss_grad)
 
     def _connect(self, schedule: Schedule) -> Transport:
-        return Transport(
-            routes_of(schedule, self.rank, self.feeds),
-            self._groups,
-            self.negotiation,
-            device=self._device,
-        )
-
-    @property
-    def messages(self) -> Transport:
-        """What carries this rank's tensors to other stages."""
-        return self._transport
+        routes = routes_of(schedule, self.rank, self.feeds)
+        return Transport(routes, self._groups, self.negotiation, device=self._device)
 
     @property
     def loss_dtype(self) -> torch.dtype:

@@ -21,14 +21,19 @@ from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_depar
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span
 
-from .first_error import ActionError, LostPeerError, RankActivity
+from .first_error import ActionError, LostPeerError
+from .groups import Groups
 from .host_store import HostStore
 from .transfers import (
+    LANE,
     Lane,
+    Move,
     MoveTimes,
     PartnerLink,
-    RunningMove,
+    StoreLink,
     TransferredBytes,
+    noting,
+    partner_pairs,
 )
 
 
@@ -51,59 +56,57 @@ class MovableStage(Protocol):
         ...
 
 
-class MicrobatchMoves:
+class Moves:
     """The moves of one rank under one schedule; the same every step.
+
+    Creating one is collective over all ranks.
 
     Args:
         stages: the rank's stages by index.
         schedule: a legal schedule.
-        rank: whose moves.
+        groups: the trainer's process groups, over which partners are connected.
         device: where the stages run.
         store: the rank's store on the host, where it offloads.
-        partner: the link to the rank's partner, where it has one.
-        timeout: seconds for a transfer to or from the store.
-        place: is told what the rank waits for.
-        transferred: counts what comes and goes, by the partner's link too.
 
     Attributes:
-        transferred: likewise.
+        transferred: counts what comes and goes.
         times: how long moves kept the rank's own thread.
 
     Raises:
         PipelineError: a stage whose microbatches are moved cannot do that.
+        LostPeerError: some rank did not take part.
     """
 
     def __init__(
         self,
         stages: Mapping[int, object],
         schedule: Schedule,
-        rank: int,
+        groups: Groups,
         device: torch.device,
-        *,
         store: HostStore | None = None,
-        partner: PartnerLink | None = None,
-        timeout: float,
-        place: RankActivity,
-        transferred: TransferredBytes,
     ) -> None:
-        self.transferred = transferred
-        self._stages = stages
-        self._rank = rank
-        self._device = device
+        self.transferred = TransferredBytes()
         self.times = MoveTimes(device)
+        self._stages = stages
+        self._rank = rank = groups.rank
         self._row = schedule.ranks[rank]
         self._moved = schedule.moved
-        self._store = store
-        self._partner = partner
-        self._timeout = timeout
-        self._place = place
-        self._starts: dict[int, Callable[[], RunningMove]] = {}
+        self._store = None if store is None else StoreLink(store, device, self.transferred)
+        self._partner: PartnerLink | None = None
+        pairs = partner_pairs(schedule)
+        groups.connect(pairs, LANE)
+        for pair in (pair for pair in pairs if rank in pair):
+            (other,) = {*pair} - {rank}
+            self._partner = PartnerLink(groups, other, device, self.transferred)
+        self._timeout = groups.timeout
+        self._place = groups.place
+        self._starts: dict[int, Callable[[], Move]] = {}
         self._arrivals: dict[int, tuple[MovableStage, int, int]] = {}
         self._awaited = dict(waited_departures(self._row))
         self._lanes = {
             kind: Lane(f"autosplit-{kind.value.lower()}", device) for kind in _LANES.values()
         }
-        self._begun: dict[int, RunningMove] = {}
+        self._begun: dict[int, Move] = {}
         self._sizes: dict[int, list[int]] = {}
         self._moving: dict[int, list[Tensor]] = {}
         self._guests: dict[int, list[Tensor]] = {}
@@ -166,116 +169,65 @@ class MicrobatchMoves:
             if arrival is not None:
                 stage, microbatch, came = arrival
                 tensors = self._await(self._begun[came])
-                with self.times.coming():
+                with noting(self.times.coming):
                     take_over(tensors)
                     stage.attach_held(microbatch, tensors)
                     tensors.clear()
 
         return wait
 
-    def arrived(self, place: int) -> bool:
-        """Whether what ``needed`` waits for is there."""
-        came = [*self._awaited.get(place, ())]
-        came += [self._arrivals[place][2]] if place in self._arrivals else []
-        return all(each in self._begun and self._begun[each].over for each in came)
-
     def finish(self) -> list[Span]:
         """End a step; when every move was, in the order of the row. Raises what ``start`` does."""
-        transfers = [transfer for _, transfer in sorted(self._begun.items())]
-        for transfer in transfers:
-            self._await(transfer)
+        moves = [move for _, move in sorted(self._begun.items())]
+        for move in moves:
+            self._await(move)
         self._begun.clear()
-        return [transfer.span(self._rank) for transfer in transfers]
+        return [move.span(self._rank) for move in moves]
 
     # --- the moves --------------------------------------------------------------------------------
 
     def _add_own(self, journey: Journey) -> None:
         """Those of what a stage of this rank holds."""
-        stage, microbatch = self._stages.get(journey.stage), journey.microbatch
+        stage, what = self._stages.get(journey.stage), f"{self._row[journey.leaves]}"
         if not isinstance(stage, MovableStage):
             raise PipelineError(
-                f"{self._row[journey.leaves]} is scheduled, but what stage {journey.stage} holds "
+                f"{what} is scheduled, but what stage {journey.stage} holds "
                 "cannot be moved: its class has no held(), detach_held() and attach_held(), see "
                 "autosplit.Stage"
             )
-        if journey.partner is None:
-            self._add_stored(journey, stage)
-            return
-        link, what = self._link(), f"{self._row[journey.leaves]}"
+        away = self._store if journey.partner is None else self._partner
+        if away is None:
+            raise PipelineError(f"{what} is scheduled, and there is no store or partner for it")
 
-        @self.times.leaving()
-        def evict() -> RunningMove:
+        @noting(self.times.leaving)
+        def leave() -> Move:
             storages = self._detached(journey, stage)
             self._sizes[journey.leaves] = [tensor.numel() for tensor in storages]
+            return self._carry(journey.leaves, lambda: away.leave(storages, what))
 
-            def work() -> None:
-                link.send_sizes(storages, what)
-                link.send(storages, what)
-
-            return self._carry(journey.leaves, work)
-
-        def load() -> RunningMove:
-            sizes = self._sizes.pop(journey.leaves)
-
-            evicted = self._begun[journey.leaves]
+        def come() -> Move:
+            sizes, left = self._sizes.pop(journey.leaves), self._begun[journey.leaves]
 
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.comes)
-                evicted.result()  # it has come there, but may not have been let go of here
+                tickets = left.future.result()  # all is there, but may not have been let go of here
                 found = self._moving[journey.comes] = []
-                link.receive(sizes, what, found)
+                away.come(sizes, tickets, what, found)
                 return found
 
             return self._carry(journey.comes, work)
 
-        self._starts[journey.leaves] = evict
-        self._starts[journey.comes] = load
-        self._arrivals[journey.used] = stage, microbatch, journey.comes
-
-    def _add_stored(self, journey: Journey, stage: MovableStage) -> None:
-        store = self._store
-        if store is None:
-            raise PipelineError(f"{self._row[journey.leaves]} is scheduled, and there is no store")
-
-        @self.times.leaving()
-        def offload() -> RunningMove:
-            storages = self._detached(journey, stage)
-            self._sizes[journey.leaves] = [tensor.numel() for tensor in storages]
-            storages.reverse()
-
-            def work() -> list[Any]:
-                tickets = []
-                while storages:
-                    tickets.append(store.put(storages[-1]))
-                    self.transferred.change(-storages.pop().numel())
-                return tickets
-
-            return self._carry(journey.leaves, work)
-
-        def reload() -> RunningMove:
-            offloaded = self._begun[journey.leaves]
-            sizes = self._sizes.pop(journey.leaves)
-
-            def work() -> list[Tensor]:
-                self._wait_for_departures(journey.comes)
-                found = self._moving[journey.comes] = []
-                for size, ticket in zip(sizes, offloaded.result(), strict=True):
-                    self.transferred.change(size)
-                    found.append(torch.empty(size, dtype=torch.uint8, device=self._device))
-                    store.take(ticket, found[-1])
-                return found
-
-            return self._carry(journey.comes, work)
-
-        self._starts[journey.leaves] = offload
-        self._starts[journey.comes] = reload
+        self._starts[journey.leaves] = leave
+        self._starts[journey.comes] = come
         self._arrivals[journey.used] = stage, journey.microbatch, journey.comes
 
     def _add_guest(self, journey: Journey) -> None:
         """Those of what the partner's stage holds."""
-        link, what = self._link(), f"{self._row[journey.accepted]}"
+        link, what = self._partner, f"{self._row[journey.accepted]}"
+        if link is None:
+            raise PipelineError(f"{what} is scheduled, and there is no partner for it")
 
-        def accept() -> RunningMove:
+        def accept() -> Move:
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.accepted)
                 found = self._guests[journey.accepted] = []
@@ -284,17 +236,12 @@ class MicrobatchMoves:
 
             return self._carry(journey.accepted, work)
 
-        def give_back() -> RunningMove:
+        def give_back() -> Move:
             accepted = self._begun[journey.accepted]
-            return self._carry(journey.returned, lambda: link.send(accepted.result(), what))
+            return self._carry(journey.returned, lambda: link.send(accepted.future.result(), what))
 
         self._starts[journey.accepted] = accept
         self._starts[journey.returned] = give_back
-
-    def _link(self) -> PartnerLink:
-        if self._partner is None:
-            raise PipelineError(f"rank {self._rank} has moves with a partner, and there is none")
-        return self._partner
 
     def _detached(self, journey: Journey, stage: MovableStage) -> list[Tensor]:
         """What the microbatch holds alone, taken out of the stage."""
@@ -311,47 +258,45 @@ class MicrobatchMoves:
                 with contextlib.suppress(SplitError):  # nothing any more, or not yet
                     yield from stage.held(journey.microbatch)
 
-    def _carry(self, place: int, work: Callable[[], Any]) -> RunningMove:
+    def _carry(self, place: int, work: Callable[[], Any]) -> Move:
         action = self._row[place]
-        return self._lanes[_LANES[action.kind]].carry(
-            RunningMove(action, action.kind in _BY_HOST), work
-        )
+        return self._lanes[_LANES[action.kind]].carry(Move(action, action.kind in _BY_HOST), work)
 
     def _wait_for_departures(self, place: int) -> None:
         """In a lane, before memory is taken. What fails there is raised where the rank waits."""
         for each in self._awaited.get(place, ()):
             with contextlib.suppress(Exception):
-                self._begun[each].result()
+                self._begun[each].future.result()
 
     # --- waiting ----------------------------------------------------------------------------------
 
-    def _await(self, transfer: RunningMove) -> Any:
-        if transfer.failed:
+    def _await(self, move: Move) -> Any:
+        if move.failed:
             self._raise_failed()
-        if transfer.over or not transfer.by_host:
-            return self._result(transfer)
-        with self._place.busy_with(transfer.action):
-            return self._result(transfer, self._timeout)
+        if move.future.done() or not move.by_host:
+            return self._result(move)
+        with self._place.waits(move.action):
+            return self._result(move, self._timeout)
 
-    def _result(self, transfer: RunningMove, timeout: float | None = None) -> Any:
+    def _result(self, move: Move, timeout: float | None = None) -> Any:
         try:
-            return transfer.result(timeout)
+            return move.future.result(timeout)
         except LostPeerError:
             raise
         except TimeoutError:
             late = PipelineError(
-                f"the store on this host has had {self._timeout:.3g} s for {transfer.action}: it "
+                f"the store on this host has had {self._timeout:.3g} s for {move.action}: it "
                 "hangs, or needs a longer timeout="
             )
-            raise ActionError(transfer.action) from late
+            raise ActionError(move.action) from late
         except Exception as error:
-            raise ActionError(transfer.action) from error
+            raise ActionError(move.action) from error
 
     def _raise_failed(self) -> None:
         """Raise what the first that failed did: others fail for want of it."""
-        for transfer in [*self._begun.values()]:
-            if transfer.failed:
-                self._result(transfer)
+        for move in [*self._begun.values()]:
+            if move.failed:
+                self._result(move)
 
 
 _LANES = {

@@ -17,7 +17,7 @@ from autosplit.mesh.exact_norm import norm_of
 from autosplit.mesh.reduction import CAP, fill_buckets
 from autosplit.torch_internals.dtensor import lay_gradient_out, like, local_tensor
 
-from .control import Losing, Sum
+from .control import Losing
 from .first_error import Guard
 from .groups import Groups
 
@@ -239,7 +239,7 @@ class Agreement:
             numbers[self._squares :] = squares
         numbers[self._losses + layout.own] = batch
         self.behind: Callable[[], None] = lambda: None
-        self._sum: Sum = groups.everybody.start_sum(numbers)
+        self._sum = groups.everybody.start_sum(numbers)
 
     def wait(self) -> Tensor:
         """The loss of each microbatch, shape [M], on the CPU.
@@ -249,7 +249,7 @@ class Agreement:
             PipelineError: ranks that share the tensors of a stage have different losses.
         """
         with self._guard("the end of a step"):
-            numbers = self._sum.wait()
+            numbers = self._sum()
             everywhere = numbers[: self._losses].view(len(self._layout.pipelines), -1)
             self._check_shared(everywhere, numbers[self._losses : self._squares].tolist())
             losses = everywhere[self._layout.own].to(self._dtype)
@@ -283,7 +283,7 @@ class Agreement:
     def norm(self) -> float:
         """The norm of the model's gradient; waits like ``wait``."""
         with self._guard("the end of a step"):
-            return norm_of(self._sum.wait()[self._squares :])
+            return norm_of(self._sum()[self._squares :])
 
 
 def _own_shares(layout: RankLayout) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 
+from .control import read, written
 from .first_error import KeyValueStore, LostPeerError
 from .groups import Groups
 
@@ -70,13 +70,12 @@ class Negotiation:
         """
         agreed = self.known[boundary] = tuple(metas)
         if self._groups.ranks > 1:
-            rows = [(list(meta.shape), str(meta.dtype), meta.requires_grad) for meta in agreed]
-            text = json.dumps(rows)
+            text = written(agreed)
             first = self._groups.store.compare_set(self._key(boundary), "", text).decode()
             if first != text:
                 raise PipelineError(
                     f"stage {boundary} puts out {', '.join(map(str, agreed))} here and "
-                    f"{', '.join(map(str, _read(first)))} on the rank of its other copy: give "
+                    f"{', '.join(map(str, read(first)))} on the rank of its other copy: give "
                     "both the same batch"
                 )
         return agreed
@@ -92,7 +91,7 @@ class Negotiation:
             if earlier not in self.known:
                 self._await(earlier)
         if boundary not in self.known:
-            self.known[boundary] = _read(self._await(boundary))
+            self.known[boundary] = read(self._await(boundary))
         return self.known[boundary]
 
     def start(self) -> None:
@@ -135,18 +134,6 @@ class Negotiation:
 
     def _key(self, number: int, what: str = "built") -> str:
         return f"autosplit/{self._mode}/{number}/{what}"
-
-
-def _read(text: str | bytes) -> Boundary:
-    rows = json.loads(text)
-    return tuple(TensorMeta(torch.Size(sizes), _dtype(name), wants) for sizes, name, wants in rows)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise PipelineError(f"another rank named the dtype {name!r}, which this torch lacks")
-    return dtype
 
 
 Part: TypeAlias = "Tensor | Sequence[Tensor]"
@@ -249,7 +236,7 @@ class BatchSplitter:
             self._check_there(takes, tensors)
             tensors = [t if place in takes else None for place, t in enumerate(tensors)]
         pieces = [self._cut(tensor) for tensor in tensors]
-        return [[piece[m] for piece in pieces] for m in range(self._count)]
+        return [*map(list, zip(*pieces, strict=True))] or [[] for _ in range(self._count)]
 
     def _cut(self, tensor: Tensor | None) -> Sequence[Tensor | None]:
         if tensor is None:

@@ -336,6 +336,14 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
                 stage.compile([(_CALLS[a.kind], len(a.microbatches)) for a in mine])
 
 
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def _no_tensors(*_: object, **__: object) -> list[Tensor]:
+    return []
+
+
 class _Frozen:
     """A stage with nothing to differentiate: its backward actions are empty, and it holds
     nothing.
@@ -355,20 +363,6 @@ class _Frozen:
     ) -> list[Tensor]:
         return self._forward(microbatch, inputs)
 
-    def recompute(self, microbatch: int) -> None:
-        pass
-
-    def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
-        return []
-
-    def detach_held(
-        self, microbatch: int, bytes: int | None = None, kept: Iterable[Tensor] = ()
-    ) -> list[Tensor]:
-        return []
-
-    def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        pass
-
     def backward_input(
         self, microbatch: int, output_grads: list[Tensor | None]
     ) -> list[Tensor | None]:
@@ -376,12 +370,8 @@ class _Frozen:
         return [None] * self._inputs
 
     backward = backward_input
-
-    def backward_weight(self, microbatch: int) -> None:
-        pass
-
-    def publish(self) -> None:
-        pass
+    backward_weight = recompute = attach_held = publish = _nothing
+    held = detach_held = _no_tensors
 
 
 def _examples(

@@ -44,58 +44,21 @@ class Recorder(Protocol):
         ...
 
 
-def recorder_on(rank: int, device: torch.device) -> Recorder:
-    """The recorder of a rank whose stages are on ``device``."""
-    return DeviceRecorder(rank, device) if device.type == "cuda" else HostRecorder(rank)
-
-
 class HostRecorder:
     """For stages whose calls return when the work is done."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._spans: list[Span] = []
-
-    def begin(self) -> None:
-        self._spans = []
-
-    def run(self, action: Action, compute: Callable[[], T]) -> T:
-        start = perf_counter()
-        result = compute()
-        self._spans.append(Span(self._rank, action, start, perf_counter()))
-        return result
-
-    def note(self, spans: Iterable[Span]) -> None:
-        self._spans = sorted([*self._spans, *spans], key=lambda span: span.start)
-
-    def spans(self) -> list[Span]:
-        return self._spans
-
-
-class DeviceRecorder:
-    """For stages whose calls only enqueue kernels on a GPU: by events between them.
-
-    In a step nobody may wait for the whole device, for a receive that was posted ahead stands
-    there until another rank has what this one has yet to send. And a wait at every action would
-    measure the gaps that it makes.
-    """
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank = rank
-        self._device = device
-        self._noted: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
-
-    def begin(self) -> None:
-        self._noted = []
+        self._noted: list[tuple[Action, Any, Any]] = []
         self._beside: list[Span] = []
-        self._origin = self._event()
-        self._origin.synchronize()
-        self._started = perf_counter()
+
+    def begin(self) -> None:
+        self._noted, self._beside = [], []
 
     def run(self, action: Action, compute: Callable[[], T]) -> T:
-        start = self._event()
+        start = self._mark()
         result = compute()
-        self._noted.append((action, start, self._event()))
+        self._noted.append((action, start, self._mark()))
         return result
 
     def note(self, spans: Iterable[Span]) -> None:
@@ -108,14 +71,44 @@ class DeviceRecorder:
         ]
         return sorted([*computed, *self._beside], key=lambda span: span.start)
 
-    def _event(self) -> torch.cuda.Event:
+    def _mark(self) -> Any:
+        return perf_counter()
+
+    def _seconds(self, mark: Any) -> float:
+        return float(mark)
+
+
+class DeviceRecorder(HostRecorder):
+    """For stages whose calls only enqueue kernels on a GPU: by events between them.
+
+    In a step nobody may wait for the whole device, for a receive that was posted ahead stands
+    there until another rank has what this one has yet to send. And a wait at every action would
+    measure the gaps that it makes.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__(rank)
+        self._device = device
+
+    def begin(self) -> None:
+        super().begin()
+        self._origin = self._mark()
+        self._origin.synchronize()
+        self._started = perf_counter()
+
+    def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _seconds(self, event: torch.cuda.Event) -> float:
-        milliseconds: float = self._origin.elapsed_time(event)
+    def _seconds(self, mark: torch.cuda.Event) -> float:
+        milliseconds: float = self._origin.elapsed_time(mark)
         return self._started + milliseconds / 1000.0
+
+
+def recorder_on(rank: int, device: torch.device) -> Recorder:
+    """The recorder of a rank whose stages are on ``device``."""
+    return DeviceRecorder(rank, device) if device.type == "cuda" else HostRecorder(rank)
 
 
 Pair = tuple[int, int]
@@ -156,7 +149,7 @@ def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pai
     groups.connect(pairs)
     links: dict[Pair, Link] = {}
     for at_once in _apart(pairs):
-        mine = {pair: _link(groups, device, pair) for pair in at_once if groups.rank in pair}
+        mine = {pair: _between(groups, device, pair) for pair in at_once if groups.rank in pair}
         for found in groups.everybody.gather(mine):
             links = found | links  # of a pair's two ranks the lower one says, of replicas the first
     latency = max(link.latency for link in links.values())
@@ -172,23 +165,18 @@ def measure_sum(groups: Groups, device: torch.device, link: dist.ProcessGroup) -
     Raises:
         LostPeerError: some rank did not take part.
     """
-    small, large = (
-        _of_sum(groups, torch.zeros(size, device=device), link) for size in (1, _LARGE // 4)
-    )
-    heard: list[Link] = groups.everybody.gather(Link(small, _LARGE / max(large - small, 1e-9)))
+
+    def seconds(size: int) -> float:
+        tensor = torch.zeros(-(-size // 4), device=device)
+
+        def reduce() -> None:
+            with groups.losing("the replicas"):
+                dist.all_reduce(tensor, group=link)
+
+        return _least(reduce, _SUMS, device)
+
+    heard: list[Link] = groups.everybody.gather(_link_of(seconds))
     return Link(max(each.latency for each in heard), min(each.bandwidth for each in heard))
-
-
-def _of_sum(groups: Groups, tensor: Tensor, link: dist.ProcessGroup) -> float:
-    seconds = []
-    for _ in range(_WARMUP + _SUMS):
-        start = perf_counter()
-        with groups.losing("the replicas"):
-            dist.all_reduce(tensor, group=link)
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-        seconds.append(perf_counter() - start)
-    return min(seconds[_WARMUP:])
 
 
 def _apart(pairs: Collection[Pair]) -> list[list[Pair]]:
@@ -204,30 +192,40 @@ def _apart(pairs: Collection[Pair]) -> list[list[Pair]]:
     return found
 
 
-def _link(groups: Groups, device: torch.device, pair: Pair) -> Link:
-    small, large = (
-        _one_way(groups, pair, torch.zeros(size, dtype=torch.uint8, device=device))
-        for size in (1, _LARGE)
-    )
+def _between(groups: Groups, device: torch.device, pair: Pair) -> Link:
+    """By half of the quickest way there and back."""
+    (peer,) = {*pair} - {groups.rank}
+
+    def seconds(size: int) -> float:
+        tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+
+        def there_and_back() -> None:
+            for sender in pair:
+                work = (groups.isend if groups.rank == sender else groups.irecv)(tensor, peer)
+                if work is not None:
+                    with groups.losing(groups.named(peer)):
+                        work.wait()
+
+        return _least(there_and_back, _ROUNDS, device) / 2.0
+
+    return _link_of(seconds)
+
+
+def _link_of(seconds: Callable[[int], float]) -> Link:
+    """By the seconds that 1 byte and many take."""
+    small, large = seconds(1), seconds(_LARGE)
     return Link(small, _LARGE / max(large - small, 1e-9))
 
 
-def _one_way(groups: Groups, pair: Pair, tensor: Tensor) -> float:
-    """Seconds from one rank of the pair to the other: half of the quickest way there and back."""
-    (peer,) = {*pair} - {groups.rank}
+def _least(call: Callable[[], None], rounds: int, device: torch.device) -> float:
     seconds = []
-    for _ in range(_WARMUP + _ROUNDS):
+    for _ in range(_WARMUP + rounds):
         start = perf_counter()
-        for sender in pair:
-            send = groups.isend if groups.rank == sender else groups.irecv
-            work = send(tensor, peer)
-            if work is not None:
-                with groups.losing(groups.named(peer)):
-                    work.wait()
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(perf_counter() - start)
-    return min(seconds[_WARMUP:]) / 2.0
+    return min(seconds[_WARMUP:])
 
 
 _SECONDS = 0.012  # of each kind of work, alone or beside the other

@@ -11,7 +11,7 @@ import contextlib
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from typing import Any
@@ -29,6 +29,7 @@ from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.torch_internals.allocations import sizes_known
 
 from .groups import Groups, lost
+from .host_store import HostStore
 
 
 class TransferredBytes:
@@ -56,89 +57,64 @@ _NOTED = 64  # of the last moves
 
 
 class MoveTimes:
-    """Of a rank whose stages are on ``device``; on an accelerator the host's time is not noted,
-    for it runs ahead.
+    """For how long moves kept the thread of a rank whose stages are on ``device``; on an
+    accelerator the host's time is not noted, for it runs ahead.
+
+    Attributes:
+        leaving: what set off a departure, the last ones.
+        coming: what put back what came, likewise.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._counts = device.type == "cpu"
-        self._leaving: deque[float] = deque(maxlen=_NOTED)
-        self._coming: deque[float] = deque(maxlen=_NOTED)
-
-    @contextlib.contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Around what sets off a departure."""
-        begun = perf_counter()
-        yield
-        self._leaving.append(perf_counter() - begun)
-
-    @contextlib.contextmanager
-    def coming(self) -> Iterator[None]:
-        """Around what puts back what came."""
-        begun = perf_counter()
-        yield
-        self._coming.append(perf_counter() - begun)
+        self.leaving: deque[float] = deque(maxlen=_NOTED)
+        self.coming: deque[float] = deque(maxlen=_NOTED)
 
     def costs(self) -> MoveCosts:
         """The medians; nothing of what has not been seen."""
         if not self._counts:
             return MoveCosts()
-        return MoveCosts(
-            *(statistics.median(noted or [0.0]) for noted in (self._leaving, self._coming))
-        )
+        return MoveCosts(*(statistics.median(n or [0.0]) for n in (self.leaving, self.coming)))
 
 
-class RunningMove:
+@contextlib.contextmanager
+def noting(seconds: deque[float]) -> Iterator[None]:
+    """Note how long that takes."""
+    begun = perf_counter()
+    yield
+    seconds.append(perf_counter() - begun)
+
+
+class Move:
     """One move of a step, from where its rank starts it until it has ended.
 
     Attributes:
         action: the move.
         by_host: whether it depends on this rank's host alone, and not on another rank.
+        ended: when.
+        future: what comes of it.
     """
+
+    future: Future[Any]
 
     def __init__(self, action: Action, by_host: bool) -> None:
         self.action = action
         self.by_host = by_host
         self._started = perf_counter()
-        self._ended = 0.0
-        self._result: Future[Any] = Future()
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._result.done()
+        self.ended = 0.0
 
     @property
     def failed(self) -> bool:
         """Whether it has ended with an error."""
-        return self.over and self._result.exception() is not None
-
-    def result(self, timeout: float | None = None) -> Any:
-        """What came of it; waits for that.
-
-        Raises:
-            TimeoutError: it takes longer.
-        """
-        return self._result.result(timeout)
-
-    def run(self, work: Callable[[], Any]) -> None:
-        """Be what ``work`` does."""
-        try:
-            found = work()
-        except BaseException as error:
-            self._ended = perf_counter()
-            self._result.set_exception(error)
-        else:
-            self._ended = perf_counter()
-            self._result.set_result(found)
+        return self.future.done() and self.future.exception() is not None
 
     def span(self, rank: int) -> Span:
         """When that was."""
-        return Span(rank, self.action, self._started, self._ended)
+        return Span(rank, self.action, self._started, self.ended)
 
 
 class Lane:
-    """A thread, and on an accelerator a stream, that carries one transfer after another.
+    """A thread, and on an accelerator a stream, that carries out one move after another.
 
     Args:
         name: of the thread.
@@ -154,36 +130,31 @@ class Lane:
         self._stream = OwnStream(device)
         self.counted = False
 
-    def carry(self, transfer: RunningMove, work: Callable[[], Any]) -> RunningMove:
+    def carry(self, move: Move, work: Callable[[], Any]) -> Move:
         """Do ``work`` when all before it is done, and behind what the device was given so far."""
         given = done_so_far(self._device)
-        noting = self.counted and self._device.type == "cpu"
+        counted = self.counted and self._device.type == "cpu"
 
-        def run() -> None:
-            sizes = sizes_known() if noting else contextlib.nullcontext()
-            with self._stream.behind(given), torch.inference_mode(False), sizes:
-                transfer.run(work)
+        def run() -> Any:
+            sizes = sizes_known() if counted else contextlib.nullcontext()
+            try:
+                with self._stream.behind(given), torch.inference_mode(False), sizes:
+                    return work()
+            finally:
+                move.ended = perf_counter()
 
-        self._pool.submit(run)
-        return transfer
+        move.future = self._pool.submit(run)
+        return move
 
 
-_LANE = "memory"
+LANE = "memory"
+"""The lanes between partners."""
 
 
 def partner_pairs(schedule: Schedule) -> set[tuple[int, int]]:
     """The pairs of ranks, the lower one first, between which storages travel."""
     ends = [(each.rank, each.partner) for each in journeys_of(schedule) if each.partner is not None]
     return {(min(pair), max(pair)) for pair in ends}
-
-
-def connect_partners(groups: Groups, pairs: Collection[tuple[int, int]]) -> None:
-    """Make ready for storages between these pairs; collective over all ranks.
-
-    Raises:
-        LostPeerError: some rank did not take part.
-    """
-    groups.connect(pairs, _LANE)
 
 
 class PartnerLink:
@@ -204,8 +175,8 @@ class PartnerLink:
         self._number = groups.number_in_pair(partner)
         self._timeout = groups.timeout
         self._device = device
-        self._out = groups.between(groups.rank, partner, _LANE)
-        self._in = groups.between(partner, groups.rank, _LANE)
+        self._out = groups.between(groups.rank, partner, LANE)
+        self._in = groups.between(partner, groups.rank, LANE)
 
     def send_sizes(self, storages: Sequence[Tensor], what: str) -> None:
         """Tell the partner what comes.
@@ -231,6 +202,15 @@ class PartnerLink:
             self._receive(sizes, what)
         found: list[int] = sizes.tolist()
         return found
+
+    def leave(self, storages: list[Tensor], what: str) -> None:
+        """Send storages behind their sizes; arguments and errors as for ``send``."""
+        self.send_sizes(storages, what)
+        self.send(storages, what)
+
+    def come(self, sizes: Sequence[int], tickets: None, what: str, found: list[Tensor]) -> None:
+        """``receive`` what left."""
+        self.receive(sizes, what, found)
 
     def send(self, storages: list[Tensor], what: str) -> None:
         """Send storages; empties the list as they leave. Errors as for ``send_sizes``."""
@@ -266,3 +246,36 @@ class PartnerLink:
         except RuntimeError as error:
             name = f"{self._name}, the partner for {what}"
             raise lost(name, perf_counter() - start, self._timeout, error) from error
+
+
+class StoreLink:
+    """A rank's store on the host, for what leaves and comes as between partners.
+
+    Args:
+        store: the store.
+        device: where storages lie.
+        transferred: is told what comes and goes.
+    """
+
+    def __init__(
+        self, store: HostStore, device: torch.device, transferred: TransferredBytes
+    ) -> None:
+        self._store, self._device, self._transferred = store, device, transferred
+
+    def leave(self, storages: list[Tensor], what: str) -> list[Any]:
+        """Store them; empties the list as they leave. The tickets to have them back with."""
+        storages.reverse()
+        tickets = []
+        while storages:
+            tickets.append(self._store.put(storages[-1]))
+            self._transferred.change(-storages.pop().numel())
+        return tickets
+
+    def come(
+        self, sizes: Sequence[int], tickets: list[Any], what: str, found: list[Tensor]
+    ) -> None:
+        """Have them back in a list, in which each is from when there is room for it."""
+        for size, ticket in zip(sizes, tickets, strict=True):
+            self._transferred.change(size)
+            found.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+            self._store.take(ticket, found[-1])

@@ -1,7 +1,7 @@
 """Tensors between stages, over point-to-point messages or by hand on one rank.
 
 Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead into memory
-that belongs to the stage for as long as it keeps a tensor there (see ``buffers``); sends are not
+that belongs to the stage for as long as it keeps a tensor there (see ``mailbox``); sends are not
 waited for, and what they send is kept until a later message proves that it arrived (see ``routes``)
 or the step ends. What several stages of another rank take is sent to that rank once.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,120 +21,12 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel, Routes, parcels_of
 from autosplit.pipeline.schedule.wiring import Feeds
 
-from .groups import PointToPoint
+from .groups import Groups
 from .mailbox import Buffers, Inbox, Outbox
-from .shapes import Boundary, Negotiation, TensorMeta
+from .shapes import Negotiation, TensorMeta
 
 Receive = Callable[[], "list[Tensor | None]"]
-Probe = Callable[[], bool]
-
-
-def arguments(
-    stage: int,
-    feeds: Feeds,
-    receives: Sequence[Receive],
-    batch: Callable[[], Sequence[Tensor | None]],
-) -> Callable[[], list[Tensor | None]]:
-    """The call that brings the arguments of a stage, in order, in a fresh list.
-
-    Args:
-        stage: whose arguments.
-        feeds: who feeds whom.
-        receives: brings what each of ``feeds.sources(stage)`` gives.
-        batch: brings the batch's inputs; those that the stage takes are there.
-    """
-    if feeds.wiring is None:
-        return receives[0] if receives else lambda: [*batch()]
-    makers = feeds.sources(stage)
-    picks: list[tuple[int, int]] = []  # of which parcel, or of the batch (-1), which tensor
-    for source in feeds.wiring.inputs[stage]:
-        if source.stage is None:
-            picks.append((-1, source.position))
-            continue
-        positions = feeds.positions(source.stage, stage) or ()
-        picks.append((makers.index(source.stage), positions.index(source.position)))
-    wants_batch = any(parcel < 0 for parcel, _ in picks)
-
-    def bring() -> list[Tensor | None]:
-        parcels: list[Sequence[Tensor | None]] = [receive() for receive in receives]
-        # The batch stands last, where -1 finds it.
-        parcels.append(batch() if wants_batch else ())
-        return [parcels[parcel][place] for parcel, place in picks]
-
-    return bring
-
-
-def output_gradients(stage: int, feeds: Feeds, receives: Sequence[Receive]) -> Receive:
-    """The call that brings the gradients of a stage's outputs, in order, in a fresh list.
-
-    Those of an output that several stages use are added up from the last stage to the first, as
-    autograd does in a model that runs as one; an output that none uses has None.
-
-    Args:
-        stage: whose outputs.
-        feeds: who feeds whom.
-        receives: brings what each of ``feeds.targets(stage)`` gives.
-    """
-    if feeds.wiring is None:
-        return receives[0]
-    count = feeds.wiring.outputs[stage]
-    targets = feeds.targets(stage)
-    backwards = [
-        (receive, feeds.positions(stage, target) or ())
-        for receive, target in reversed(list(zip(receives, targets, strict=True)))
-    ]
-
-    def bring() -> list[Tensor | None]:
-        totals: list[Tensor | None] = [None] * count
-        for receive, positions in backwards:
-            for position, gradient in zip(positions, receive(), strict=True):
-                totals[position] = added(totals[position], gradient)
-        return totals
-
-    return bring
-
-
-def gradients_for(
-    source: int, stage: int, feeds: Feeds
-) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]:
-    """The function from the gradients of a stage's inputs to those of what ``source`` gave it.
-
-    An output that the stage takes more than once gets the sum.
-    """
-    if feeds.wiring is None:
-        return lambda gradients: gradients
-    wanted = feeds.positions(source, stage) or ()
-    places = [
-        [
-            place
-            for place, each in enumerate(feeds.wiring.inputs[stage])
-            if (each.stage, each.position) == (source, position)
-        ]
-        for position in wanted
-    ]
-
-    def choose(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        chosen: list[Tensor | None] = []
-        for first, *others in places:
-            total = gradients[first]
-            for place in others:
-                total = added(total, gradients[place])
-            chosen.append(total)
-        return chosen
-
-    return choose
-
-
-def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Their sum, a new tensor: either may be in use elsewhere. None stands for zeros."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
-
-
-__all__ = ["Boundary", "TensorMeta", "Transport"]
-
-Send = Callable[[Sequence[Tensor | None]], None]
+Send = Callable[[Sequence[Any]], None]
 
 
 class Transport:
@@ -150,21 +43,17 @@ class Transport:
             by the first tensors that cross.
         device: where received tensors are made.
         prefetch: receives kept posted per peer beyond the one being waited for.
-        watch: notice messages as they arrive, which takes a thread per peer.
     """
 
     def __init__(
         self,
         routes: Routes,
-        link: PointToPoint,
+        link: Groups,
         negotiation: Negotiation,
         *,
         device: torch.device,
         prefetch: int = 2,
-        watch: bool = False,
     ) -> None:
-        if prefetch < 0:
-            raise PipelineError(f"prefetch is a count of receives, 0 or more; got {prefetch}")
         self._negotiation = negotiation
         self._device = device
         self.feeds = routes.feeds
@@ -172,15 +61,7 @@ class Transport:
         self._routes = routes
         self._outboxes = {peer: Outbox(link, peer) for peer in routes.sends}
         self._inboxes = {
-            peer: Inbox(
-                link,
-                peer,
-                routes,
-                negotiation,
-                self.buffers,
-                prefetch=prefetch,
-                watch=watch,
-            )
+            peer: Inbox(link, peer, routes, negotiation, self.buffers, prefetch)
             for peer in routes.receives
         }
         self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
@@ -201,7 +82,8 @@ class Transport:
         """
         for outbox in self._outboxes.values():
             outbox.drain()
-        self.buffers.settle()
+        if self._inboxes:
+            self.buffers.settle()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -218,8 +100,9 @@ class Transport:
         took = [each for outbox in self._outboxes.values() for each in outbox.took]
         return statistics.median(took) if took and self._device.type == "cpu" else 0.0
 
-    def sender(self, result: Action) -> Send:
-        """The call that hands ``result`` (an F's or I's, named by its action) to other stages.
+    def sender(self, result: Action) -> Send | None:
+        """The call that hands ``result`` (an F's or I's, named by its action) to other stages; None
+        where no stage takes it.
 
         It takes one tensor per output of an F, one gradient per input of an I. Of gradients only
         those that are wanted travel, a missing one as zeros. It raises PipelineError, before
@@ -229,8 +112,8 @@ class Transport:
         if result.kind is ActionKind.FORWARD:
             return self._output_sender(result, parcels)
         sends = [self._gradient_sender(parcel) for parcel in parcels]
-        if len(sends) == 1:
-            return sends[0]
+        if len(sends) <= 1:
+            return sends[0] if sends else None
 
         def send(gradients: Sequence[Tensor | None]) -> None:
             for each in sends:
@@ -238,15 +121,14 @@ class Transport:
 
         return send
 
-    def receiver(self, parcel: Parcel) -> tuple[Receive, Probe]:
-        """Two calls: one waits for ``parcel`` and returns a fresh list of its tensors, the other
-        says whether it is there (never, for a message that nobody watches).
+    def receiver(self, parcel: Parcel) -> Receive:
+        """The call that waits for ``parcel`` and returns a fresh list of its tensors.
 
         Gradients come with one entry per output that went the other way, None where it needs none.
-        The first call raises LostPeerError if the sender died or did not send in time.
+        It raises LostPeerError if the sender died or did not send in time.
         """
         if parcel not in self._source:
-            return lambda: self._here.pop(parcel), lambda: parcel in self._here
+            return partial(self._here.pop, parcel)
         peer = self._source[parcel]
         inbox, outbox = self._inboxes[peer], self._outboxes.get(peer)
         proven = self._routes.proven[parcel]
@@ -258,7 +140,7 @@ class Transport:
                 outbox.retire(proven)
             return tensors if complete is None else complete(tensors)
 
-        return receive, lambda: inbox.arrived(parcel)
+        return receive
 
     def _completion(
         self, parcel: Parcel
@@ -294,27 +176,23 @@ class Transport:
 
     def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
         puts = [(self._put(each), self._routes.carried(each)) for each in parcels]
-        if len(puts) == 1 and puts[0][1] is None:
-            put = puts[0][0]
-            return lambda tensors: put(self._outputs(result, tensors))
 
-        def send(tensors: Sequence[Tensor | None]) -> None:
-            ready = self._outputs(result, tensors)
+        def send(tensors: Sequence[Tensor]) -> None:
+            self._check_outputs(result, tensors)
             for put, positions in puts:
-                put([ready[position] for position in positions or ()])
+                ready = tensors if positions is None else [tensors[each] for each in positions]
+                put([*ready])
 
         return send
 
     def _gradient_sender(self, parcel: Parcel) -> Send:
         put, boundary, taker = self._put(parcel), parcel.boundary, parcel.taker
         known, select = self._negotiation.known, self.feeds.select
-        if self.feeds.wiring is None:
-            return lambda gradients: put(self._gradients(parcel, gradients, known[boundary]))
         choose = gradients_for(boundary, taker, self.feeds)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            agreed = select(known[boundary], boundary, taker)
-            put(self._gradients(parcel, choose(gradients), agreed))
+            agreed = known[boundary] if choose is None else select(known[boundary], boundary, taker)
+            put(self._gradients(parcel, choose(gradients) if choose else gradients, agreed))
 
         return send
 
@@ -328,8 +206,8 @@ class Transport:
 
         return put
 
-    def _outputs(self, result: Action, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        given = [tensor for tensor in tensors if tensor is not None]
+    def _check_outputs(self, result: Action, given: Sequence[Tensor]) -> None:
+        """Hold outputs to what was agreed on; the first ones are that."""
         agreed = self._negotiation.known.get(result.stage)
         if agreed is None:
             self.feeds.check_outputs(result.stage, len(given))
@@ -344,7 +222,6 @@ class Transport:
         for place, (tensor, meta) in enumerate(zip(given, agreed, strict=True)):
             if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
                 raise _unlike(f"output {place} of stage {result.stage}", result, tensor, meta)
-        return given
 
     def _gradients(
         self, parcel: Parcel, tensors: Sequence[Tensor | None], agreed: Sequence[TensorMeta]
@@ -382,3 +259,105 @@ def _unlike(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> Pipe
         "agreed on when the pipeline was built: shapes between stages are static; give every "
         "microbatch the same shape, or build a new trainer"
     )
+
+
+# --- a stage's inputs and output gradients, of what other stages send -----------------------------
+
+
+def arguments(
+    stage: int,
+    feeds: Feeds,
+    receives: Sequence[Receive],
+    batch: Receive,
+) -> Receive:
+    """The call that brings the arguments of a stage, in order, in a fresh list.
+
+    Args:
+        stage: whose arguments.
+        feeds: who feeds whom.
+        receives: brings what each of ``feeds.sources(stage)`` gives.
+        batch: brings the batch's inputs in a fresh list; those that the stage takes are there.
+    """
+    if feeds.wiring is None:
+        return receives[0] if receives else batch
+    makers = feeds.sources(stage)
+    picks: list[tuple[int, int]] = []  # of which parcel, or of the batch (-1), which tensor
+    for source in feeds.wiring.inputs[stage]:
+        if source.stage is None:
+            picks.append((-1, source.position))
+            continue
+        positions = feeds.positions(source.stage, stage) or ()
+        picks.append((makers.index(source.stage), positions.index(source.position)))
+    wants_batch = any(parcel < 0 for parcel, _ in picks)
+
+    def bring() -> list[Tensor | None]:
+        parcels: list[Sequence[Tensor | None]] = [receive() for receive in receives]
+        # The batch stands last, where -1 finds it.
+        parcels.append(batch() if wants_batch else ())
+        return [parcels[parcel][place] for parcel, place in picks]
+
+    return bring
+
+
+def output_gradients(stage: int, feeds: Feeds, receives: Sequence[Receive]) -> Receive:
+    """The call that brings the gradients of a stage's outputs, in order, in a fresh list.
+
+    Those of an output that several stages use are added up from the last stage to the first, as
+    autograd does in a model that runs as one; an output that none uses has None.
+
+    Args:
+        stage: whose outputs.
+        feeds: who feeds whom.
+        receives: brings what each of ``feeds.targets(stage)`` gives.
+    """
+    if feeds.wiring is None:
+        return receives[0]
+    count, targets = feeds.wiring.outputs[stage], feeds.targets(stage)
+    backwards = [
+        (receive, feeds.positions(stage, target) or ())
+        for receive, target in reversed(list(zip(receives, targets, strict=True)))
+    ]
+
+    def bring() -> list[Tensor | None]:
+        totals: list[Tensor | None] = [None] * count
+        for receive, positions in backwards:
+            for position, gradient in zip(positions, receive(), strict=True):
+                totals[position] = added(totals[position], gradient)
+        return totals
+
+    return bring
+
+
+def gradients_for(
+    source: int, stage: int, feeds: Feeds
+) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None:
+    """The function from the gradients of a stage's inputs to those of what ``source`` gave it; None
+    where they are the same.
+
+    An output that the stage takes more than once gets the sum.
+    """
+    if feeds.wiring is None:
+        return None
+    sources = [(each.stage, each.position) for each in feeds.wiring.inputs[stage]]
+    places = [
+        [place for place, each in enumerate(sources) if each == (source, position)]
+        for position in feeds.positions(source, stage) or ()
+    ]
+
+    def choose(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        chosen: list[Tensor | None] = []
+        for first, *others in places:
+            total = gradients[first]
+            for place in others:
+                total = added(total, gradients[place])
+            chosen.append(total)
+        return chosen
+
+    return choose
+
+
+def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Their sum, a new tensor: either may be in use elsewhere. None stands for zeros."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

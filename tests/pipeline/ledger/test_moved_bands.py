@@ -11,7 +11,7 @@ import torch
 
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.host_store import HostFileStore
-from autosplit.pipeline.engine.moves import MicrobatchMoves
+from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transfers import TransferredBytes
@@ -111,11 +111,11 @@ def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> 
 def test_what_is_on_its_way_is_in_transit_until_it_is_there(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    moves: list[MicrobatchMoves] = []
-    begin, real = MicrobatchMoves.begin, getattr(HostFileStore, call)
+    moves: list[Moves] = []
+    begin, real = Moves.begin, getattr(HostFileStore, call)
     seen = []
 
-    def note(self: MicrobatchMoves, *args: Any) -> None:
+    def note(self: Moves, *args: Any) -> None:
         moves[:] = [self]
         begin(self, *args)
 
@@ -123,7 +123,7 @@ def test_what_is_on_its_way_is_in_transit_until_it_is_there(
         seen.append(any(each is args[-1] for each in moves[0].moving))
         return real(store, *args)
 
-    monkeypatch.setattr(MicrobatchMoves, "begin", note)
+    monkeypatch.setattr(Moves, "begin", note)
     monkeypatch.setattr(HostFileStore, call, look)
     schedule = offloading(build("gpipe", 2, workers.MICROBATCHES, ranks=1))
     with workers.trainer(schedule=schedule, ranks=1) as engine:

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from autosplit.pipeline.engine.host_store import HostFileStore
-from autosplit.pipeline.engine.transfers import Lane, PartnerLink, RunningMove
+from autosplit.pipeline.engine.transfers import Lane, Move, PartnerLink
 from autosplit.pipeline.ledger.recorder import MemoryRecorder
 from autosplit.pipeline.schedule.action import ActionKind
 
@@ -49,7 +49,7 @@ def recorded_transfers() -> Iterator[None]:
     marks = _Marks()
     carry, mark, finish = Lane.carry, MemoryRecorder._mark, MemoryRecorder.finish
 
-    def carry_seen(lane: Lane, move: RunningMove, work: Callable[[], Any]) -> RunningMove:
+    def carry_seen(lane: Lane, move: Move, work: Callable[[], Any]) -> Move:
         seen = marks.count
         leaves = move.action.kind in (ActionKind.EVICT, ActionKind.OFFLOAD)
 
@@ -60,7 +60,7 @@ def recorded_transfers() -> Iterator[None]:
 
         carried = carry(lane, move, behind)
         if marks.recording and move.action.kind is ActionKind.ACCEPT:
-            move.result(_PATIENCE)
+            move.future.result(_PATIENCE)
         return carried
 
     def mark_seen(recorder: MemoryRecorder, during: str) -> int:

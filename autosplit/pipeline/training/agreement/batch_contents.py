@@ -37,7 +37,7 @@ def compare_contents(tensors: Mapping[str, Mapping[str, Tensor | None]], groups:
     ranks_by: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, digests in enumerate(groups.gather(own)):
         for what, seen in digests.items():
-            ranks_by[what][seen].append(groups.member(rank))
+            ranks_by[what][seen].append(groups.members[rank])
     differing = {what: list(by.values()) for what, by in ranks_by.items() if len(by) > 1}
     if differing:
         # The caller of ``step``, behind the runner.

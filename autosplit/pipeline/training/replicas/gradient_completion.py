@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from autosplit.pipeline.engine.executor import PartlyPublishedStage
+from autosplit.pipeline.engine.executor import SlicedStage
 from autosplit.pipeline.engine.stages import TrainableStage
 
 from .model_replicas import Completion
@@ -24,7 +24,7 @@ def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Modul
     """
     slices: Sequence[Sequence[str]] = ((),)
     face: dict[str, nn.Parameter] = {}
-    if isinstance(stage, PartlyPublishedStage):
+    if isinstance(stage, SlicedStage):
         slices, face = stage.slices, dict(stage.module.named_parameters())
     made = [{id(face[name]) for name in names if name in face} for names in slices]
     own = [*module.named_parameters()]
@@ -36,7 +36,7 @@ def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Modul
 
 def publish_part(stage: TrainableStage, part: int) -> bool:
     """Move the gradients of a slice into ``.grad``; whether those are the last of the stage."""
-    if isinstance(stage, PartlyPublishedStage):
+    if isinstance(stage, SlicedStage):
         slices = stage.slices
         if part < len(slices) - 1:
             stage.publish(slices[part])

@@ -67,9 +67,11 @@ class ModelReplicas:
         self._settled = settled
         self._is_shared = is_shared
         self._sharded = sharded
-        self._link = groups.replicas()
+        self._link = groups.of_several(groups.layout.copies)
         # Whoever has another share of the batch, also of those that have other shards.
-        self._peers = self._link if groups.layout.shards == 1 else groups.peers()
+        self._peers = self._link
+        if groups.layout.shards > 1:
+            self._peers = groups.of_several(groups.layout.peers)
         self._queues: dict[tuple[Completion, ...], tuple[ReductionQueue, list[_Reduction]]] = {}
         self._queue: ReductionQueue | None = None
         self._reductions: list[_Reduction] = []

@@ -75,7 +75,7 @@ def _check_alike(modules: Mapping[int, nn.Module], groups: Groups) -> None:
     }
     first: dict[int, tuple[int, list[str]]] = {}
     for number, forms in enumerate(groups.gather(mine)):
-        rank = groups.member(number)
+        rank = groups.members[number]
         for stage, form in forms.items():
             other, expected = first.setdefault(stage, (rank, form))
             if form != expected:

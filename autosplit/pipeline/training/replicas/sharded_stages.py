@@ -86,19 +86,25 @@ class ShardedStages:
     @torch.no_grad()
     def _connect(self) -> None:
         """Communicate over groups of the trainer, and take over the first replica's values."""
-        links = self._groups.shards()
+        layout = self._groups.layout
+        # For parameters and for gradients one each: which of two messages starts first, where both
+        # are under way, is not the same on all ranks.
+        gathering, reducing = (self._groups.of(layout.shard_groups) for _ in range(2))
+        copying = self._groups.of_several(layout.copies)
         own = self._groups.everybody.rank
-        first = next(ranks[0] for ranks in self._groups.layout.copies if own in ranks)
+        first = next(ranks[0] for ranks in layout.copies if own in ranks)
         every = [group for stage in self._stages.values() for group in stage.groups]
         for group in every:
-            self._apart = self._restore.enter_context(group.communicating(*links))
-            for parameter in group.parameters if links.copying is not None else ():
+            self._apart = self._restore.enter_context(
+                group.communicating(gathering, reducing, copying)
+            )
+            for parameter in group.parameters if copying is not None else ():
                 values = local_tensor(parameter).detach()
                 if values.numel():
                     with self._groups.losing(_SHARDS):
                         # As bytes, for not every backend knows every dtype.
                         copy = values.contiguous().view(-1)
-                        dist.broadcast(copy.view(torch.uint8), src=first, group=links.copying)
+                        dist.broadcast(copy.view(torch.uint8), src=first, group=copying)
                     values.copy_(copy.view(values.shape))
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class TensorParts:
     @torch.no_grad()
     def _adopt(self, copies: Sequence[Tensor], groups: Groups, first: int) -> None:
         """Take over the first rank's values of what each has a copy of."""
-        link = groups.tensor_parts()
+        link = groups.of_several(groups.layout.tensor_groups)
         for tensor in copies:
             if not tensor.numel():
                 continue

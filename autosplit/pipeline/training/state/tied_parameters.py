@@ -126,7 +126,7 @@ class SharedParameters:
         if link is not None and values.numel():
             with self._groups.losing("a rank that shares a parameter"):
                 # As bytes, for not every backend knows every dtype.
-                source = self._groups.member(owner)
+                source = self._groups.members[owner]
                 dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=link)
         for copy in copies:
             local_tensor(copy).copy_(values)

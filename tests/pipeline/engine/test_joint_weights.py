@@ -24,8 +24,8 @@ from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durati
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.runtime import functions
 from autosplit.runtime.functions import SplitFunctions
-from tests.pipeline.engine.execution import joining_workers
-from tests.pipeline.engine.execution.joining_workers import (
+from tests.pipeline.engine import joining_workers
+from tests.pipeline.engine.joining_workers import (
     differences,
     joined_row,
     mean_loss,

@@ -10,7 +10,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.sends import add_communication
-from tests.pipeline.engine.messages.strict_messages import check_messages
+from tests.pipeline.engine.strict_messages import check_messages
 from tests.pipeline.tables import schedule_of, small
 
 PLAIN = schedule_of("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", split_backward=False)

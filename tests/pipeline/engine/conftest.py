@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from autosplit.pipeline.engine.launch import launch
-from tests.pipeline.engine.processes.sockets import of_a_rank
+from tests.pipeline.engine.sockets import of_a_rank
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 TORCHRUN = """
 import json
 import sys
 from pathlib import Path
 from autosplit.pipeline.engine.default_group import process_group
-from tests.pipeline.engine.processes.sockets import of_a_rank
+from tests.pipeline.engine.sockets import of_a_rank
 if __name__ == "__main__":
     with process_group(timeout=60):
         found = of_a_rank(3)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ import torch
 from autosplit.errors import CheckpointError, PipelineError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.control import read, written
+from autosplit.pipeline.engine import control
+from autosplit.pipeline.engine.control import OTHERS, Control, read, written
 from autosplit.pipeline.engine.shapes import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.timeline import Span
@@ -68,19 +72,24 @@ def test_what_is_no_plain_data_is_not_sent(value: object) -> None:
 
 
 HOSTILE = [
-    {"data": [["os", "system"], {"command": "true"}]},
-    {"data": [["builtins", "eval"], {}]},
-    {"data": [["autosplit.pipeline.engine.launch", "launch"], {}]},
-    {"data": [["autosplit.pipeline.engine.launch", "pickle"], {}]},
-    {"data": [["autosplit.pipeline.simulation.timeline", "dataclass"], {}]},
-    {"data": [["autosplit.pipeline.simulation.timeline", "Span"], {"rank": 0, "__class__": 1}]},
-    {"data": [["autosplit.nowhere", "Span"], {}]},
-    {"member": [["autosplit.pipeline.simulation.timeline", "Span"], 1]},
-    {"row": [["autosplit.pipeline.simulation.timeline", "Span"], [0, 1, 2, 3]]},
-    {"row": [["autosplit.mesh.costs", "Link"], [0]]},
-    {"member": [["autosplit.pipeline.schedule.action", "ActionKind"], "no such kind"]},
-    {"error": [["autosplit.pipeline.simulation.timeline", "Span"], "text"]},
-    {"error": [["builtins", "SystemExit"], "text"]},
+    {"own": [["os", "system"], {"dict": [["command", "true"]]}]},
+    {"own": [["builtins", "eval"], {"dict": []}]},
+    {"own": [["autosplit.pipeline.engine.launch", "launch"], {"dict": []}]},
+    {"own": [["autosplit.pipeline.engine.launch", "pickle"], {"dict": []}]},
+    {"own": [["autosplit.pipeline.simulation.timeline", "dataclass"], {"dict": []}]},
+    {
+        "own": [
+            ["autosplit.pipeline.simulation.timeline", "Span"],
+            {"dict": [["rank", 0], ["__class__", 1]]},
+        ]
+    },
+    {"own": [["autosplit.nowhere", "Span"], {"dict": []}]},
+    {"own": [["autosplit.pipeline.simulation.timeline", "Span"], 1]},
+    {"own": [["autosplit.pipeline.simulation.timeline", "Span"], [0, 1, 2, 3]]},
+    {"own": [["autosplit.mesh.costs", "Link"], [0]]},
+    {"own": [["autosplit.pipeline.schedule.action", "ActionKind"], "no such kind"]},
+    {"own": [["autosplit.pipeline.simulation.timeline", "Span"], "text"]},
+    {"own": [["builtins", "SystemExit"], "text"]},
     {"dtype": "load"},
     {"dtype": "nowhere"},
     {"tensor": [{"dtype": "float32"}, [3], "AAAA"]},
@@ -100,3 +109,18 @@ def test_texts_of_no_rank_are_refused(form: object) -> None:
 def test_what_is_pickled_is_refused() -> None:
     with pytest.raises(PipelineError, match="no data of this version of autosplit"):
         read(b"\x80\x04\x95\x0c\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94.")
+
+
+def test_whoever_announces_loses_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = []
+
+    @contextlib.contextmanager
+    def losing(whom: str) -> Iterator[None]:
+        lost.append(whom)
+        yield
+
+    monkeypatch.setattr(control, "tell_in", lambda value, source, group: value)
+    group = cast("Any", object())
+    for source in (0, 1):
+        assert Control([3, 5], 5, group, losing).announce("plan", source) == "plan"
+    assert lost == ["rank 3", OTHERS]

@@ -1,7 +1,10 @@
-"""Ranks of one start find each other in a store that is full of earlier ones."""
+"""Ranks of one start find each other in a store that is full of earlier ones; other hosts reach no
+socket of ranks that are all on one machine.
+"""
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -9,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.default_group import agree_on_attempt
+from autosplit.pipeline.engine.default_group import agree_on_attempt, on_loopback
+from tests.pipeline.engine import sockets
 
 SOON = timedelta(seconds=30)
 
@@ -41,3 +45,19 @@ def test_ranks_that_ended_before_all_had_started_are_not_waited_for() -> None:
         former = other.result()
     (name,) = {*started(store, [0, 1, 2])}
     assert name != former
+
+
+def test_a_socket_that_other_hosts_reach_is_seen() -> None:
+    assert [*map(sockets.loopback, ["127.0.0.1:1", "0.0.0.0:1", "10.1.2.3:1"])] == [True] + [
+        False
+    ] * 2
+
+
+def test_an_interface_that_the_user_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    with on_loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+        assert os.environ["NCCL_SOCKET_IFNAME"].startswith("=lo")
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

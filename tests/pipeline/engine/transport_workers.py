@@ -84,7 +84,7 @@ def _posted(prefetch: int) -> list[int]:
             if rank == 0:
                 transport.sender(result)([torch.zeros(2)])
             else:
-                transport.receiver(Parcel(result, 1))[0]()
+                transport.receiver(Parcel(result, 1))()
                 counts.append(irecv.call_count)
         transport.finish()
     groups.destroy()
@@ -106,7 +106,7 @@ def _learned() -> tuple[dict[int, list[tuple[str, bool]]], list[Any]]:
     else:
         values = [
             tensor.tolist()
-            for tensor in transport.receiver(Parcel(result, 1))[0]()
+            for tensor in transport.receiver(Parcel(result, 1))()
             if tensor is not None
         ]
     transport.finish()
@@ -131,7 +131,7 @@ def _ended() -> tuple[bool, str]:
     """Whether the groups are gone once they are let go of, and what a later use says."""
     groups = Groups(2, CPU, 30.0)
     groups.meet()
-    group = weakref.ref(groups.pipeline.group)
+    group = weakref.ref(groups.group)
     dist.barrier()
     groups.destroy()
     try:

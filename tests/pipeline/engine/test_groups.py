@@ -16,7 +16,7 @@ from autosplit.pipeline.engine.groups import Groups, abort, await_device
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.training.options import choose_device
-from tests.pipeline.engine.messages import transport_workers
+from tests.pipeline.engine import transport_workers
 from tests.ranks import Ranks
 
 CUDA = torch.device("cuda", 1)

@@ -184,9 +184,9 @@ def test_an_error_says_more_than_leaving(ranks: Ranks) -> None:
 def test_the_rank_that_is_busy_is_named_and_not_one_that_waits(ranks: Ranks) -> None:
     watch, _ = ranks.watch(0), ranks.watch(1)
     time.sleep(0.3)
-    ranks.places[1].fetch(Action.parse("1F2"))
+    ranks.places[1].be(Action.parse("1F2"), waiting=True)
     assert watch.explain(TIMEOUT) is None
-    ranks.places[1].compute()
+    ranks.places[1].be(ranks.places[1].action, waiting=False)
     time.sleep(0.3)
     fault = watch.explain(TIMEOUT)
     assert fault is not None
@@ -211,12 +211,12 @@ def test_a_silent_rank_is_where_it_last_told_to_be(ranks: Ranks, later: bool) ->
     watch, other = ranks.watch(0), ranks.watch(1)
     place = ranks.places[1]
     with place("the forward and backward"):
-        place.fetch(Action.parse("1F2"))
+        place.be(Action.parse("1F2"), waiting=True)
         time.sleep(0.3)
         other.stop()
         if not later:
             fault = watch.explain(TIMEOUT)
-        place.leave()
+        place.be(None, waiting=False)
     if later:
         fault = watch.explain(TIMEOUT)
     assert fault is not None

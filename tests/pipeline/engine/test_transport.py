@@ -15,7 +15,7 @@ from autosplit.pipeline.engine.shapes import Negotiation, TensorMeta
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import Parcel, routes_of
-from tests.pipeline.engine.messages import transport_workers
+from tests.pipeline.engine import transport_workers
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -88,17 +88,17 @@ def test_hand_over_keeps_the_tensors() -> None:
     transport = _transport(_meta(2), _meta(3, dtype=torch.int64, grad=False))
     tensors = [torch.zeros(2), torch.zeros(3, dtype=torch.int64)]
     transport.sender(F0)(tensors)
-    received = transport.receiver(Parcel(F0, 1))[0]()
+    received = transport.receiver(Parcel(F0, 1))()
     assert all(a is b for a, b in zip(received, tensors, strict=True))
     with pytest.raises(KeyError):
-        transport.receiver(Parcel(F0, 1))[0]()
+        transport.receiver(Parcel(F0, 1))()
 
 
 def test_only_wanted_gradients_come_back_and_missing_ones_are_zero() -> None:
     transport = _transport(_meta(2), _meta(3, grad=False), _meta(1, 2, dtype=torch.bfloat16))
     grads: list[Tensor | None] = [torch.ones(2), torch.ones(3), None, torch.ones(5)]
     transport.sender(I0)(grads)
-    first, second, third = transport.receiver(Parcel(I0, 0))[0]()
+    first, second, third = transport.receiver(Parcel(I0, 0))()
     assert first is grads[0]
     assert second is None
     assert third is not None
@@ -131,8 +131,3 @@ def test_what_was_not_agreed_on_is_refused(
     with pytest.raises(PipelineError) as caught:
         transport.sender(result)(tensors)
     assert text in str(caught.value)
-
-
-def test_prefetch_is_a_count() -> None:
-    with pytest.raises(PipelineError, match="0 or more; got -1"):
-        _transport(_meta(2), prefetch=-1)

@@ -20,8 +20,8 @@ from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import Failure, first_cause, launch
 from tests.interpreters import Servers, rank_processes
 from tests.pipeline import workers
-from tests.pipeline.engine.processes import sockets
-from tests.pipeline.engine.processes.processes import alive, assert_gone, pids_in
+from tests.pipeline.engine import sockets
+from tests.pipeline.engine.processes import alive, assert_gone, pids_in
 
 
 def test_results_come_by_rank_from_a_real_process_group(launched: list[dict[str, Any]]) -> None:
