@@ -45,8 +45,7 @@ def has_streams(device: torch.device) -> bool:
 
 def stream_under(tensors: Iterable[Tensor | None]) -> torch.Stream | None:
     """The stream on which tensors are being made; None where none is on an accelerator."""
-    found = _in_use()
-    if found is None:
+    if _accelerator() is None or (found := _in_use()) is None:
         return None
     kind, module = found
     lie_on = (t.device for t in tensors if isinstance(t, Tensor) and t.device.type == kind)

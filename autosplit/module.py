@@ -24,9 +24,8 @@ from autosplit.dynamo.fallback import Fallback
 from autosplit.mesh.costs import Overlap
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.input_overlap import refuse_overlap
-from autosplit.runtime.specializations.call_signature import CallFlattening
-from autosplit.runtime.specializations.specialization import Specializations
+from autosplit.runtime.refusals import refuse_overlap
+from autosplit.runtime.specializations import CallFlattening, Specializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.autograd import in_transform
 from autosplit.torch_internals.distributed import fsdp_part, is_fsdp_managed, synchronises

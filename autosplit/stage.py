@@ -10,18 +10,19 @@ from torch import Tensor, fx, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.mesh.costs import Overlap
-from autosplit.runtime.activations.held_storages import HeldStorages, lent_storages
-from autosplit.runtime.activations.in_flight import (
-    InFlightMicrobatch,
-    InFlightMicrobatches,
-    PendingWeightGradients,
-)
-from autosplit.runtime.activations.recomputation import KeptInputs
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.gradient_graphs import Call
-from autosplit.runtime.specializations.stage_specializations import StageSpecializations
+from autosplit.runtime.in_flight import (
+    HeldStorages,
+    InFlightMicrobatch,
+    InFlightMicrobatches,
+    KeptInputs,
+    PendingWeightGradients,
+    lent_storages,
+)
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded.stage_sharding import StageSharding
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.state import distinct_storage_bytes

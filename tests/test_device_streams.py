@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autosplit.device import follow, stream_under
-from autosplit.runtime.activations.saved_tensors import Residuals
+from autosplit.runtime.residuals import Residuals
 
 CUDA = torch.device("cuda", 0)
 
@@ -66,10 +66,8 @@ def test_residuals_are_taken_on_the_stream_of_who_takes_it(
     monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
     made, followed = Mock(), Mock()
-    monkeypatch.setattr(
-        "autosplit.runtime.activations.saved_tensors.stream_under", lambda tensors: made
-    )
-    monkeypatch.setattr("autosplit.runtime.activations.saved_tensors.follow", followed)
+    monkeypatch.setattr("autosplit.runtime.residuals.stream_under", lambda tensors: made)
+    monkeypatch.setattr("autosplit.runtime.residuals.follow", followed)
     tensor = torch.ones(2)
     residuals = Residuals(("a",), [tensor], ())
     taken = (residuals.again() if again else residuals).take()

@@ -9,8 +9,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.autograd import without_autocast
 
 

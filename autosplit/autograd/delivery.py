@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from autosplit.runtime.activations.saved_tensors import State
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.residuals import State
 from autosplit.torch_internals.autograd import Leaves, add_gradients, without_autocast
 
 from .deferred_backward import DeferredBackward, summed_gradients

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autosplit.errors import SplitError
-from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
+from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.autograd import (
     at_end_of_backward,
     current_backward,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from autosplit.runtime.activations.saved_tensors import TensorSpec
+from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
 

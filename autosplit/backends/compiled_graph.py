@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,29 +58,29 @@ class CompiledGraph:
         """
         order, call = positions(self.inputs, given), self.call
         at = {role: index for index, role in enumerate(self.outputs)}
-        picked = [at.get(role) for role in wanted]
+        picked = [at.get(role, -1) for role in wanted]  # the last is a None that is added
         takes_all = order == [*range(len(given))]
-        if picked == [*range(len(self.outputs))]:
-            if takes_all:
-                return call
+        if takes_all and picked == [*range(len(self.outputs))]:
+            return call
+        take, pick = _getter(order), _getter(picked)
 
-            def run(pool: list[Any]) -> list[Any]:
-                args = [pool[at] for at in order]
-                pool.clear()
-                return call(args)
-
-            return run
-
-        def run_and_pick(pool: list[Any]) -> list[Any]:
+        def run(pool: list[Any]) -> list[Any]:
+            args = pool
             if not takes_all:
-                args = [pool[at] for at in order]
+                args = [*take(pool)]
                 pool.clear()
-                pool = args
-                del args
-            results = call(pool)
-            return [None if at is None else results[at] for at in picked]
+            results = call(args)
+            results.append(None)
+            return [*pick(results)]
 
-        return run_and_pick
+        return run
+
+
+def _getter(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """What stands in these places of a list."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: [values[at] for at in places]
 
 
 def positions(wanted: Iterable[Role], given: Sequence[Role]) -> list[int]:

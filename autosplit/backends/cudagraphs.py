@@ -4,17 +4,12 @@ What is captured is the source that the eager backend runs, so the kernels and t
 of plain autograd; Inductor's code calls allocators and autotunes of its own, which capture would
 have to be kept away from.
 
-A replay reads and writes the same memory every time. So a captured copy of a graph, a *slot*, is
-left alone while anything that it handed to the next graph is alive; a further microbatch gets
-another slot, captured when it is first needed. There are as many as microbatches were ever
-pending at once. All calls of one module belong on one stream, or on streams that wait for each
-other as they must for memory that torch's allocator hands out.
+A replay reads and writes the same memory every time, so what it makes is copied out of there: any
+number of microbatches may be pending. All calls of one module belong on one stream, or on streams
+that wait for each other as they must for memory that torch's allocator hands out.
 
 This has been tested with a stand-in for capture and has not been measured on a device. Known
-costs: what crosses is copied into the memory that the next graph reads; what users get, and new
-gradients, are copied out; sums of gradients are copied in and out.
-
-``CudaGraphSlot``: one captured copy of a graph, and the lifetime of its memory.
+costs: what crosses, what users get, and new gradients are copied in and out; so are sums.
 """
 
 from __future__ import annotations
@@ -29,15 +24,11 @@ from torch import Tensor, UntypedStorage, fx
 
 from autosplit.errors import BackendError
 from autosplit.passes.analysis.aliasing import is_free
-from autosplit.passes.graph import STATE, Kind, Role, calls, inputs, outputs, source_line
+from autosplit.passes.graph import STATE, Kind, calls, inputs, source_line
 from autosplit.passes.lowering import codegen
-from autosplit.torch_internals.state import is_gone
 
 from .backend import Boxed, Code
 from .eager import Eager
-
-# What only graphs take, which do not write into it. The rest goes to users and into sums.
-_CROSSING = frozenset({Kind.SAVED, Kind.DEFERRED})
 
 
 class Recording(NamedTuple):
@@ -73,7 +64,7 @@ class _Alias(NamedTuple):
         return source.as_strided(size, stride, source.storage_offset() + self.shift)
 
 
-class CudaGraphSlot:
+class CapturedGraph:
     """A captured copy of a graph, and its memory.
 
     Args:
@@ -104,28 +95,20 @@ class CudaGraphSlot:
         }
         self._fill(copied)  # operators that are given indices trap on wild ones
         self._written = written
-        self._handed: list[Callable[[], bool]] = []
 
-    def hold(self, recording: Recording, given: Sequence[Any], returned: Sequence[Role]) -> None:
+    def hold(self, recording: Recording, given: Sequence[Any]) -> None:
         """Set the recording that was captured on the inputs ``given``."""
         self._replay, results = recording
         owners = {_address(t): at for at, t in enumerate(given) if isinstance(t, Tensor)}
-        self._plan: list[tuple[bool, Any]] = []
-        for role, result in zip(returned, results, strict=True):
-            crosses, at = role.kind in _CROSSING, None
-            if isinstance(result, Tensor):
-                at = owners.get(_address(result)) if result.numel() else None
+        self._plan: list[Any] = []
+        for result in results:
+            at = None
+            if isinstance(result, Tensor) and result.numel():
+                at = owners.get(_address(result))
             if at is not None and given[at].dtype == result.dtype:
                 shift = result.storage_offset() - given[at].storage_offset()
-                self._plan.append((crosses, _Alias(at, result, shift)))
-            else:
-                mine = at is None or at in self.static
-                self._plan.append((crosses and mine, result))
-
-    @property
-    def is_free(self) -> bool:
-        """Whether no tensor that it handed out is alive, under any name."""
-        return all(gone() for gone in self._handed)
+                result = _Alias(at, result, shift)
+            self._plan.append(result)
 
     def run(self, sources: Sequence[Any]) -> list[Any]:
         self._fill(sources)
@@ -139,20 +122,17 @@ class CudaGraphSlot:
             _once(tensor).copy_(_once(sources[at]))
 
     def _hand_out(self, sources: Sequence[Any]) -> list[Any]:
-        storages: dict[tuple[bool, int], UntypedStorage] = {}
+        storages: dict[int, UntypedStorage] = {}
         results = []
-        for crosses, result in self._plan:
+        for result in self._plan:
             if isinstance(result, _Alias):
-                results.append(result.of(sources[result.at]))
+                result = result.of(sources[result.at])
             elif isinstance(result, Tensor):
-                key = crosses, _address(result)
+                key = _address(result)
                 if key not in storages:
-                    make = _same_memory if crosses else _copy
-                    storages[key] = make(result.untyped_storage())
-                results.append(_within(storages[key], result))
-            else:
-                results.append(result)
-        self._handed = [is_gone(each) for (crosses, _), each in storages.items() if crosses]
+                    storages[key] = _copy(result.untyped_storage())
+                result = _within(storages[key], result)
+            results.append(result)
         return results
 
 
@@ -174,20 +154,9 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def _copy(storage: UntypedStorage) -> UntypedStorage:
-    return _bytes_of(storage).clone().untyped_storage()
-
-
-def _same_memory(storage: UntypedStorage) -> UntypedStorage:
-    """A second storage over the same memory, whose reference count shows whether results that were
-    handed out, or views of them, are alive.
-    """
-    capsule = torch.utils.dlpack.to_dlpack(_bytes_of(storage))  # type: ignore[attr-defined]
-    return torch.utils.dlpack.from_dlpack(capsule).untyped_storage()
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole.clone().untyped_storage()
 
 
 def _within(storage: UntypedStorage, like: Tensor) -> Tensor:
@@ -247,44 +216,43 @@ class CudaGraphs(Eager):
 
 
 class _Replayed:
-    """One graph and its slots."""
+    """One graph and what was captured of it."""
 
     def __init__(self, name: str, module: fx.GraphModule, call: Boxed, backend: CudaGraphs) -> None:
         self._name = name
         self._call = call
         self._backend = backend
         self._taken = list(inputs(module.graph))
-        self._returned = [role for role, _ in outputs(module.graph)]
         values = codegen.constants(module).values()
         self._constants = [value for value in values if isinstance(value, Tensor)]
         self._device = next(tensor.device for _, tensor in _tensors(module))
-        self._slots: list[CudaGraphSlot] = []
+        self._captured: list[CapturedGraph] = []
         self._lock = threading.Lock()
 
     def __call__(self, args: list[Any]) -> list[Any]:
         with self._lock, torch.no_grad():
             sources = [*args, *self._constants]
             args.clear()
-            return self._slot(sources).run(sources)
+            return self._fitting(sources).run(sources)
 
-    def _slot(self, sources: Sequence[Any]) -> CudaGraphSlot:
-        """One that nothing is alive of; captured where there is none."""
+    def _fitting(self, sources: Sequence[Any]) -> CapturedGraph:
+        """One that was captured for inputs like these; captured now where there is none."""
         states = [role.kind in STATE for role in self._taken] + [True] * len(self._constants)
         pairs = list(zip(sources, states, strict=True))
         places = tuple([source.data_ptr() for source, is_state in pairs if is_state])
         # Another address, and what was captured reads memory that is no parameter any more.
-        self._slots = [slot for slot in self._slots if slot.places == places]
+        self._captured = [each for each in self._captured if each.places == places]
         layout = (self._backend.stream(self._device), *map(_layout, sources))
-        for slot in self._slots:
-            if slot.layout == layout and slot.is_free:
-                return slot
+        for captured in self._captured:
+            if captured.layout == layout:
+                return captured
         moved = [at for at, role in enumerate(self._taken) if role.kind not in STATE]
         sums = [at for at in moved if self._taken[at].kind is Kind.ACCUMULATOR]
-        slot = CudaGraphSlot(places, layout, {at: sources[at] for at in moved}, written=sums)
-        given = [slot.static.get(at, source) for at, source in enumerate(sources)]
-        slot.hold(self._record(given[: len(self._taken)]), given, self._returned)
-        self._slots.append(slot)
-        return slot
+        made = CapturedGraph(places, layout, {at: sources[at] for at in moved}, written=sums)
+        given = [made.static.get(at, source) for at, source in enumerate(sources)]
+        made.hold(self._record(given[: len(self._taken)]), given)
+        self._captured.append(made)
+        return made
 
     def _record(self, given: Sequence[Any]) -> Recording:
         def function() -> list[Any]:

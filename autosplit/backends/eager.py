@@ -15,11 +15,14 @@ from autosplit.errors import SplitError
 from autosplit.passes.errors import StrideError
 from autosplit.passes.lowering import codegen
 from autosplit.passes.subgraph import Subgraph, subgraphs
+from autosplit.torch_internals.operators import DirectOperators
 
 from .backend import Boxed, Code
 
 if TYPE_CHECKING:
     from autosplit.sharded.gathering import Gathering
+
+_OPERATORS = DirectOperators()
 
 
 class Eager:
@@ -61,11 +64,15 @@ class Eager:
         # Tracebacks and debuggers ask the module's loader for the line that failed.
         space.__loader__ = _Source(source)
         exec(compile(source, file, "exec"), space.__dict__)
-        function = getattr(space, name)
+        space.__dict__["aten"] = _OPERATORS
+        function: Any = getattr(space, name)
+        function.__defaults__ = (constants,)
+        if StrideError.__name__ not in source:
+            return Code(function)
 
         def call(args: list[Any]) -> list[Any]:
             try:
-                found: list[Any] = function(args, constants)
+                found: list[Any] = function(args)
             except StrideError as error:
                 raise SplitError(str(error)) from error
             return found

@@ -27,9 +27,8 @@ from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.buffers import is_donated
 from autosplit.passes.subgraph import Subgraph, operands, outline, subgraphs
 
-from .backend import Boxed, Code, Strides, restrided
+from .backend import Boxed, Code, Strides, collecting_new_objects_only, restrided
 from .eager import Eager
-from .garbage_collection import collecting_new_objects_only
 
 if TYPE_CHECKING:
     from autosplit.sharded.gathering import Gathering

@@ -24,8 +24,7 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.text.figures import size_text
 from autosplit.text.files import writing
 
-from .boundary import BoundaryTensor, boundary_tensors, total_bytes
-from .tables import boundary_table, graph_table
+from .tables import BoundaryTensor, boundary_table, boundary_tensors, graph_table, total_bytes
 
 _COLOURS = {"forward": "#4477AA", "backward_input": "#EE6677", "backward_weight": "#228833"}
 _LETTERS = {"forward": "F", "backward_input": "I", "backward_weight": "W"}

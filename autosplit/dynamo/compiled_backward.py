@@ -18,9 +18,9 @@ from autosplit.errors import SplitError
 from autosplit.passes import Role
 from autosplit.passes.graph import GRADIENT, inputs, outputs
 from autosplit.passes.lowering.buffers import lent
-from autosplit.runtime.activations.saved_tensors import is_shared
-from autosplit.runtime.autocast_guard import AutocastGuard
 from autosplit.runtime.gradient_dependence import gradient_sources, outputs_read_inside
+from autosplit.runtime.refusals import AutocastGuard
+from autosplit.runtime.residuals import is_shared
 from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.dynamo import (
     RunningBackward,

@@ -19,8 +19,8 @@ from autosplit.autograd.engine_delivery import deliver_through_engine
 from autosplit.backends.compiled_graph import Backend, compile_graph
 from autosplit.passes import Kind, Role
 from autosplit.passes.graph import STATE, inputs, outputs
-from autosplit.runtime.activations.saved_tensors import Residuals, own
 from autosplit.runtime.gradient_dependence import borrowed_gradients
+from autosplit.runtime.residuals import Residuals, own
 from autosplit.torch_internals.autograd import without_autocast
 
 

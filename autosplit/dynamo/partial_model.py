@@ -28,7 +28,7 @@ from autosplit.capture.aot_session import compile_model
 from autosplit.dump.tables import share_text, short_source
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
-from autosplit.runtime.specializations.specialization import calls_itself
+from autosplit.runtime.specializations import calls_itself
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import few
 from autosplit.text.files import writing

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import CaptureError, PipelineError
-from autosplit.runtime.activations.saved_tensors import TensorSpec
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.pipelining_stage import StageShapeError
 from autosplit.torch_internals.pytree import TreeSpec

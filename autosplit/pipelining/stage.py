@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from autosplit.autograd.function import run_forward
 from autosplit.errors import CaptureError, SplitError
 from autosplit.mesh.costs import Overlap
-from autosplit.runtime.activations.in_flight import InFlightMicrobatch
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.input_overlap import refuse_overlap
-from autosplit.runtime.specializations.call_signature import CallFlattening, CallStructure
-from autosplit.runtime.specializations.specialization import Specializations
-from autosplit.runtime.specializations.stage_specializations import refuse_dtensors
+from autosplit.runtime.in_flight import InFlightMicrobatch
+from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
+from autosplit.runtime.specializations import CallFlattening, CallStructure, Specializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.sharded.stage_sharding import StageSharding
 from autosplit.torch_internals.autograd import without_autocast

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from autosplit.autograd.inplace_accumulation import inplace_sums, note_written
-from autosplit.runtime.activations.in_flight import InFlightMicrobatch
-from autosplit.runtime.activations.saved_tensors import Residuals, State
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.in_flight import InFlightMicrobatch
+from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.autograd import Leaves, add_gradients
 
 Compute = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from autosplit.backends.garbage_collection import collecting_new_objects_only
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.capture.first_call import is_passing, warm_up
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.module_paths import name_modules, stack

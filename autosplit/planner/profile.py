@@ -27,7 +27,7 @@ from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.engine.stages import footprint
 from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
 from autosplit.planner.costs import BlockCost, ModelCosts
-from autosplit.runtime.activations.saved_tensors import TensorSpec
+from autosplit.runtime.residuals import TensorSpec
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.text.figures import spread

@@ -10,13 +10,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.backends.compiled_graph import Backend, backend_named, prepare_joint
-from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.capture.first_call import (
     is_passing,
     is_unshaped,
@@ -25,7 +25,6 @@ from autosplit.capture.first_call import (
 )
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
 from autosplit.passes import Memory, PassError, SplitGraphs, run
-from autosplit.runtime.specializations.open_sizes import Dimensions
 from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_lost_shardings
@@ -43,6 +42,9 @@ if TYPE_CHECKING:
 _TRACING = threading.RLock()
 
 DUMP_VARIABLE = "AUTOSPLIT_DUMP"
+
+Dimensions: TypeAlias = "dict[int, frozenset[int]]"
+"""Place of an input leaf -> its dimensions whose sizes are left open."""
 
 _KINDS = {Tensor, nn.Parameter}
 

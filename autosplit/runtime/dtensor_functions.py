@@ -10,7 +10,7 @@ from torch import Tensor
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role
 from autosplit.passes.graph import STATE
-from autosplit.runtime.activations.saved_tensors import Residuals, State
+from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 
 from .functions import ForwardResult, SplitFunctions

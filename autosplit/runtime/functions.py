@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from autosplit.backends.compiled_graph import Backend, compile_graph, hand_over, positions
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import STATE, calls, concrete, fixed, inputs, is_size, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, lent
 from autosplit.passes.lowering.concatenate_microbatches import (
@@ -26,14 +27,13 @@ from autosplit.passes.lowering.concatenate_microbatches import (
 )
 from autosplit.passes.subgraph import inline, inlined
 from autosplit.passes.verify import verify_graph
-from autosplit.runtime.activations.last_uses import last_uses
-from autosplit.runtime.activations.saved_tensors import Constants, Residuals, State, TensorSpec
+from autosplit.runtime.residuals import Constants, Residuals, State, TensorSpec
 from autosplit.torch_internals.dtensor import Sharding
 
-from .autocast_guard import AutocastGuard
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
-from .gradient_graphs import Call, CalledVariant, GradientGraph, variants
+from .gradient_graphs import Call, GradientGraph
+from .refusals import AutocastGuard
 from .weight_slices import SlicedWeight
 
 if TYPE_CHECKING:
@@ -214,20 +214,27 @@ class SplitFunctions:
             SplitError: an unknown call.
             BackendError: the backend cannot compile a graph.
         """
-        makes = {
+        makes = {  # I before W: it decides how what W gets lies in memory
             "backward_input": self.early_parameters,
             "backward_weight": self.late_parameters,
             "backward": self.parameter_names,
         }
-        needed = variants(calls, makes)
-        if not self.has_backward:
-            return
-        order = [*makes]  # I before W: it decides how what W gets lies in memory
-        for variant in sorted(needed, key=lambda each: (order.index(each.call), *each[1:])):
-            graph: GradientGraph | SlicedWeight = self._graph_of(variant)
-            if slices > 1 and variant[:2] == ("backward_weight", 1):
+        order, made = [*makes], set[str]()
+        needed: set[tuple[int, int, bool]] = set()
+        for each in calls:
+            call, count = (each, 1) if isinstance(each, str) else each
+            if call not in makes:
+                known = ", ".join(map(repr, makes))
+                raise SplitError(f"unknown call {call!r}; known ones: {known}")
+            needed.add(
+                (order.index(call), count, bool(makes[call]) and made.issuperset(makes[call]))
+            )
+            made.update(makes[call])
+        for place, count, adds in sorted(needed) if self.has_backward else ():
+            graph: GradientGraph | SlicedWeight = self._graph_of(order[place], count)
+            if slices > 1 and graph is self.__dict__.get("_weight") and order[place] != "backward":
                 graph = self.sliced(slices)
-            graph.compile(accumulation if variant.adds else None)
+            graph.compile(accumulation if adds else None)
 
     def source(
         self,
@@ -247,15 +254,15 @@ class SplitFunctions:
         """
         if call == "forward":
             return self.graphs.forward
-        graph = self._graph_of(CalledVariant(call, microbatches, adds))
+        graph = self._graph_of(call, microbatches)
         return inline(graph.source(accumulation if adds else None))
 
-    def _graph_of(self, variant: CalledVariant) -> GradientGraph:
-        match variant.call:
+    def _graph_of(self, call: str, microbatches: int) -> GradientGraph:
+        match call:
             case "backward_input":
                 return self._input
-            case "backward_weight" if variant.microbatches > 1 and not self.writes_late:
-                return self._weight_of(variant.microbatches)
+            case "backward_weight" if microbatches > 1 and not self.writes_late:
+                return self._weight_of(microbatches)
             case "backward_weight":
                 return self._weight
         return self._weight if self._passes_on else self._unsplit
@@ -414,12 +421,12 @@ class SplitFunctions:
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
-        read = [state[name] for name in self._read_state]
+        read = [*map(state.__getitem__, self._read_state)]
         if self._targets:
             read += [state[name] if at is None else leaves[at] for name, at in self._targets]
         pool = leaves.copy()
         leaves.clear()
-        pool += [state[name] for name in self.forward_state]
+        pool += map(state.__getitem__, self.forward_state)
         results = self._forward(pool)
         outputs = len(self.output_names)
         end = outputs + len(self.updated_state)
@@ -582,6 +589,35 @@ class SplitFunctions:
                 f"got {grad.dtype} {list(grad.shape)}"
             )
         return spec.conform(grad)
+
+
+def last_uses(graphs: SplitGraphs) -> dict[str, int]:
+    """Name of each saved and deferred tensor -> where in I and then W it is last used.
+
+    The numbers only order tensors: a higher one lives longer. What I hands on to W lives until W.
+    """
+    first, second = graphs.backward_input, graphs.backward_weight
+    if first is None or second is None:
+        return {}
+    late = _last_uses(second.graph, Kind.DEFERRED, len(first.graph.nodes))
+    handed: dict[fx.Node, int] = {}
+    for role, value in outputs(first.graph, Kind.DEFERRED):
+        if isinstance(value, fx.Node):
+            root = storage_root(value)
+            handed[root] = max(handed.get(root, 0), late.get(role.name, 0))
+    early = _last_uses(first.graph, Kind.SAVED, 0, handed)
+    return {**late, **early}
+
+
+def _last_uses(
+    graph: fx.Graph, kind: Kind, start: int, handed: Mapping[fx.Node, int] | None = None
+) -> dict[str, int]:
+    order = {node: at for at, node in enumerate(graph.nodes, start)}
+    found = {}
+    for role, node in inputs(graph, kind).items():
+        users = [order[user] for user in node.users if user.op != "output"]
+        found[role.name] = max([start, *users, (handed or {}).get(node, 0)])
+    return found
 
 
 def _parameters(module: fx.GraphModule | None) -> list[str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.backends.compiled_graph import Backend, Boxed, compile_graph, hand_over
-from autosplit.backends.garbage_collection import collecting_new_objects_only
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import outputs
@@ -144,47 +144,8 @@ class GradientGraph:
         return graph.taking(given, wanted + [Role(Kind.WRITE, name) for name in self._writes])
 
 
-class CalledVariant(NamedTuple):
-    """The variant of a graph that a call runs.
-
-    Attributes:
-        call: its name.
-        microbatches: how many it is for at a time.
-        adds: whether it adds into gradients that earlier calls made.
-    """
-
-    call: str
-    microbatches: int
-    adds: bool
-
-
 Call: TypeAlias = str | tuple[str, int]
 """A call of a step: its name, and for how many microbatches at a time where that is not one."""
-
-
-def variants(
-    calls: Iterable[Call], parameters: Mapping[str, Sequence[str]]
-) -> dict[CalledVariant, None]:
-    """The graph variants that some calls run.
-
-    Args:
-        calls: in the order of one step, before which there are no gradients.
-        parameters: for each call those whose gradients it makes.
-
-    Raises:
-        SplitError: an unknown call; lists the known ones.
-    """
-    made: set[str] = set()
-    found: dict[CalledVariant, None] = {}
-    for each in calls:
-        call, count = (each, 1) if isinstance(each, str) else each
-        if call not in parameters:
-            known = ", ".join(map(repr, parameters))
-            raise SplitError(f"unknown call {call!r}; known ones: {known}")
-        names = parameters[call]
-        found[CalledVariant(call, count, bool(names) and made.issuperset(names))] = None
-        made.update(names)
-    return found
 
 
 def accumulating(

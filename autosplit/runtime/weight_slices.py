@@ -14,7 +14,7 @@ from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import FIXED, inputs, outputs
 from autosplit.passes.lowering.slice_weight_graph import slice_weight_graph
 from autosplit.passes.verify import verify_graph
-from autosplit.runtime.activations.saved_tensors import Constants, Residuals
+from autosplit.runtime.residuals import Constants, Residuals
 
 from .gradient_accumulation import Accumulation
 from .gradient_graphs import GradientGraph

@@ -10,24 +10,24 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from operator import is_not
+from collections.abc import Iterable, Iterator
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .dtensor import local_tensor
+
+_VERSION = attrgetter("_version")
 
 
 def versions(tensors: Iterable[Any]) -> tuple[int, ...]:
     """Autograd's version counter of each tensor; 0 for numbers."""
     tensors = tuple(tensors)
     try:
-        # A number has no version, nor has a None that stands for a tensor.
-        return tuple([getattr(tensor, "_version", 0) for tensor in tensors])
-    except RuntimeError:
+        return tuple(map(_VERSION, tensors))
+    except (AttributeError, RuntimeError):
         # Some kernels return None where their fake promises a tensor (a workspace not needed);
         # an inference tensor has no version, nor has a number.
         counted = [isinstance(t, torch.Tensor) and not t.is_inference() for t in tensors]
@@ -48,12 +48,6 @@ def allow_other_memory(tensors: Iterable[torch.Tensor]) -> None:
 def allows_other_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor may lie elsewhere than before, with the same values."""
     return hasattr(tensor, _OTHER_MEMORY)
-
-
-def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:
-    """A function that tells, without keeping the storage alive, whether it was freed."""
-    expired: Callable[[], bool] = StorageWeakRef(storage).expired
-    return expired
 
 
 def storage_users(storage: torch.UntypedStorage) -> tuple[int, int]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import autosplit
-from autosplit.runtime.activations.saved_tensors import Residuals
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import EXACT, Accumulation
+from autosplit.runtime.residuals import Residuals
 
 from ..results import Rows, table
 from .clock import elapsed

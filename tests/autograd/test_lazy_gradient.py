@@ -22,7 +22,7 @@ import autosplit
 from autosplit import SplitError
 from autosplit.autograd.lazy import gradient_slot
 from autosplit.autograd.lazy.lazy_gradient import LazyGradient
-from autosplit.backends.garbage_collection import collecting_new_objects_only
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.pending_weights import Deferral
 from autosplit.torch_internals.autograd import memoryless_tensor

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import autosplit
 from autosplit import Stage
 from autosplit.backends.compiled_graph import BACKENDS
-from autosplit.backends.cudagraphs import CudaGraphs, CudaGraphSlot, Recording
+from autosplit.backends.cudagraphs import CudaGraphs, Recording
 from autosplit.errors import BackendError
 from autosplit.passes.graph import Kind, Role, set_outputs
 from autosplit.pipeline import PipelineTrainer, StageOptions
@@ -106,14 +106,7 @@ def test_pending_microbatches_survive(stand_in: type[Rerun], options: dict[str, 
     assert same(found, steps(model, "eager", ORDERS, **options))
 
 
-def test_one_slot_for_all_is_wrong(stand_in: type[Rerun], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the stand-in overwrites is seen."""
-    monkeypatch.setattr(CudaGraphSlot, "is_free", True)
-    model = Block()
-    assert not same(steps(model, "cudagraphs", ORDERS), steps(model, "eager", ORDERS))
-
-
-def test_as_many_slots_as_microbatches_pending(stand_in: type[Rerun]) -> None:
+def test_each_graph_is_captured_once(stand_in: type[Rerun]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     stage = Stage(model, [torch.randn(2, 3, requires_grad=True)], backend="cudagraphs")
 
@@ -128,22 +121,8 @@ def test_as_many_slots_as_microbatches_pending(stand_in: type[Rerun]) -> None:
         return stand_in.recordings - before
 
     assert run(1) == 3  # F, I, W
-    assert run(1) == 1  # W that adds
-    assert run(3) == 4  # two more of F and I; W leaves nothing
+    assert run(3) == 1  # W that adds
     assert run(3) == run(2) == 0
-
-
-def test_a_view_keeps_its_slot(stand_in: type[Rerun]) -> None:
-    split = autosplit.split(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), backend="cudagraphs")
-    x = torch.randn(2, 3)
-    functions = split.capture(x)
-    state = {**dict(split.model.named_parameters())}
-    saved = functions.forward(state, [x.clone()]).saved
-    views = [tensor[0] for tensor in saved.tensors]
-    del saved
-    before = [view.clone() for view in views]
-    functions.forward(state, [torch.randn(2, 3)])
-    assert same(views, before)
 
 
 def test_autograd_face(stand_in: type[Rerun]) -> None:
@@ -214,7 +193,7 @@ def test_outputs_share_what_they_share_in_eager(stand_in: type[Rerun]) -> None:
 
 
 def test_parts_of_inputs_are_handed_over_as_such(stand_in: type[Rerun]) -> None:
-    """Writes into them are then counted, and they need no slot."""
+    """Writes into them are then counted."""
     graph = fx.Graph()
     x, weight = torch.randn(8)[2:], nn.Parameter(torch.randn(2, 3))
     taken = []

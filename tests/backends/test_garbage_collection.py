@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from autosplit.backends.garbage_collection import collecting_new_objects_only
+from autosplit.backends.backend import collecting_new_objects_only
 
 
 def test_old_objects_are_left_alone_and_given_back() -> None:

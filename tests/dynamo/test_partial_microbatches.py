@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.garbage_collection import collecting_new_objects_only
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
 from tests.dynamo.breaking import (
     Nested,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.runtime.specializations.call_signature import CallFlattening, CallSignature
+from autosplit.runtime.specializations import CallFlattening, CallSignature
 from autosplit.torch_internals.pytree import tree_flatten
 
 X, Y = torch.ones(2, 3), nn.Parameter(torch.zeros(4))

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.dump.boundary import boundary_tensors, total_bytes
+from autosplit.dump.tables import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Overlap
 from autosplit.passes import Kind
@@ -23,7 +23,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.runtime.activations.fitting import longest_needed_first
+from autosplit.runtime.fitting import longest_needed_first
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage

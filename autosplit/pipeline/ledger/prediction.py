@@ -20,7 +20,7 @@ from autosplit.pipeline.schedule.level_by_order import LevelByOrder
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.runtime.activations.fitting import fitting, longest_needed_first
+from autosplit.runtime.fitting import fitting, longest_needed_first
 from autosplit.stage import Stage
 
 from .call_memory import CallMemory

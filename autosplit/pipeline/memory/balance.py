@@ -35,7 +35,7 @@ from autosplit.pipeline.simulation.activation_memory import (
 )
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.runtime.activations.fitting import fitting
+from autosplit.runtime.fitting import fitting
 
 from .bounds import bounds_of, refuse_excess
 from .occupancy import Held, Occupancy

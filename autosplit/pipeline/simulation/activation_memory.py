@@ -12,7 +12,7 @@ from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
 from autosplit.pipeline.schedule.level_by_order import LevelByOrder
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.runtime.activations.fitting import fitting
+from autosplit.runtime.fitting import fitting
 
 from .timeline import Span, Timeline
 

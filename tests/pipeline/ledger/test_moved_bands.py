@@ -20,7 +20,7 @@ from autosplit.pipeline.ledger.bytes_by_owner import BytesByOwner
 from autosplit.pipeline.ledger.prediction import RankReplay
 from autosplit.pipeline.ledger.recorder import MemoryRecorder
 from autosplit.pipeline.schedule.action import Action
-from autosplit.runtime.activations.held_storages import HeldStorages
+from autosplit.runtime.in_flight import HeldStorages
 from tests.pipeline.ledger import workers
 from tests.pipeline.training.moving import offloading
 from tests.ranks import Ranks

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from autosplit.backends.garbage_collection import collecting_new_objects_only
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.errors import PipelineError
 from autosplit.pipeline.ledger.bands import OWNERS
 from autosplit.torch_internals.allocations import HostAllocations

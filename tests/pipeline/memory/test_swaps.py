@@ -14,7 +14,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, moved_b
 from autosplit.pipeline.simulation.step_costs import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
-from autosplit.runtime.activations.fitting import fitting
+from autosplit.runtime.fitting import fitting
 
 MEMORY = StageMemory(12.0, 12.0, tensors=12, pieces=(1.0,) * 12)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 
-from autosplit.backends.garbage_collection import collecting_new_objects_only
+from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.errors import AutosplitError
 
 from .bench import ROWS, Bench, Training, case, ordered, over, sum_of_squares

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autosplit import SplitError, Stage
-from autosplit.runtime.activations import held_storages, saved_tensors
-from autosplit.torch_internals.state import distinct_storage_bytes, is_gone
+from autosplit.runtime import in_flight, residuals
+from autosplit.torch_internals.state import distinct_storage_bytes
 from tests.microbatches import reference
 from tests.zoo import CASES
 
@@ -23,7 +24,7 @@ NAMES = ["mlp", "attention", "convolutions", "tied", "counter", "in_place", "pla
 def _away_and_back(stage: Stage, microbatch: int, bytes: int | None = None) -> int:
     """How many bytes were away; they come back as clones, and the old ones are freed."""
     taken = stage.detach_held(microbatch, bytes)
-    gone = [is_gone(tensor.untyped_storage()) for tensor in taken]
+    gone = [StorageWeakRef(tensor.untyped_storage()).expired for tensor in taken]
     clones = [tensor.clone() for tensor in taken]
     count = distinct_storage_bytes(taken)
     assert count == sum(tensor.numel() for tensor in taken)
@@ -253,11 +254,11 @@ def test_what_is_the_same_in_every_step_is_found_once(monkeypatch: pytest.Monkey
     """Which storages go, and in which order; and a microbatch's are looked for once while others
     leave.
     """
-    order, fit = _Counted(held_storages.longest_needed_first), _Counted(held_storages.fitting)
-    look = _Counted(saved_tensors.detachable)
-    monkeypatch.setattr(held_storages, "longest_needed_first", order)
-    monkeypatch.setattr(held_storages, "fitting", fit)
-    monkeypatch.setattr(saved_tensors, "detachable", look)
+    order, fit = _Counted(in_flight.longest_needed_first), _Counted(in_flight.fitting)
+    look = _Counted(residuals.detachable)
+    monkeypatch.setattr(in_flight, "longest_needed_first", order)
+    monkeypatch.setattr(in_flight, "fitting", fit)
+    monkeypatch.setattr(residuals, "detachable", look)
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.GELU())
     stage = Stage(model, [torch.zeros(2, 6, requires_grad=True)])
     microbatches = range(6)

@@ -1,9 +1,12 @@
-"""``Residuals``: tensors that one graph saves for the next, checked for writes in between."""
+"""``Residuals``: tensors that one graph saves for the next, checked for writes in between.
+
+Storages can be taken out from under them, as bytes, and put back."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +17,118 @@ from autosplit.errors import SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.torch_internals.state import allows_other_memory, versions
 
-from .detached_storages import (
-    DetachedStorages,
-    PlacedStorage,
-    StorageKey,
-    detachable,
-    whole_storage,
-)
+StorageKey = tuple[torch.device, int]
+"""A storage's device and address, for as long as it is alive."""
+
+
+def storage_of(tensor: Tensor) -> StorageKey:
+    """Which storage a tensor lies in."""
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether a tensor's storage holds more than the tensor, as that of a batch does which was
+    cut into microbatches.
+    """
+    return tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor over one storage, and not one of a subclass."""
+    return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+
+
+class PlacedStorage(NamedTuple):
+    """A storage behind tensors of a list: the places of all that lie in it, and its bytes."""
+
+    places: tuple[int, ...]
+    bytes: int
+
+
+def detachable(tensors: Sequence[Any]) -> dict[StorageKey, PlacedStorage]:
+    """Storages of which each tensor is its bytes, sizes and strides, and in which nobody but torch
+    can write.
+    """
+    found: dict[StorageKey, list[int]] = {}
+    sizes: dict[StorageKey, int] = {}
+    for at, value in enumerate(tensors):
+        if not is_plain(value):
+            continue
+        storage = value.untyped_storage()
+        key = value.device, storage.data_ptr()
+        places = found.get(key)
+        if places is None:
+            found[key] = [at]
+            sizes[key] = storage.nbytes() if storage.resizable() else 0
+        else:
+            places.append(at)
+        if value.is_conj() or value.is_neg():
+            sizes[key] = 0
+    return {key: PlacedStorage(tuple(found[key]), size) for key, size in sizes.items() if size}
+
+
+def whole_storage(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, as bytes."""
+    blank = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return blank.set_(tensor.untyped_storage())
+
+
+class StorageView(NamedTuple):
+    """How a tensor lies in its storage; ``offset`` counts elements."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> StorageView:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def over(self, data: Tensor) -> Tensor:
+        """The same view of other bytes, which fill their storage."""
+        blank = torch.empty(0, dtype=self.dtype, device=data.device)
+        storage = data.untyped_storage()
+        return blank.set_(storage, self.offset, self.shape, self.stride)
+
+
+class _Away(NamedTuple):
+    """A storage that was taken.
+
+    Attributes:
+        views: place and view of each tensor in it.
+        bytes: of the storage.
+        device: where it lay.
+    """
+
+    views: list[tuple[int, StorageView]]
+    bytes: int
+    device: torch.device
+
+
+def _fits(away: _Away, data: Tensor) -> bool:
+    size = data.numel()
+    return (
+        size == away.bytes
+        and data.dtype is torch.uint8
+        and data.is_contiguous()
+        and size == data.untyped_storage().nbytes()
+        and data.device == away.device
+    )
+
+
+def _described(data: Tensor) -> str:
+    if data.dtype is not torch.uint8 or not data.is_contiguous():
+        return f"{list(data.shape)} of {data.dtype}"
+    size = data.untyped_storage().nbytes()
+    part = "" if size == data.numel() else f"{data.numel()} of "
+    return f"{part}{size} bytes on {data.device}"
+
 
 State = Mapping[str, Tensor]
 
 _NUMBERS = (int, float, bool)
+_POINTER, _DTYPE = methodcaller("data_ptr"), attrgetter("dtype")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +228,7 @@ class Residuals:
         "_storages",
         "_stream",
         "_tensors",
+        "_watched",
     )
 
     def __init__(
@@ -148,10 +253,12 @@ class Residuals:
         self._constants = constants.tensors
         self._donated = donated
         self._late, self._loose = late, loose
+        # State and constants that must stay as they are.
+        self._watched = (*state[: len(state) - loose], *constants.tensors)
         self._counts = versions((*tensors, *self._watched))
         self._places = _places(self._watched)
         self._stream = stream_under(tensors)
-        self._away = DetachedStorages()
+        self._away: list[_Away] = []
         self._storages: Mapping[StorageKey, PlacedStorage] | None = None
 
     @property
@@ -163,11 +270,6 @@ class Residuals:
     def state(self) -> tuple[Tensor, ...]:
         """Parameters and buffers that the next graph reads."""
         return self._state
-
-    @property
-    def _watched(self) -> tuple[Tensor, ...]:
-        """State and constants that must stay as they are."""
-        return (*self._state[: len(self._state) - self._loose], *self._constants)
 
     @property
     def fixed(self) -> tuple[Tensor, ...]:
@@ -233,7 +335,14 @@ class Residuals:
             SplitError: something was written in place since the hand-over.
         """
         self._check_unwritten()
-        found = self._away.take(self._tensors, storages)
+        found = []
+        for places, size in storages:
+            data = whole_storage(self._tensors[places[0]])
+            views = [(at, StorageView.of(self._tensors[at])) for at in places]
+            self._away.append(_Away(views, size, data.device))
+            found.append(data)
+            for at in places:
+                self._tensors[at] = None
         self._recount()
         return found
 
@@ -245,7 +354,17 @@ class Residuals:
                 hand-over.
         """
         self._check_unwritten()
-        self._away.put_back(self._tensors, storages)
+        if len(storages) != len(self._away) or not all(map(_fits, self._away, storages)):
+            expected = [f"{each.bytes} bytes on {each.device}" for each in self._away]
+            given = [_described(each) for each in storages]
+            raise SplitError(
+                f"expected the storages that were detached, {', '.join(expected) or 'none'}, as "
+                f"torch.uint8, each filling its own; got {', '.join(given) or 'none'}"
+            )
+        for away, data in zip(self._away, storages, strict=True):
+            for at, view in away.views:
+                self._tensors[at] = view.over(data)
+        self._away = []
         self._recount()
 
     def _recount(self) -> None:
@@ -266,7 +385,7 @@ class Residuals:
                 (counts[at],) = versions((tensor,))
         twin._counts, twin._places = tuple(counts), self._places
         twin._stream, twin._late, twin._away = self._stream, self._late, self._away
-        twin._storages = None
+        twin._storages, twin._watched = None, self._watched
         return twin
 
     def _apart(self, tensors: Iterable[Any]) -> list[Any]:
@@ -285,37 +404,54 @@ class Residuals:
                 constant has other data; names it.
         """
         self._check_unwritten()
-        watched, (when, first) = self._watched, self._when
-        names = self._names[len(self._tensors) :]
-        moved = _moved(names, watched, self._places, _places(watched))
-        if moved:
-            raise SplitError(
-                f"moved, converted or given other data between {when}: {moved}. {first} before "
-                "that."
-            )
+        if _places(self._watched) != self._places:
+            self._check_unmoved()
         tensors, self._tensors = self._tensors, []
         self._storages = None
-        follow(self._stream, tensors)
+        if self._stream is not None:
+            follow(self._stream, tensors)
         tensors += self._state
-        self._state = ()
+        self._state = self._watched = ()
         return tensors
 
     def _check_unwritten(self) -> None:
-        when, first = self._when
         now = versions((*self._tensors, *self._watched))
-        written = _different(self._names, self._counts, now)
-        if written:
+        if now == self._counts:
+            return
+        pairs = zip(self._names, self._counts, now, strict=True)
+        written = ", ".join(name for name, then, count in pairs if then != count)
+        raise SplitError(
+            f"written in place between {self._when}: {written}. {self._first} before writing, or "
+            "write into a clone."
+        )
+
+    def _check_unmoved(self) -> None:
+        names = self._names[len(self._tensors) :]
+        then, now = zip(*self._places, strict=True), zip(*_places(self._watched), strict=True)
+        moved = ", ".join(
+            name
+            for name, tensor, (place, dtype), (other, kind) in zip(
+                names, self._watched, then, now, strict=True
+            )
+            if dtype is not kind or (place != other and not allows_other_memory(tensor))
+        )
+        if moved:
             raise SplitError(
-                f"written in place between {when}: {written}. {first} before writing, or write "
-                "into a clone."
+                f"moved, converted or given other data between {self._when}: {moved}. "
+                f"{self._first} before that."
             )
 
     @property
-    def _when(self) -> tuple[str, str]:
-        """Between which calls nothing may be written, and which comes before one may."""
+    def _when(self) -> str:
+        """Between which calls nothing may be written."""
         if self._late:
-            return "backward() and backward_weight()", "Call backward_weight()"
-        return "the forward and its backward", "Run the backward"
+            return "backward() and backward_weight()"
+        return "the forward and its backward"
+
+    @property
+    def _first(self) -> str:
+        """What comes before one may."""
+        return "Call backward_weight()" if self._late else "Run the backward"
 
 
 def is_shared(value: Any) -> bool:
@@ -342,30 +478,6 @@ def own(values: Sequence[Any], places: Iterable[int]) -> list[Any]:
     return found
 
 
-def _different(names: Sequence[str], then: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    """Names whose values differ."""
-    if now == then:
-        return ""
-    return ", ".join(n for n, a, b in zip(names, then, now, strict=True) if a != b)
-
-
-def _moved(
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    then: tuple[tuple[int, torch.dtype], ...],
-    now: tuple[tuple[int, torch.dtype], ...],
-) -> str:
-    """Names of the tensors that are not where they were, nor may be elsewhere."""
-    if now == then:
-        return ""
-    every = zip(names, tensors, then, now, strict=True)
-    return ", ".join(
-        name
-        for name, tensor, (place, dtype), (other, kind) in every
-        if dtype is not kind or (place != other and not allows_other_memory(tensor))
-    )
-
-
-def _places(tensors: Iterable[Tensor]) -> tuple[tuple[int, torch.dtype], ...]:
-    """Data pointer and dtype of each tensor."""
-    return tuple([(tensor.data_ptr(), tensor.dtype) for tensor in tensors])
+def _places(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
+    """Data pointers and dtypes of tensors."""
+    return tuple(map(_POINTER, tensors)), tuple(map(_DTYPE, tensors))

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autosplit import SplitError, Stage
-from autosplit.torch_internals.state import is_gone
 from tests.zoo import CASES
 
 MODELS = {
@@ -114,7 +114,7 @@ def test_only_inputs_are_held_until_then() -> None:
     assert stage.saved_bytes == whole  # the two have their input in common
     stage.backward(0, [torch.ones(5, 3)])
     assert stage.saved_bytes == 4 * 5 * 6
-    gone = is_gone(x.untyped_storage())
+    gone = StorageWeakRef(x.untyped_storage()).expired
     del x
     assert not gone()
     stage.recompute(1)

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import CaptureError, SplitError
-from autosplit.passes import Kind
 from autosplit.passes.analysis.aliasing import overlaps_itself
-from autosplit.runtime.activations.saved_tensors import TensorSpec
-from autosplit.runtime.build import trace, without_history
+from autosplit.runtime.build import Dimensions, trace, without_history
 from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.residuals import TensorSpec
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.state import StateReader
 
-from .call_signature import CallSignature
-from .open_sizes import Dimensions, OpenSizes
-from .specialization_cache import SpecializationCache
+from .refusals import refuse_dtensors
+from .specializations import CallSignature, OpenSizes, SpecializationCache
 
 if TYPE_CHECKING:
     from autosplit.sharded.stage_sharding import StageSharding
@@ -79,7 +77,6 @@ class StageSpecializations:
     ) -> None:
         self._name = name
         self._sharding = sharding
-        self._view = nullcontext if sharding is None else sharding.plain
         self._module = module
         self._options = options
         self._slices = slices
@@ -90,7 +87,7 @@ class StageSpecializations:
         self._grad_mode = torch.is_grad_enabled()
         self._cache = SpecializationCache(name, _MAX_GRAPHS)
         self._sizes = OpenSizes(options)
-        with self._view():
+        with nullcontext() if sharding is None else sharding.plain():
             self._latest = self._trace(without_history(args, computed=True))
         self._sizes.of(None, args)
         self._keep(self._latest)
@@ -126,21 +123,28 @@ class StageSpecializations:
             CaptureError: the module cannot be traced for these sizes, or not any more.
             SplitError: it changed so that its outputs did.
         """
+        with torch.set_grad_enabled(self._grad_mode):
+            if self._sharding is None:
+                self._latest = self._find()
+            else:
+                with self._sharding.plain():
+                    self._latest = self._find()
+        return self._latest
+
+    def _find(self) -> SplitFunctions:
         blanks = self._now.blanks
 
         def fits(functions: SplitFunctions) -> bool:
             return functions.fits_budget(blanks) and functions.capture.guards.hold(blanks, {})
 
-        with torch.set_grad_enabled(self._grad_mode), self._view():
-            found = self._cache.find(self._key(), fits, blanks)
-            new = found is None
-            if found is None:
-                found = self._sizes.capture(None, blanks, self._capture, fits)
-            if new or not self._now.outputs:
-                self._check_outputs(found)
-            if new:
-                self._keep(found)
-        self._latest = found
+        found = self._cache.find(self._key(), fits, blanks)
+        new = found is None
+        if found is None:
+            found = self._sizes.capture(None, blanks, self._capture, fits)
+        if new or not self._now.outputs:
+            self._check_outputs(found)
+        if new:
+            self._keep(found)
         return found
 
     def check_inputs(self, inputs: list[Tensor]) -> None:
@@ -236,22 +240,6 @@ class StageSpecializations:
             "reads was changed, such as parameters, their dtype or whether they are trained, "
             "or autocast; build a new Stage, or a new trainer"
         )
-
-
-def refuse_dtensors(name: str, module: nn.Module, functions: SplitFunctions) -> None:
-    """Check that what a stage takes from others and hands to others is no DTensor.
-
-    Raises:
-        CaptureError: one is; says how it lies over ranks.
-    """
-    for role, lies in functions.capture.shardings.items():
-        if role.kind in (Kind.INPUT, Kind.OUTPUT):
-            verb = "takes" if role.kind is Kind.INPUT else "returns"
-            raise CaptureError(
-                f"{name} ({type(module).__name__}) {verb} {role.name}, a DTensor ({lies}); stages "
-                "hand each other local tensors. Pass local ones, and leave use_local_output=True "
-                "in the plan of parallelize_module"
-            )
 
 
 def _kind(tensor: Tensor, spec: TensorSpec) -> tuple[Any, ...]:

@@ -1,0 +1,440 @@
+"""In-flight microbatches of a stage: between F and I, and between I and W.
+
+What they hold, each alone, can be moved away for a while; of some only F's inputs are kept, until F
+runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autosplit.device import GeneratorStates
+from autosplit.errors import SplitError
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.gradient_accumulation import Accumulation, GradientSums
+from autosplit.torch_internals.autograd import has_tensor_hooks, without_autocast
+from autosplit.torch_internals.dtensor import local_tensor
+from autosplit.torch_internals.state import distinct_storage_bytes
+
+from .fitting import fitting, longest_needed_first
+from .residuals import PlacedStorage, Residuals, State, StorageKey, is_part, is_plain, storage_of
+
+
+class InFlightMicrobatch(NamedTuple):
+    """State of one microbatch between two calls.
+
+    Attributes:
+        functions: the graphs that it runs.
+        residuals: of the first call.
+        state: parameters and buffers of F.
+        lent: storages that the caller keeps more in than this microbatch.
+    """
+
+    functions: SplitFunctions
+    residuals: Residuals
+    state: State
+    lent: frozenset[StorageKey] = frozenset()
+
+
+class InFlightMicrobatches:
+    """In-flight microbatches by their numbers.
+
+    Args:
+        owner: whose, for messages.
+        before: the call that brings a microbatch here.
+    """
+
+    def __init__(self, owner: str, before: str) -> None:
+        self._owner = owner
+        self._before = before
+        self._by_number: dict[int, InFlightMicrobatch] = {}
+
+    def __contains__(self, microbatch: int) -> bool:
+        return microbatch in self._by_number
+
+    @property
+    def waiting(self) -> list[int]:
+        """The microbatches' numbers, in ascending order."""
+        return sorted(self._by_number)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors that they hold, parameters and buffers left out."""
+        return [t for each in self._by_number.values() for t in each.residuals.tensors]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of distinct storage that they hold."""
+        return distinct_storage_bytes(self.tensors)
+
+    def put(self, microbatch: int, held: InFlightMicrobatch) -> None:
+        self._by_number[microbatch] = held
+
+    def take(self, microbatch: int) -> InFlightMicrobatch:
+        """Remove and return a microbatch's state.
+
+        Raises:
+            SplitError: it is not here, or not with all its tensors.
+        """
+        held = self.get(microbatch)
+        if held.residuals.is_away:
+            raise SplitError(
+                f"{self._owner}: tensors of microbatch {microbatch} were taken out with "
+                "detach_held(); put them back with attach_held() first"
+            )
+        del self._by_number[microbatch]
+        return held
+
+    def get(self, microbatch: int) -> InFlightMicrobatch:
+        """A microbatch's state.
+
+        Raises:
+            SplitError: it is not here.
+        """
+        if microbatch not in self._by_number:
+            raise SplitError(
+                f"{self._owner}: microbatch {microbatch} has not run {self._before}, or its "
+                "result was used already"
+            )
+        return self._by_number[microbatch]
+
+    def others(self, microbatch: int) -> list[InFlightMicrobatch]:
+        """The states of all microbatches but this one."""
+        return [state for number, state in self._by_number.items() if number != microbatch]
+
+    def clear(self) -> None:
+        self._by_number.clear()
+
+
+class PendingWeightGradients:
+    """Microbatches between I and W, and the sums that their gradients are added to.
+
+    Args:
+        owner: whose, for messages.
+        accumulation: how gradients are added.
+        slices: how many slices W can be run in.
+
+    Attributes:
+        in_flight: the microbatches between I and W.
+        sums: the gradients so far.
+        slices: how many slices W can be run in.
+    """
+
+    def __init__(self, owner: str, accumulation: Accumulation, slices: int) -> None:
+        self.in_flight = InFlightMicrobatches(owner, "backward_input")
+        self.sums = GradientSums(accumulation)
+        self.slices = slices
+        self._owner = owner
+        self._begun: dict[int, int] = {}  # microbatch -> slices that have run
+
+    def run(self, microbatch: int) -> None:
+        """All of W.
+
+        Raises:
+            SplitError: this microbatch is not waiting, slices of it have run, or it ran on
+                other parameters than those before it.
+        """
+        self._run([microbatch])
+
+    def run_all(self, microbatches: Sequence[int]) -> None:
+        """Run W of several microbatches, in this order. With concatenated accumulation, those that
+        ran the same graph on the same parameters run as one.
+
+        Raises:
+            SplitError: as ``run``; a microbatch is named twice.
+        """
+        for together in self.calls(microbatches):
+            self._run(together)
+
+    def calls(self, microbatches: Sequence[int]) -> list[list[int]]:
+        """The microbatches of each call that ``run_all`` makes of these, in order.
+
+        Raises:
+            SplitError: as ``run_all``.
+        """
+        repeated = [m for at, m in enumerate(microbatches) if m in microbatches[:at]]
+        if repeated:
+            raise SplitError(f"{self._owner}: W of microbatch {repeated[0]} is asked for twice")
+        found: list[list[int]] = []
+        for microbatch in microbatches:
+            if found and self._fit(found[-1][0], microbatch):
+                found[-1].append(microbatch)
+            else:
+                found.append([microbatch])
+        return found
+
+    def _fit(self, first: int, second: int) -> bool:
+        """Whether W of two microbatches can run in one call."""
+        one, other = self.in_flight.get(first), self.in_flight.get(second)
+        names = one.functions.late_parameters
+        return (
+            self.sums.accumulation.concatenated
+            and one.functions is other.functions
+            and all(one.state[name] is other.state[name] for name in names)
+            and self._begun.keys().isdisjoint((first, second))
+            and one.functions.concatenates(one.residuals, other.residuals)
+            and not has_tensor_hooks(one.state[name] for name in names)
+        )
+
+    def _run(self, microbatches: list[int]) -> None:
+        """W of one microbatch, or of several in one call."""
+        begun = self._begun.get(microbatches[0])
+        if begun:
+            raise SplitError(
+                f"{self._owner}: {begun} of {self.slices} slices of W of microbatch "
+                f"{microbatches[0]} have run; run the others one by one"
+            )
+        taken = [self.in_flight.take(microbatch) for microbatch in microbatches]
+        functions, _, state, _ = taken[0]
+        deferred = [each.residuals for each in taken]
+        names, accumulation = functions.late_parameters, self.sums.accumulation
+        sums = self.into(names, state)
+        gradients = functions.backward_weight_together(deferred, sums, accumulation)
+        if sums is None:
+            self.sums.add(names, gradients, functions.dependence.borrowed)
+
+    def run_slice(self, microbatch: int, index: int) -> None:
+        """One slice of W.
+
+        Raises:
+            SplitError: as ``run``, or it is not this slice's turn.
+        """
+        turn = self._begun.get(microbatch, 0)
+        if index != turn:
+            raise SplitError(
+                f"{self._owner}: W of microbatch {microbatch} runs in {self.slices} slice(s), in "
+                f"order; it is the turn of slice {turn}, got {index}"
+            )
+        functions, deferred, state, lent = self.in_flight.take(microbatch)
+        weight = functions.sliced(self.slices)
+        names = weight.parameter_names[index]
+        sums = self.into(names, state)
+        accumulation = self.sums.accumulation
+        gradients, left = functions.weight_slice(self.slices, index, deferred, sums, accumulation)
+        if sums is None:
+            self.sums.add(names, gradients, weight.borrowed(index))
+        if index + 1 == self.slices:
+            self._begun.pop(microbatch, None)
+            return
+        self._begun[microbatch] = index + 1
+        self.in_flight.put(microbatch, InFlightMicrobatch(functions, left, state, lent))
+
+    def into(self, names: Sequence[str], state: State) -> list[Tensor] | None:
+        """The sums that W or B adds into; None where it makes new gradients.
+
+        Raises:
+            SplitError: a parameter is not the one whose gradients were added up so far.
+        """
+        try:
+            return self.sums.into(names, [state[name] for name in names])
+        except SplitError as error:
+            raise SplitError(f"{self._owner}: {error}") from None
+
+    def publish(self, names: Collection[str] | None = None) -> None:
+        """Move the sums into the parameters' ``.grad``.
+
+        Args:
+            names: of the parameters whose sums to move; None for all.
+
+        Raises:
+            SplitError: a microbatch waits for W, or for a slice that adds to one of these.
+        """
+        pending = [each for each in self.in_flight.waiting if self._adds(each, names)]
+        if pending:
+            waiting = ", ".join(map(str, pending))
+            raise SplitError(
+                f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
+                "call backward_weight() for each first"
+            )
+        self.sums.publish(names)
+
+    def _adds(self, microbatch: int, names: Collection[str] | None) -> bool:
+        """Whether what is left of a microbatch's W adds to some of these."""
+        if names is None:
+            return True
+        functions = self.in_flight.get(microbatch).functions
+        begun = self._begun.get(microbatch, 0)
+        left = functions.sliced(self.slices).parameter_names[begun:]
+        return any(name in names for each in left for name in each)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.in_flight.clear()
+        self._begun.clear()
+        self.sums.clear()
+
+
+class KeptInputs:
+    """What it takes to run one microbatch's F once more, with the same results bit for bit.
+
+    To be made before that F runs. Buffers that it writes are kept as they were; everything else
+    that it reads must be the same when it runs again.
+
+    Args:
+        functions: the graphs that F runs.
+        state: the module's parameters and buffers.
+        inputs: of the microbatch.
+    """
+
+    def __init__(self, functions: SplitFunctions, state: State, inputs: list[Tensor]) -> None:
+        self.functions = functions
+        self.state = state
+        self._buffers = {name: state[name].clone() for name in functions.updated_state}
+        steady = [name for name in functions.forward_state if name not in self._buffers]
+        names = (*functions.capture.inputs, *steady)
+        read = tuple([state[name] for name in steady])
+        self._inputs = Residuals(names, list(inputs), read, functions.forward_constants)
+        self._generators = GeneratorStates.of([*inputs, *state.values()])
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The microbatch's inputs."""
+        return [*self._inputs.tensors]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that are kept."""
+        return [*self.inputs, *self._buffers.values()]
+
+    def run(self) -> Residuals:
+        """F again; what it saves. Its outputs, and what it would write into buffers, are dropped.
+
+        Raises:
+            SplitError: something that F reads was written in place since, or exchanged.
+        """
+        count = len(self.functions.capture.inputs)
+        leaves: list[Any] = self._inputs.take()[:count]
+        state = {**self.state, **self._buffers}
+        with torch.no_grad(), without_autocast(), self._generators.again():
+            return self.functions.forward(state, leaves).saved
+
+
+_ORDERS = 256  # that are known at once
+
+
+class HeldStorages:
+    """What the in-flight microbatches of a stage hold, each alone.
+
+    A rank asks for that between two actions, and steps are alike: what is the same as before is
+    not found again.
+
+    Args:
+        owner: whose, for messages.
+        saved: the microbatches between F and the backward.
+        deferred: those between I and W.
+    """
+
+    def __init__(
+        self, owner: str, saved: InFlightMicrobatches, deferred: InFlightMicrobatches
+    ) -> None:
+        self._owner = owner
+        self._saved = saved
+        self._deferred = deferred
+        self._orders: dict[Hashable, Sequence[PlacedStorage]] = {}
+        self._state: tuple[Hashable, AbstractSet[StorageKey]] = (), frozenset()
+
+    def of(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
+        """See ``Stage.held``."""
+        own, others = self._find(microbatch)
+        found = self._own(own, others, kept)
+        return [own.residuals.whole(each.places[0]) for each in found]
+
+    def detach(self, microbatch: int, limit: int | None, kept: Iterable[Tensor]) -> list[Tensor]:
+        """See ``Stage.detach_held``."""
+        own, others = self._find(microbatch)
+        if own.residuals.is_away:
+            raise SplitError(
+                f"{self._owner}: tensors of microbatch {microbatch} are away already; put them "
+                "back with attach_held() first"
+            )
+        return own.residuals.detach(self._own(own, others, kept, limit))
+
+    def attach(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """See ``Stage.attach_held``."""
+        own, _ = self._find(microbatch)
+        try:
+            own.residuals.attach(tensors)
+        except SplitError as error:
+            raise SplitError(f"{self._owner}: microbatch {microbatch}: {error}") from None
+
+    def _find(self, microbatch: int) -> tuple[InFlightMicrobatch, list[InFlightMicrobatch]]:
+        """A microbatch's state and those of all others."""
+        here, there = self._saved, self._deferred
+        if microbatch not in here:
+            here, there = there, here
+        if microbatch not in here:
+            raise SplitError(
+                f"{self._owner}: microbatch {microbatch} holds nothing that could be moved: it is "
+                "neither between F and its backward nor between I and W"
+            )
+        return here.get(microbatch), [*here.others(microbatch), *there.others(microbatch)]
+
+    def _own(
+        self,
+        microbatch: InFlightMicrobatch,
+        others: Iterable[InFlightMicrobatch],
+        kept: Iterable[Tensor],
+        limit: int | None = None,
+    ) -> Sequence[PlacedStorage]:
+        """Storages that could be away for a while.
+
+        Not of parameters, buffers and constants, nor of what several microbatches or the caller
+        hold. Those that live longest come first; which of them fit into ``limit`` is said in
+        ``fitting``.
+
+        Args:
+            microbatch: whose.
+            others: the stage's other microbatches.
+            kept: tensors of others besides.
+            limit: how many bytes in all; None for as many as there are.
+        """
+        given = {storage_of(each) for each in map(local_tensor, kept) if is_plain(each)}
+        shared = (microbatch.lent, given, self._of_state(microbatch))
+        found = dict(microbatch.residuals.storages())
+        for keys in (*shared, *(other.residuals.storages() for other in others)):
+            for key in found.keys() & keys:
+                del found[key]
+        storages = tuple(found.values())
+        alike = microbatch.functions, limit, storages
+        order = self._orders.get(alike)
+        if order is None:
+            if len(self._orders) >= _ORDERS:
+                self._orders.clear()
+            order = self._orders[alike] = _in_order(microbatch, storages, limit)
+        return order
+
+    def _of_state(self, microbatch: InFlightMicrobatch) -> AbstractSet[StorageKey]:
+        """Storages of what the microbatch reads besides; those of the last one asked for are known
+        while they lie where they lay.
+        """
+        every = (*map(local_tensor, microbatch.state.values()), *microbatch.residuals.fixed)
+        tensors = [tensor for tensor in every if is_plain(tensor)]
+        places = tuple([(id(tensor), tensor.data_ptr()) for tensor in tensors])
+        if places != self._state[0]:
+            self._state = places, {storage_of(tensor) for tensor in tensors}
+        return self._state[1]
+
+
+def _in_order(
+    microbatch: InFlightMicrobatch, storages: Sequence[PlacedStorage], limit: int | None
+) -> Sequence[PlacedStorage]:
+    """Storages of a microbatch in the order in which they go, as far as they fit."""
+    name = microbatch.residuals.name
+    names = {each: map(name, each.places) for each in storages}
+    ordered = longest_needed_first(names, microbatch.functions.last_uses)
+    if limit is None:
+        return ordered
+    return [ordered[place] for place in fitting([each.bytes for each in ordered], limit)]
+
+
+def lent_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
+    """Storages in which tensors that were handed over are only a part."""
+    return frozenset(
+        storage_of(tensor)
+        for tensor in tensors
+        if tensor is not None and is_plain(tensor) and is_part(tensor)
+    )

@@ -1,0 +1,472 @@
+"""``Specializations``: the graphs of one module, captured for each kind of call.
+
+A call has a signature, under which graphs are looked up before their guards are checked; what
+sizes a capture leaves open is decided by those that came so far; graphs unused for longest are
+dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import (
+    CaptureError,
+    DeferralWarning,
+    FirstCallError,
+    RecursiveCallError,
+    ShardedError,
+    SplitError,
+)
+from autosplit.runtime.build import Dimensions, trace, without_history
+from autosplit.runtime.functions import SplitFunctions
+from autosplit.runtime.refusals import autocast_state
+from autosplit.runtime.split_options import SplitOptions
+from autosplit.text.figures import few
+from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
+from autosplit.torch_internals.state import StateReader
+
+if TYPE_CHECKING:
+    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded.stage_sharding import StageSharding
+
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_LEAVES = {Tensor, nn.Parameter, *_VALUES}
+_GUARDED = {Tensor, *_VALUES}
+
+
+class CallStructure:
+    """How the leaves make up a call, as an object that hashes by identity: hashing a ``TreeSpec``
+    takes microseconds.
+
+    Attributes:
+        spec: of ``(args, kwargs)``.
+    """
+
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: TreeSpec) -> None:
+        self.spec = spec
+
+
+class CallFlattening:
+    """Flattens calls as ``tree_flatten((args, kwargs))`` does, in a tenth of its time where every
+    argument is a tensor or a plain value.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, CallStructure] = {}
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], CallStructure]:
+        leaves = [*args, *kwargs.values()]
+        if not _LEAVES.issuperset(map(type, leaves)):
+            leaves, spec = tree_flatten((args, kwargs))
+            return leaves, self._one(spec, spec)
+        key = (len(args), *kwargs)
+        known = self._known.get(key)
+        return leaves, known or self._one(key, tree_flatten((args, kwargs))[1])
+
+    def _one(self, key: Hashable, spec: TreeSpec) -> CallStructure:
+        return self._known.setdefault(key, CallStructure(spec))  # two threads get the same
+
+
+class CallSignature(NamedTuple):
+    """The inputs of a call as a graph is specialised for them, and the modes it runs in.
+
+    Input structure; tensors' shape, strides, dtype, device and ``requires_grad``; numbers and
+    strings by value; other objects by type, because guards look into them. Then grad mode,
+    inference mode and autocast. What the graph read of the module itself is for its guards.
+    """
+
+    structure: Hashable
+    leaves: tuple[Hashable, ...]
+    modes: tuple[Hashable, ...]
+
+    @classmethod
+    def of(cls, leaves: list[Any], structure: Any) -> CallSignature:
+        return cls(structure, tuple(map(_leaf, leaves)), _modes())
+
+    @property
+    def of_any_size(self) -> CallSignature:
+        """The same without sizes and strides: what calls have in common that one graph may hold."""
+        return self._replace(leaves=tuple(map(_without_sizes, self.leaves)))
+
+
+def _leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+        return (leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad)
+    kind: Any = type(leaf)
+    # 1, 1.0 and True are equal but trace to different graphs, and so do 0.0 and -0.0.
+    value = repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+    return (kind, value) if isinstance(leaf, _VALUES) else kind
+
+
+def _is_subclass(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and type(leaf) is not Tensor
+
+
+def _without_sizes(leaf: Any) -> Hashable:
+    if isinstance(leaf, tuple) and isinstance(leaf[0], torch.Size):
+        shape, _, *rest = leaf
+        return (len(shape), *rest)
+    found: Hashable = leaf
+    return found
+
+
+def _modes() -> tuple[Hashable, ...]:
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast_state())
+
+
+_LONGEST = 600  # characters of a reason
+_SPECIAL = (0, 1)  # sizes that a graph is always captured for: they broadcast, or hold nothing
+
+
+class OpenSizes:
+    """Decides by the sizes that came so far, for the calls of one module.
+
+    Args:
+        options: how the graphs are run, which may be by a backend that needs all sizes.
+        dynamic: None leaves open what had another size in an earlier capture; True leaves all
+            sizes open at once, False none.
+    """
+
+    def __init__(self, options: SplitOptions, dynamic: bool | None = None) -> None:
+        self._holds = options.holds_open_sizes
+        self._dynamic = dynamic
+        self._seen: dict[Hashable, list[set[int]]] = {}
+        self._refused: dict[Hashable, str] = {}
+
+    def capture(
+        self,
+        structure: Hashable,
+        leaves: Sequence[Any],
+        make: Callable[[Dimensions], SplitFunctions],
+        fits: Callable[[SplitFunctions], bool],
+    ) -> SplitFunctions:
+        """Graphs for a call; where its sizes vary, ones for other sizes, too, if there are any.
+
+        Args:
+            structure: how the leaves make up the call.
+            leaves: its inputs.
+            make: captures with these sizes left open.
+            fits: whether graphs fit the call.
+
+        Raises:
+            AutosplitError: what ``make`` raises with no size left open.
+        """
+        varying = self.of(structure, leaves)
+        if varying:
+            try:
+                found = make(varying)
+            except (FirstCallError, ShardedError):
+                raise
+            except Exception as error:  # torch's own too: a graph for these sizes may be there
+                self._refuse(structure, f"{type(error).__name__}: {error}")
+            else:
+                if fits(found):
+                    return found
+                self._refuse(structure, "the graph does not fit the call it was captured for")
+        return make({})
+
+    def of(self, structure: Hashable, leaves: Sequence[Any]) -> Dimensions:
+        """What to leave open in a capture for these inputs, whose sizes count as seen from now."""
+        varying = {
+            at: self._varying((structure, at, leaf.dim()), leaf)
+            for at, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        }
+        if not self._holds or self._dynamic is False or structure in self._refused:
+            return {}
+        return {at: dimensions for at, dimensions in varying.items() if dimensions}
+
+    def _refuse(self, structure: Hashable, reason: str) -> None:
+        """Leave nothing open in calls of this structure any more."""
+        self._refused[structure] = " ".join(reason.split())[:_LONGEST]
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why nothing is left open in some calls."""
+        return tuple(dict.fromkeys(self._refused.values()))
+
+    def _varying(self, key: Hashable, leaf: Tensor) -> frozenset[int]:
+        sizes = self._seen.setdefault(key, [set() for _ in leaf.shape])
+        for known, size in zip(sizes, leaf.shape, strict=True):
+            known.add(size)
+        return frozenset(
+            at
+            for at, size in enumerate(leaf.shape)
+            if size not in _SPECIAL and (self._dynamic or len(sizes[at]) > 1)
+        )
+
+
+_MAX_SIZES = 1024  # combinations of sizes whose calls find their graph at once
+
+
+class SpecializationCache:
+    """Captured graphs by signature; several may share one, and their guards tell them apart. Those
+    that leave sizes open are found for other sizes, too.
+
+    Args:
+        owner: whose graphs, for the warning.
+        limit: how many to keep; beyond it the one unused for longest is dropped.
+    """
+
+    def __init__(self, owner: str, limit: int) -> None:
+        self._owner = owner
+        self._limit = limit
+        self._known: dict[CallSignature, list[SplitFunctions]] = {}  # newest first
+        self._captured: dict[SplitFunctions, CallSignature] = {}  # oldest first
+        self._used: dict[SplitFunctions, None] = {}  # longest unused first
+        self._warned = False
+
+    @property
+    def captured(self) -> tuple[SplitFunctions, ...]:
+        """All that are kept, oldest first."""
+        return tuple(self._captured)
+
+    def find(
+        self,
+        signature: CallSignature,
+        fits: Callable[[SplitFunctions], bool],
+        leaves: Sequence[Any],
+    ) -> SplitFunctions | None:
+        """A graph of this signature that fits, for the sizes of these input leaves."""
+        for functions in self._known.get(signature, ()):
+            if fits(functions):
+                self._used[functions.base] = self._used.pop(functions.base)
+                return functions
+        for functions, known in reversed(self._captured.items()):
+            if functions.capture.sizes is None or known.of_any_size != signature.of_any_size:
+                continue
+            if fits(functions):
+                self._used[functions] = self._used.pop(functions)
+                if len(self._known) >= _MAX_SIZES:
+                    self._forget_other_sizes()
+                resized = functions.at(leaves)
+                self._known.setdefault(signature, []).insert(0, resized)
+                return resized
+        return None
+
+    def add(self, signature: CallSignature, functions: SplitFunctions) -> None:
+        """Keep a graph, and drop another where there are too many."""
+        while len(self._captured) >= self._limit:
+            unused = next(iter(self._used))
+            del self._used[unused], self._captured[unused]
+            self._forget_other_sizes()
+            self._warn()
+        self._known.setdefault(signature, []).insert(0, functions)
+        self._captured[functions] = signature
+        self._used[functions] = None
+
+    def _forget_other_sizes(self) -> None:
+        """Look captured graphs up under the sizes that they were captured for, and no others."""
+        self._known = {}
+        for functions, signature in self._captured.items():
+            # The newest is the most likely to fit next time.
+            self._known.setdefault(signature, []).insert(0, functions)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._owner} needed more than {self._limit} graphs; from now on the one unused "
+                "for longest is dropped, and captured again if it is needed again, which takes "
+                "seconds. Pad inputs to fewer shapes, pass numbers that vary as tensors, or raise "
+                "max_graphs of autosplit.split",
+                stacklevel=3,
+            )
+
+
+class Specializations:
+    """Captures a module for each kind of call, and looks captured graphs up again.
+
+    Several threads may ask at once; one of them captures.
+
+    Args:
+        model: what is captured.
+        split: how it is split and its graphs are run.
+        limit: how many graphs to keep.
+        insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
+        traced: what is around a capture, given the parameters.
+        computed: whether inputs are what an earlier module hands over, see ``without_history``.
+        sharding: has the model looked at as a plain one, to be captured and whenever guards are
+            asked, and gathers parameters for its graphs; None where nothing is sharded.
+        dynamic: which sizes captures leave open, see ``OpenSizes``.
+
+    Attributes:
+        state: reads the model's parameters and buffers, those of its latest capture.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: SplitOptions,
+        limit: int,
+        insist: bool,
+        traced: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
+        *,
+        computed: bool = False,
+        sharding: ShardedModule | StageSharding | None = None,
+        dynamic: bool | None = None,
+    ) -> None:
+        self._model = model
+        self._computed = computed
+        self._split = split
+        self._graphs = SpecializationCache(type(model).__name__, limit)
+        self._insist = insist
+        self._traced = traced
+        self._sharding = sharding
+        self._sizes = OpenSizes(split, dynamic)
+        self._first: set[CallSignature] = set()
+        self._capturing = threading.RLock()
+        self._busy = False
+        self._warned = False
+        self.state = StateReader(model)
+
+    @property
+    def captured(self) -> tuple[SplitFunctions, ...]:
+        """All that are kept, oldest first."""
+        return self._graphs.captured
+
+    @property
+    def static_because(self) -> tuple[str, ...]:
+        """Why graphs for any size could not be captured where sizes vary."""
+        return self._sizes.refusals
+
+    @property
+    def latest(self) -> SplitFunctions:
+        """The newest that has a backward; the newest of all where none has one.
+
+        Raises:
+            SplitError: nothing has been captured yet.
+        """
+        captured = self.captured
+        if not captured:
+            raise SplitError(
+                "nothing captured yet: call the module, capture(*inputs), or pass example "
+                "inputs to autosplit.split(model, args)"
+            )
+        with_backward = [each for each in captured if each.has_backward]
+        return (with_backward or captured)[-1]
+
+    def fitting(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        structure: CallStructure,
+        *,
+        called: bool = False,
+    ) -> SplitFunctions:
+        """The graph that fits the inputs and the model as they are now; captured if need be.
+
+        Args:
+            args: positional inputs.
+            kwargs: keyword inputs.
+            leaves: those of ``(args, kwargs)``, flattened.
+            structure: how they make it up.
+            called: whether they are those of a call that is to be run.
+
+        Raises:
+            FirstCallError: ``called``, and the call is to be run without a graph.
+            CaptureError: the model cannot be traced for these inputs.
+            SplitError: the graph cannot be split.
+            BackendError: the backend cannot compile it.
+        """
+        signature = CallSignature.of(leaves, structure)
+        if not _GUARDED.issuperset(map(type, leaves)) and any(map(_is_subclass, leaves)):
+            # A parameter as an input: guards want the plain tensor that tracing saw.
+            args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
+
+        def fits(functions: SplitFunctions) -> bool:
+            held = functions.capture.guards.hold
+            if functions.capture.sizes is None:
+                return held(args, kwargs)
+            return functions.fits_budget(leaves) and held(args, kwargs)
+
+        call = signature, leaves, structure, called, fits
+        with self._capturing:
+            if self._sharding is None:
+                return self._graphs.find(signature, fits, leaves) or self._capture_fitting(*call)
+            with self._sharding.plain():
+                return self._graphs.find(signature, fits, leaves) or self._capture_fitting(*call)
+
+    def _capture_fitting(
+        self,
+        signature: CallSignature,
+        leaves: list[Any],
+        structure: CallStructure,
+        called: bool,
+        fits: Callable[[SplitFunctions], bool],
+    ) -> SplitFunctions:
+        if self._busy:  # only the thread that captures comes here meanwhile
+            raise calls_itself(self._model)
+        make = partial(self._capture, signature, leaves, structure, called)
+        found = self._sizes.capture(structure, leaves, make, fits)
+        if not fits(found):
+            raise CaptureError(
+                f"the graph of {type(self._model).__name__} does not fit the very call it "
+                "was captured for: its forward reads something that is different at "
+                "every call. Pass that as a tensor or a number"
+            )
+        self._graphs.add(signature, found)
+        return found
+
+    def _capture(
+        self,
+        signature: CallSignature,
+        leaves: list[Any],
+        structure: CallStructure,
+        called: bool,
+        varying: Dimensions,
+    ) -> SplitFunctions:
+        examples = without_history(leaves, computed=self._computed, varying=varying)
+        args, kwargs = tree_unflatten(examples, structure.spec)
+        self._busy = True
+        try:
+            # A second one of this kind is made here, and the graph runs after it.
+            options: dict[str, Any] = {
+                "called": called and signature not in self._first,
+                "insist": self._insist or not called,
+                "by_value": True,
+                "regions": True,
+                "gathering": self._sharding and self._sharding.gathering,
+            }
+            with self._traced(self._model.parameters()):
+                made = trace(self._model, args, kwargs, self._split, **options)
+        except FirstCallError:
+            self._first.add(signature)
+            raise
+        finally:
+            self._busy = False
+        self.state = StateReader(self._model)
+        self._warn_of_little(made)
+        return made
+
+    def _warn_of_little(self, made: SplitFunctions) -> None:
+        """Warn once where most weight gradients cannot be deferred."""
+        if self._warned or not made.has_backward:
+            return
+        known = made.dependence.inseparable
+        because = f"what makes that of {few(list(known), 2)} makes input gradients, too"
+        share = made.dependence.deferred_share
+        self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
+
+
+def calls_itself(model: nn.Module) -> RecursiveCallError:
+    """The error for a forward that calls the split module of its own model."""
+    return RecursiveCallError(
+        f"the forward of {type(model).__name__} calls the split module that is made of it, which "
+        "calls the model: this would never end. To put something around the forward, set "
+        "forward of the split module; on the model (.unsplit), call what was its forward before"
+    )

@@ -1,1 +1,0 @@
-"""The graphs of one module or stage for each kind of call."""
