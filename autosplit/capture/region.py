@@ -245,7 +245,10 @@ class RegionCall:
             return gradient.as_strided(traced.shape, traced.stride())
         else:
             self.refusal = "the gradient of one of its results is not laid out as that is"
-        return torch.empty_like(traced)
+        # Made anew: the value that the block was traced with is unknown to this trace.
+        return torch.empty_strided(
+            traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device
+        )
 
 
 class _Call(torch.autograd.Function):
