@@ -13,8 +13,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.module import SplitModule
-from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.schedule.sharding import without_sharding
+from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
 from autosplit.pipeline.validation.validate import validate
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.torch_internals.pipelining_schedules import check_names, runtime_of

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError, ScheduleError
-from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
+from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.engine.first_error import Board, Fault, RankError, describe_error
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.action import Action, ActionKind

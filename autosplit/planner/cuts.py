@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.builders.families import SCHEDULES
-from autosplit.pipeline.builders.placement.fill import StageTimes
+from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel

@@ -17,7 +17,7 @@ from typing import Any
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
-from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.routes import needs_of, result_of
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.text.files import write_text, writing

@@ -1,16 +1,6 @@
 """The pipeline schedules by name, and which options each of them admits.
 
-V-Half: half of 1F1B's activations for about half of its bubble.
-
-ZB-H1: 1F1B with the weight gradients in its gaps.
-
-V-Min: the least activations of the V-shapes, a third of 1F1B's.
-
-ZB-V: two stages a rank in a V, hardly a gap, and the activations of 1F1B.
-
 GPipe: all forwards, then all backwards.
-
-ZB-H2: a deeper warm-up and steps that overlap, so that hardly a gap is left.
 
 Naive model parallelism: one microbatch at a time.
 
@@ -18,113 +8,22 @@ Naive model parallelism: one microbatch at a time.
 
 Interleaved 1F1B: several small stages a rank, dealt out in turns.
 
-Chimera: two copies of the stages, through which microbatches go in opposite directions.
+ZB-H1: 1F1B with the weight gradients in its gaps.
+
+ZB-H2: a deeper warm-up and steps that overlap, so that hardly a gap is left.
+
+Those in a V are in ``v_shape.py``, those in two directions in ``two_way.py``.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.template import (
-    Row,
-    ScheduleTemplate,
-    backward,
-    forward,
-    most_in_flight,
-)
-from autosplit.pipeline.builders.placement.weights import WEIGHTS
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.list_scheduling import ListScheduler
-from autosplit.pipeline.simulation.step_graph import StepGraph
-
-from .dual_pipe import dual_pipe, dual_pipe_v
-from .v_shape import v_shape
-
-_UNITS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2}
-
-
-def chimera(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """Rank r of P holds stage r of one copy and stage P-1-r of the other; each runs half of M.
-
-    Source: Li and Hoefler, arXiv 2107.06925, figure 3. P microbatches are a unit: half of them go
-    each way, in the order of 1F1B, and a rank runs what can start first, a backward before a
-    forward. Units follow each other on every rank (the paper's direct concatenation).
-
-    Bubble for like stages, full backwards of B = I + W >= F and M = kP: each rank idles k(P-2)B,
-    against 1F1B's (P-1)(F+B). Split, for F = I = W: (P/2-1)F whatever k. Parameters are held twice.
-
-    Activation memory for M >= P: with full backwards from P/2+1 microbatches on the first and the
-    last rank to P on those in the middle; split, at most P on every rank.
-
-    Raises:
-        ScheduleError: an odd count.
-    """
-    if ranks % 2 or microbatches % 2:
-        raise ScheduleError(
-            "'chimera' needs an even number of ranks and of microbatches; got "
-            f"{ranks} ranks and {microbatches} microbatches"
-        )
-    rows: list[Row] = [()] * ranks
-    for first in range(0, microbatches, ranks):
-        unit = _unit(ranks, first, min(ranks, microbatches - first))
-        rows = [row + more for row, more in zip(rows, unit, strict=True)]
-    return ScheduleTemplate(
-        tuple(rows),
-        tuple(range(ranks)),
-        budgets=(max(map(most_in_flight, rows)),) * ranks,
-        mirror=tuple(reversed(range(ranks))),
-    )
-
-
-def _unit(ranks: int, first: int, count: int) -> tuple[Row, ...]:
-    """The rows of ``count`` microbatches from ``first`` on, half of them each way."""
-    ways = [list(range(first + odd, first + count, 2)) for odd in (0, 1)]
-    there, back = ([_lane(ranks, way, stage) for stage in range(ranks)] for way in ways)
-    return _merged(list(zip(there, reversed(back), strict=True)))
-
-
-def _lane(ranks: int, numbers: list[int], stage: int) -> Row:
-    """What ``stage`` of one copy runs, in the order of 1F1B."""
-    ahead = min(ranks - 1 - stage, len(numbers))
-    forwards = [forward(stage, number) for number in numbers]
-    row = forwards[:ahead]
-    for place, number in enumerate(numbers):
-        row += [*forwards[place + ahead : place + ahead + 1], backward(stage, number)]
-    return tuple(row)
-
-
-def _merged(lanes: Sequence[tuple[Row, Row]]) -> tuple[Row, ...]:
-    """Each rank's two lanes as one row, by list scheduling with B = 2F.
-
-    A rank runs what can start first: a backward before a forward, then the lane with more left.
-    """
-    ranks = range(len(lanes))
-    rows = tuple(one + other for one, other in lanes)
-    graph = StepGraph(Schedule("chimera", len(ranks), 1, rows, tuple(ranks), split_backward=False))
-    scheduler = ListScheduler(graph, [_UNITS[each.kind] for each in graph.actions], len(ranks))
-    numbers = itertools.count()
-    left = [[deque(zip(lane, numbers, strict=False)) for lane in own] for own in lanes]
-
-    def choose(rank: int, now: float) -> int | None:
-        heads = [lane for lane in left[rank] if lane and scheduler.ready(lane[0][1]) <= now]
-        if not heads:
-            return None
-        _, number = min(heads, key=_urgency).popleft()
-        return number
-
-    scheduler.run(choose)
-    return tuple(tuple(graph.actions[number] for number in row) for row in scheduler.rows)
-
-
-def _urgency(lane: deque[tuple[Action, int]]) -> tuple[bool, int]:
-    """Backwards first, then the lane that has more left."""
-    return lane[0][0].kind is ActionKind.FORWARD, -len(lane)
+from .placement import WEIGHTS, Row, ScheduleTemplate, backward, forward, most_in_flight
+from .two_way import chimera, dual_pipe, dual_pipe_v
+from .v_shape import v_half, v_min, zb_v
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:
@@ -289,38 +188,6 @@ def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
     )
 
 
-def zb_v(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """The V-shape with rank-to-rank distances 4, 2, 4 and 2.
-
-    Source: ZB-V of Zero Bubble (Qi et al., arXiv 2401.10241, section 6), as V-ZB of arXiv
-    2405.15362.
-
-    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles (P-1)F,
-    where F is that of one stage: the time until the last rank has work at all, and a sixth of
-    1F1B's bubble.
-
-    Activation memory: at most 2P pairs of a stage and a microbatch between F and W on every rank,
-    as much as 1F1B on its first.
-    """
-    return v_shape(ranks, microbatches, (4, 2, 4, 2))
-
-
-def v_min(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """The V-shape with all rank-to-rank distances 1.
-
-    Source: V-Min of Qi et al., arXiv 2405.15362.
-
-    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles
-    4(P-1)F + F if 3 divides P and F less than 4(P-1)F if not, where F is that of one stage: two
-    thirds of 1F1B's bubble, which is 6(P-1)F. With other ratios of F, I and W ranks also wait for
-    each other within every microbatch, so that the bubble grows with M.
-
-    Activation memory: at most 2 ceil((P+2)/3) pairs of a stage and a microbatch between F and W on
-    every rank, where 1F1B's first has 2P: a third of it for many ranks.
-    """
-    return v_shape(ranks, microbatches, (1, 1, 1, 1))
-
-
 def zb_h1(ranks: int, microbatches: int) -> ScheduleTemplate:
     """F and I in the order of 1F1B, and a W wherever a rank would wait.
 
@@ -334,21 +201,6 @@ def zb_h1(ranks: int, microbatches: int) -> ScheduleTemplate:
     of 1F1B over its stages.
     """
     return one_f_one_b(ranks, microbatches)
-
-
-def v_half(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """The V-shape with rank-to-rank distances 1, 2, 1 and 2.
-
-    Source: V-Half of Qi et al., arXiv 2405.15362.
-
-    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles 3(P-1)F for
-    even P and F less for odd P >= 3, where F is that of one stage: half of 1F1B's bubble, which is
-    6(P-1)F. Other ratios, and smaller M, leave more.
-
-    Activation memory: at most 2(floor(P/2)+1) pairs of a stage and a microbatch between F and W on
-    every rank, where 1F1B's first has 2P: half of it for many ranks.
-    """
-    return v_shape(ranks, microbatches, (1, 2, 1, 2))
 
 
 @dataclass(frozen=True)

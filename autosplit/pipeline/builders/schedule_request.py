@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.fill import StageTimes
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.validate import validate
 
 from .build import SCHEDULES, prepare
+from .placement import StageTimes
 
 AUTO = "auto"
 """The name for a schedule that is searched for the times of the stages."""

@@ -4,6 +4,9 @@ Source: Pipeline Parallelism with Controllable Memory (Qi et al., arXiv 2405.153
 schedule is a building block, the passes of one microbatch, repeated at a fixed interval and then
 squeezed. The distances between neighbouring ranks in the block set how long activations live, and
 so the memory; the V-shape makes it the same on every rank.
+
+ZB-V: two stages a rank in a V, hardly a gap, and the activations of 1F1B. V-Half: half of 1F1B's
+activations for about half of its bubble. V-Min: the least activations, a third of 1F1B's.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 from itertools import product
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.placement.template import Row, ScheduleTemplate, backward, forward
+
+from .placement import Row, ScheduleTemplate, backward, forward
 
 _INTERVAL = 6  # slots from one microbatch to the next: F, I and W of two stages
 
@@ -100,3 +104,50 @@ def _alive(slots: _Slots) -> int:
 def _next(slot: int, place: int) -> int:
     """The first slot behind ``slot`` that is ``place`` within its interval."""
     return slot + 1 + (place - slot - 1) % _INTERVAL
+
+
+def zb_v(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """The V-shape with rank-to-rank distances 4, 2, 4 and 2.
+
+    Source: ZB-V of Zero Bubble (Qi et al., arXiv 2401.10241, section 6), as V-ZB of arXiv
+    2405.15362.
+
+    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles (P-1)F,
+    where F is that of one stage: the time until the last rank has work at all, and a sixth of
+    1F1B's bubble.
+
+    Activation memory: at most 2P pairs of a stage and a microbatch between F and W on every rank,
+    as much as 1F1B on its first.
+    """
+    return v_shape(ranks, microbatches, (4, 2, 4, 2))
+
+
+def v_half(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """The V-shape with rank-to-rank distances 1, 2, 1 and 2.
+
+    Source: V-Half of Qi et al., arXiv 2405.15362.
+
+    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles 3(P-1)F for
+    even P and F less for odd P >= 3, where F is that of one stage: half of 1F1B's bubble, which is
+    6(P-1)F. Other ratios, and smaller M, leave more.
+
+    Activation memory: at most 2(floor(P/2)+1) pairs of a stage and a microbatch between F and W on
+    every rank, where 1F1B's first has 2P: half of it for many ranks.
+    """
+    return v_shape(ranks, microbatches, (1, 2, 1, 2))
+
+
+def v_min(ranks: int, microbatches: int) -> ScheduleTemplate:
+    """The V-shape with all rank-to-rank distances 1.
+
+    Source: V-Min of Qi et al., arXiv 2405.15362.
+
+    Bubble for F = I = W of two like stages a rank, P ranks and M >= P: each rank idles
+    4(P-1)F + F if 3 divides P and F less than 4(P-1)F if not, where F is that of one stage: two
+    thirds of 1F1B's bubble, which is 6(P-1)F. With other ratios of F, I and W ranks also wait for
+    each other within every microbatch, so that the bubble grows with M.
+
+    Activation memory: at most 2 ceil((P+2)/3) pairs of a stage and a microbatch between F and W on
+    every rank, where 1F1B's first has 2P: a third of it for many ranks.
+    """
+    return v_shape(ranks, microbatches, (1, 1, 1, 1))

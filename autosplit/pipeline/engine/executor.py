@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights
-from autosplit.pipeline.schedule.dependency import result_of
 from autosplit.pipeline.schedule.moves import recomputed
-from autosplit.pipeline.schedule.routes import parcels_for
+from autosplit.pipeline.schedule.routes import parcels_for, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .first_error import ActionError, LostPeerError, RankActivity

@@ -11,8 +11,7 @@ from torch import Tensor
 from autosplit.errors import BatchError
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
-from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.schedule.sharding import with_sharding
+from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
 
 from .executor import Executor, Finished, ForwardStage, Shards

@@ -15,9 +15,8 @@ from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
 from autosplit.pipeline.engine.executor import join_adjacent_weights
 from autosplit.pipeline.engine.shapes import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.dependency import result_of
-from autosplit.pipeline.schedule.level_by_order import LevelByOrder
-from autosplit.pipeline.schedule.moves import recomputed
+from autosplit.pipeline.schedule.moves import LevelByOrder, recomputed
+from autosplit.pipeline.schedule.routes import result_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.runtime.fitting import fitting, longest_needed_first

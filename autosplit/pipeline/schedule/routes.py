@@ -1,10 +1,14 @@
 """Point-to-point traffic between ranks, in order: a pure function of a schedule.
 
-A result is named by the action that makes it (see ``dependency``): ``0F1`` stands for the
+A result is named by the action that makes it (see ``result_of``): ``0F1`` stands for the
 outputs of stage 0 for microbatch 1, ``1I1`` for the gradients of stage 1's inputs. Schedules order
 stages as a chain. Tensors may go past the next stage (see ``wiring``), but never against that
 order, so a schedule that is legal for a chain is so for every wiring: what skips a stage arrives
 early and waits.
+
+What an action needs before it can start, and what it makes, is the dependency model. Both are
+named by actions. A full backward B makes the same gradient for the previous stage as I does, so its
+result goes by the name of I. Which stages feed which is for ``Feeds`` to say.
 """
 
 from __future__ import annotations
@@ -14,9 +18,37 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .action import Action, ActionKind
-from .dependency import needs_of, result_of
 from .schedule import Schedule
 from .wiring import Feeds
+
+
+def result_of(action: Action) -> Action:
+    """The name of what ``action`` makes: the action itself, or I for a B."""
+    if action.kind is ActionKind.BACKWARD:
+        return Action(action.stage, ActionKind.BACKWARD_INPUT, action.microbatch)
+    return action
+
+
+def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
+    """The results that must exist before ``action`` starts: its own stage's first.
+
+    F needs the outputs of the stages before it, I and B need their own F and the input gradients
+    of the stages behind it, W needs the I of each of its microbatches, RECOMPUTE its own F. What
+    moves need of each other is in ``moves``.
+    """
+    stage, kind, microbatch = action.stage, action.kind, action.microbatch
+    if kind is ActionKind.FORWARD:
+        return tuple([Action(source, kind, microbatch) for source in feeds.sources(stage)])
+    if kind is ActionKind.BACKWARD_WEIGHT:
+        inputs = ActionKind.BACKWARD_INPUT
+        return tuple([Action(stage, inputs, m) for m in action.microbatches])
+    if kind is ActionKind.BACKWARD_INPUT or kind is ActionKind.BACKWARD:
+        inputs = ActionKind.BACKWARD_INPUT
+        behind = [Action(target, inputs, microbatch) for target in feeds.targets(stage)]
+        return (Action(stage, ActionKind.FORWARD, microbatch), *behind)
+    if kind is ActionKind.RECOMPUTE:
+        return (Action(stage, ActionKind.FORWARD, microbatch),)
+    return ()
 
 
 class Parcel(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build, placement_of
-from autosplit.pipeline.builders.placement.fill import StageTimes
+from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.schedule.schedule import Schedule
 
 

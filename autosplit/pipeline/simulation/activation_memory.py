@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
-from autosplit.pipeline.schedule.level_by_order import LevelByOrder
-from autosplit.pipeline.schedule.moves import Journey, journeys_of, recomputed
+from autosplit.pipeline.schedule.moves import Journey, LevelByOrder, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.fitting import fitting
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.routes import needs_of, result_of
 from autosplit.pipeline.schedule.wiring import Feeds
 
 from .timeline import Span, Timeline

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.schedule.dependency import needs_of, result_of
+from autosplit.pipeline.schedule.routes import needs_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 

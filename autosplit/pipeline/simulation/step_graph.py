@@ -9,8 +9,7 @@ from copy import copy
 from typing import NamedTuple
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.dependency import needs_of, result_of
-from autosplit.pipeline.schedule.routes import Parcel, parcels_of, positions_of
+from autosplit.pipeline.schedule.routes import Parcel, needs_of, parcels_of, positions_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.builders.placement.fill import StageTimes
-from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
+from autosplit.pipeline.builders.fusing import fuse_adjacent
+from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import TrainableStage, sizes, stage_memory
 from autosplit.pipeline.schedule.action import Action, ActionKind

@@ -78,36 +78,30 @@ def _owner_faults(
     state = "not there yet"
     unused = False  # since it came back
     for place, kind in events:
-        action = Action(stage, kind, microbatch)
+        action, here = Action(stage, kind, microbatch), ((rank, place),)
         if kind in (ActionKind.EVICT, ActionKind.OFFLOAD):
             if kind is ActionKind.EVICT and (
                 schedule.partners is None or schedule.partners[rank] == rank
             ):
-                yield f"{action}: rank {rank} has no partner to send it to", ((rank, place),)
+                yield f"{action}: rank {rank} has no partner to send it to", here
             if away is not None:
-                yield f"{action} sends away what is away already", ((rank, away[0]), (rank, place))
+                yield f"{action} sends away what is away already", ((rank, away[0]), *here)
             elif state != "held":
-                yield f"{action} sends away what is {state}", ((rank, place),)
+                yield f"{action} sends away what is {state}", here
             elif unused:
-                yield f"{action} sends away what came back and was not used", ((rank, place),)
+                yield f"{action} sends away what came back and was not used", here
             away = place, kind
         elif kind is ActionKind.AWAIT:
             if away is None:
-                yield f"{action} waits for what no EVICT or OFFLOAD sent away", ((rank, place),)
+                yield f"{action} waits for what no EVICT or OFFLOAD sent away", here
         elif kind in _BACK:
             if away is None or away[1] is not _BACK[kind]:
-                yield (
-                    f"{action} brings back what no {_BACK[kind].value} sent away",
-                    ((rank, place),),
-                )
+                yield f"{action} brings back what no {_BACK[kind].value} sent away", here
             away, unused = None, True
         elif away is not None and kind in _USES:
             yield (
                 f"{action} uses what is away since {_text(stage, away[1], microbatch)}",
-                (
-                    (rank, away[0]),
-                    (rank, place),
-                ),
+                ((rank, away[0]), *here),
             )
             away = None
         unused = unused and kind not in _USES
@@ -115,15 +109,15 @@ def _owner_faults(
             state = "not there before its RECOMPUTE" if again else "held"
         elif kind is ActionKind.RECOMPUTE:
             if place != again[0]:
-                yield f"{action} runs {len(again)} times, expected at most once", ((rank, place),)
+                yield f"{action} runs {len(again)} times, expected at most once", here
             elif state == "let go":
-                yield f"{action} comes behind the backward that needs it", ((rank, place),)
+                yield f"{action} comes behind the backward that needs it", here
             state = "held"
         elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             state = "let go"
         elif kind is ActionKind.BACKWARD_INPUT:
             if again and state != "held":
-                yield f"{action} comes before the RECOMPUTE that it needs", ((rank, place),)
+                yield f"{action} comes before the RECOMPUTE that it needs", here
             state = "held"
     if away is not None:
         yield f"{_text(stage, away[1], microbatch)} is never brought back", ((rank, away[0]),)
@@ -135,25 +129,17 @@ def _holder_faults(
     """The same on the partner: taken in, given back."""
     holds = gave = False
     for place, kind in events:
+        action, here = Action(stage, kind, microbatch), ((rank, place),)
         if kind is ActionKind.AWAIT and not gave:
-            yield (
-                f"{_text(stage, kind, microbatch)} waits for what no RETURN sent away",
-                ((rank, place),),
-            )
+            yield f"{action} waits for what no RETURN sent away", here
         gave = gave or kind is ActionKind.RETURN
         if kind is ActionKind.ACCEPT:
             if holds:
-                yield (
-                    f"{_text(stage, kind, microbatch)} takes in what rank {rank} has already",
-                    ((rank, place),),
-                )
+                yield f"{action} takes in what rank {rank} has already", here
             holds = True
         elif kind is ActionKind.RETURN:
             if not holds:
-                yield (
-                    f"{_text(stage, kind, microbatch)} gives back what rank {rank} has not",
-                    ((rank, place),),
-                )
+                yield f"{action} gives back what rank {rank} has not", here
             holds = False
 
 

@@ -13,8 +13,14 @@ from itertools import chain, islice
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.dependency import needs_of, result_of
-from autosplit.pipeline.schedule.routes import Channel, channel_of, parcels_for, parcels_of
+from autosplit.pipeline.schedule.routes import (
+    Channel,
+    channel_of,
+    needs_of,
+    parcels_for,
+    parcels_of,
+    result_of,
+)
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import (

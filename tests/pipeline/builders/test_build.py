@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
-from autosplit.pipeline.builders.placement.fill import Filler
-from autosplit.pipeline.builders.placement.weights import with_rows
+from autosplit.pipeline.builders.placement import Filler, with_rows
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import simulate

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.dependency import needs_of, result_of
-from autosplit.pipeline.schedule.routes import channel_of, parcels_of
+from autosplit.pipeline.schedule.routes import channel_of, needs_of, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 

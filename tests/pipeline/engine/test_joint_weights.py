@@ -17,7 +17,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.executor import join_adjacent_weights
 from autosplit.pipeline.engine.stages import compile_stages
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights, numbered
-from autosplit.pipeline.schedule.dependency import needs_of
+from autosplit.pipeline.schedule.routes import needs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, memory_over_time
 from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.schedule.sends import add_communication
+from autosplit.pipeline.validation.torch_csv import add_communication
 from tests.pipeline.engine.strict_messages import check_messages
 from tests.pipeline.tables import schedule_of, small
 

@@ -4,7 +4,7 @@ import pytest
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.schedule.sharding import with_sharding, without_sharding
+from autosplit.pipeline.schedule.schedule import with_sharding, without_sharding
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.step_costs import Costs

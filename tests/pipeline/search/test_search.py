@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
+from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search import named as named_search

@@ -11,10 +11,15 @@ import torch.distributed.pipelining.schedules as torch_schedules
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.schedule.sends import add_communication
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation import torch_csv
-from autosplit.pipeline.validation.torch_csv import FORMATS, TORCH_FORMATS, read_csv, write_csv
+from autosplit.pipeline.validation.torch_csv import (
+    FORMATS,
+    TORCH_FORMATS,
+    add_communication,
+    read_csv,
+    write_csv,
+)
 from autosplit.text import files as reading
 from autosplit.torch_internals.version import TORCH
 from tests.pipeline.tables import rows_of, schedule_of, seconds

@@ -10,7 +10,7 @@ from autosplit.pipeline.engine.mode import Mode
 from autosplit.pipeline.engine.stages import all_traced
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
-from autosplit.pipeline.schedule.sharding import without_sharding
+from autosplit.pipeline.schedule.schedule import without_sharding
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 

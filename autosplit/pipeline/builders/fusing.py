@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.dependency import result_of
+from autosplit.pipeline.schedule.routes import result_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.step_costs import Costs

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.builders.placement.fusing import fuse_adjacent
+from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate

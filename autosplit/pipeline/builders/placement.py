@@ -1,0 +1,314 @@
+"""Where the backward weights go: shared by every schedule that can split its backward.
+
+A schedule says in which order each rank runs F and B, as a ``ScheduleTemplate``. This file turns
+the Bs into Is and places the Ws, always oldest microbatch first: as 2BP does, or each where its
+rank would otherwise wait. The latter is greedy list scheduling under assumed durations: a rank that
+cannot start its next F or I runs a W instead. F and I keep the order they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, cast
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.event_loop import play
+from autosplit.pipeline.simulation.list_scheduling import ListScheduler
+from autosplit.pipeline.simulation.replay import rows_of
+from autosplit.pipeline.simulation.step_graph import StepGraph
+
+Row = tuple[Action, ...]
+"""What one rank runs, in order."""
+
+
+@dataclass(frozen=True)
+class ScheduleTemplate:
+    """The order of F and B that a builder gives; how the backward is split comes later.
+
+    Attributes:
+        rows: per rank, its F and B; a schedule that places its own Ws lists I and W as well.
+        placement: ``placement[stage]`` is the rank that holds the stage.
+        budgets: per rank, how many pairs of a stage and a microbatch may be between F and W at
+            once when ``weights="fill"`` places the Ws.
+        paced: for ``weights="2bp"``, per rank, how many of the last Is are each followed by one
+            W; the other Ws run at the end. None where 2BP describes no such schedule.
+        mirror: see ``Schedule``.
+        crosses_step: see ``Schedule``.
+    """
+
+    rows: tuple[Row, ...]
+    placement: tuple[int, ...]
+    budgets: tuple[int, ...] = ()
+    paced: tuple[int, ...] | None = None
+    mirror: tuple[int, ...] | None = None
+    crosses_step: bool = False
+
+
+def forward(stage: int, microbatch: int) -> Action:
+    """F."""
+    return Action(stage, ActionKind.FORWARD, microbatch)
+
+
+def backward(stage: int, microbatch: int) -> Action:
+    """B."""
+    return Action(stage, ActionKind.BACKWARD, microbatch)
+
+
+def most_in_flight(row: Sequence[Action]) -> int:
+    """The most pairs of a stage and a microbatch whose F has run and whose B (or W) has not."""
+    most = flying = 0
+    for action in row:
+        if action.kind is ActionKind.FORWARD:
+            flying += 1
+            most = max(most, flying)
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            flying -= 1
+    return most
+
+
+StageTimes = tuple[float, float, float]
+"""Assumed durations of one stage's F, I and W in any common unit."""
+
+_PLACE = {
+    ActionKind.FORWARD: 0,
+    ActionKind.BACKWARD_INPUT: 1,
+    ActionKind.BACKWARD_WEIGHT: 2,
+}
+
+
+class Filled(NamedTuple):
+    """Rows with their Ws, also as the filler's numbers, and what a step of them takes under the
+    times that they were made for.
+    """
+
+    rows: tuple[Row, ...]
+    step: float
+    numbers: list[list[int]]
+
+
+class Filler:
+    """Adds each rank's Ws to its order of F and I, in the order of the Is.
+
+    Args:
+        schedule: F and I per rank.
+        budgets: per rank, how many pairs of a stage and a microbatch may be between F and W: where
+            there is no room left for another F, a W goes before it.
+    """
+
+    def __init__(self, schedule: Schedule, budgets: Sequence[int]) -> None:
+        self._schedule = schedule
+        self._budgets = budgets
+        self._rows = rows_of(schedule)
+        placed = [(rank, action) for rank, row in enumerate(schedule.ranks) for action in row]
+        self._weights: dict[int, int] = {}
+        """Of every I, its W."""
+        for number, (rank, action) in enumerate([*placed]):
+            if action.kind is ActionKind.BACKWARD_INPUT:
+                self._weights[number] = len(placed)
+                weight = Action(action.stage, ActionKind.BACKWARD_WEIGHT, action.microbatch)
+                placed.append((rank, weight))
+        self._graph = StepGraph(schedule, placed)
+        self._forward = [each.kind is ActionKind.FORWARD for each in self._graph.actions]
+
+    def fill(self, times: Sequence[StageTimes], *, patience: float = 0.0) -> Filled:
+        """The rows with their Ws.
+
+        Args:
+            times: per stage, the assumed durations.
+            patience: rather wait for an F or I that can start within this fraction of a W.
+
+        Raises:
+            ScheduleError: the orders deadlock, or cannot keep within the budgets.
+        """
+        graph, seconds = self._graph, self._seconds(times)
+        scheduler = ListScheduler(graph, seconds, len(self._rows))
+        orders = [deque(row) for row in self._rows]
+        pending: list[deque[int]] = [deque() for _ in self._rows]
+        in_flight = [0] * len(self._rows)
+
+        def choose(rank: int, now: float) -> int | None:
+            """The next F or I if that can start, else the next W, else nothing."""
+            start = math.inf
+            if orders[rank]:
+                action = orders[rank][0]
+                forward = self._forward[action]
+                if not forward or in_flight[rank] < self._budgets[rank]:
+                    start = scheduler.ready(action)
+                if start <= now:
+                    in_flight[rank] += forward
+                    if action in self._weights:
+                        pending[rank].append(self._weights[action])
+                    return orders[rank].popleft()
+            if not pending[rank] or start - now < patience * seconds[pending[rank][0]]:
+                return None
+            in_flight[rank] -= 1
+            return pending[rank].popleft()
+
+        scheduler.run(choose)
+        self._refuse_rest([graph.actions[order[0]] for order in orders if order])
+        rows = tuple(tuple(graph.actions[n] for n in row) for row in scheduler.rows)
+        step = self._step(scheduler.rows, scheduler.starts, scheduler.ends)
+        return Filled(rows, step, scheduler.rows)
+
+    def step(self, numbers: Sequence[Sequence[int]], times: Sequence[StageTimes]) -> float:
+        """Seconds of a step of rows that were filled under other times."""
+        seconds = self._seconds(times)
+        starts = play(self._graph, numbers, seconds).starts
+        ends = [starts[row[-1]] + seconds[row[-1]] if row else 0.0 for row in numbers]
+        return self._step(numbers, starts, ends)
+
+    def _seconds(self, times: Sequence[StageTimes]) -> list[float]:
+        return [times[action.stage][_PLACE[action.kind]] for action in self._graph.actions]
+
+    def _refuse_rest(self, stuck: Sequence[Action]) -> None:
+        if stuck:
+            raise ScheduleError(
+                f"no place for the backward weights within {max(self._budgets)} microbatches in "
+                f"flight: nothing can run while {', '.join(map(str, stuck))} wait"
+            )
+
+    def _step(
+        self, rows: Sequence[Sequence[int]], begun: Sequence[float], ends: Sequence[float]
+    ) -> float:
+        """Seconds of a step as ``simulate`` has them: links cost nothing here, and no action starts
+        later than it can.
+        """
+        starts = [begun[row[0]] if row else 0.0 for row in rows]
+        if not self._schedule.crosses_step:
+            starts = [min(starts)] * len(starts)
+        return max(end - start for start, end in zip(starts, ends, strict=True))
+
+
+WEIGHTS = ("2bp", "fill")
+"""Known placements of W."""
+
+Times = StageTimes | Sequence[StageTimes]
+"""Assumed durations of F, I and W: one triple for every stage, or one triple per stage."""
+
+_PATIENCE = (0.5, 0.25, 0.0, 1.0)
+
+
+class WeightPlacement:
+    """The schedules of a template, for any times of its stages.
+
+    Args:
+        name: the schedule's name.
+        template: the order of F and B.
+        weights: ``"2bp"``, ``"fill"``, or None to run the rows as they are.
+    """
+
+    def __init__(self, name: str, template: ScheduleTemplate, weights: str | None) -> None:
+        self._name = name
+        self._template = template
+        self._weights = weights
+
+    def schedule(self, times: Times | None) -> Schedule:
+        """The schedule for these times, which ``"fill"`` is to suit; None means F = I = W.
+
+        Raises:
+            ScheduleError: times that are none.
+        """
+        template = self._template
+        if self._weights == "2bp" and template.paced is not None:
+            rows = zip(template.rows, template.paced, strict=True)
+            ranks = tuple(_paper(_inputs_only(row), count) for row, count in rows)
+        elif self._weights == "fill":
+            ranks = self._filled(times)
+        else:
+            ranks = template.rows
+        return with_rows(self._name, template, ranks)
+
+    def _filled(self, times: Times | None) -> tuple[Row, ...]:
+        """Fill under F = I = W and, given times, under those too; keep what they make shortest.
+
+        The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
+        under true times may start a W that no longer fits and pass the delay on to every stage.
+        """
+        filler, even = self._even
+        if times is None:
+            return even.rows
+        triples = per_stage(times, len(self._template.placement))
+        step = filler.step(even.numbers, triples)
+        greedy = min(
+            (filler.fill(triples, patience=each) for each in _PATIENCE), key=lambda each: each.step
+        )
+        return even.rows if step <= greedy.step else greedy.rows
+
+    @cached_property
+    def _even(self) -> tuple[Filler, Filled]:
+        """What fills, and how it does under F = I = W."""
+        template = self._template
+        unfilled = with_rows(self._name, template, tuple(map(_inputs_only, template.rows)))
+        filler = Filler(unfilled, template.budgets)
+        return filler, filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
+
+
+def _inputs_only(row: Sequence[Action]) -> Row:
+    """The row with each B replaced by its I."""
+    return tuple(
+        replace(action, kind=ActionKind.BACKWARD_INPUT)
+        if action.kind is ActionKind.BACKWARD
+        else action
+        for action in row
+    )
+
+
+def _paper(row: Row, count: int) -> Row:
+    """One W after each of the last ``count`` Is, and the rest at the end."""
+    inputs = [action for action in row if action.kind is ActionKind.BACKWARD_INPUT]
+    followed = set(inputs[max(len(inputs) - count, 0) :])
+    pending = [replace(action, kind=ActionKind.BACKWARD_WEIGHT) for action in inputs]
+    pending.reverse()
+    result = []
+    for action in row:
+        result.append(action)
+        if action in followed:
+            result.append(pending.pop())
+    return (*result, *reversed(pending))
+
+
+def with_rows(name: str, template: ScheduleTemplate, ranks: tuple[Row, ...]) -> Schedule:
+    """The schedule that runs ``ranks`` where ``template`` places its stages."""
+    actions = [action for row in ranks for action in row]
+    return Schedule(
+        name,
+        len(template.placement),
+        1 + max(action.microbatch for action in actions),
+        ranks,
+        template.placement,
+        any(action.kind is ActionKind.BACKWARD_INPUT for action in actions),
+        template.mirror,
+        template.crosses_step,
+    )
+
+
+def per_stage(times: Times, stages: int) -> list[StageTimes]:
+    """``times`` as one triple per stage.
+
+    Raises:
+        ScheduleError: not triples of finite numbers >= 0, or not one for each stage.
+    """
+    rows: list[object] = list(times) if isinstance(times, Sequence) else []
+    triples = rows if all(isinstance(row, Sequence) for row in rows) else [times] * stages
+    if len(triples) != stages or not all(_is_triple(row) for row in triples):
+        raise ScheduleError(
+            "times must be (F, I, W), or one such triple for each of the "
+            f"{stages} stages, all finite and >= 0; got {times!r}"
+        )
+    return cast("list[StageTimes]", triples)
+
+
+def _is_triple(row: object) -> bool:
+    return (
+        isinstance(row, Sequence)
+        and len(row) == 3
+        and all(
+            isinstance(each, (int, float)) and math.isfinite(each) and each >= 0 for each in row
+        )
+    )
