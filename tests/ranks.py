@@ -19,7 +19,7 @@ import torch
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.default_group import serve_store
 from autosplit.pipeline.engine.launch import Failure, Job, Success, first_cause, work
-from autosplit.pipeline.search import limit_search
+from autosplit.pipeline.search import within_memory
 from autosplit.pipeline.search.search import search
 from tests import devices
 from tests.cheap_tracing import trace_cheaply
@@ -67,9 +67,7 @@ def search_cheaply() -> None:
     pipelines.
     """
     search.__kwdefaults__["work"] = 60_000
-    vars(limit_search).update(
-        _ALONE=6_000, _TOGETHER=15_000, _ORDERS=4_000, _SOLVED=0.0, _MENDED=3_000
-    )
+    vars(within_memory).update(_ALONE=6_000, _TOGETHER=15_000, _ORDERS=4_000)
 
 
 def forget_meshes() -> None:

@@ -16,7 +16,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import check_counts, check_size
 from autosplit.pipeline.search.survey import MOST, SimulatedSchedule, Survey, survey
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.grid import format_schedule
 from autosplit.report.schedule_table import draw_survey, survey_rows, survey_table

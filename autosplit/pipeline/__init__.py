@@ -4,16 +4,15 @@ from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.memory.balance import balance
+from autosplit.pipeline.memory.measures import offload, recompute
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.search import search
-from autosplit.pipeline.search.within_memory import search_within
+from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
-from autosplit.pipeline.simulation.critical_path import critical_path
 from autosplit.pipeline.simulation.reductions import Reductions
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.simulate import Costs, simulate
+from autosplit.pipeline.simulation.timeline import Span, Timeline, critical_path
+from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
 from autosplit.pipeline.validation.validate import validate
 
 from .trainer import PipelineTrainer
@@ -23,6 +22,8 @@ __all__ = [
     "SCHEDULES",
     "WEIGHTS",
     "Costs",
+    "LimitError",
+    "MoveCosts",
     "PipelineTrainer",
     "Reductions",
     "RunOptions",
@@ -36,8 +37,10 @@ __all__ = [
     "build",
     "critical_path",
     "launch",
+    "offload",
     "peak_memory",
     "process_group",
+    "recompute",
     "search",
     "search_within",
     "simulate",

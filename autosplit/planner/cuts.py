@@ -23,11 +23,10 @@ from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.search.limit_findings import MeasureEffect
+from autosplit.pipeline.search.within_memory import MeasureEffect
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.event_loop import play
-from autosplit.pipeline.simulation.replay import rows_of
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.playing import play, rows_of
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Message, StepGraph
 
 from .costs import Limits, ModelCosts

@@ -11,7 +11,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.memory.balance import balance
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
 from ..results import Rows, table

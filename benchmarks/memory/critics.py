@@ -19,9 +19,9 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build as build_schedule
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.memory.balance import balance
-from autosplit.pipeline.memory.recompute import recompute
+from autosplit.pipeline.memory.measures import recompute
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from examples.families.settings import LlamaSettings
 

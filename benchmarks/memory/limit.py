@@ -17,9 +17,8 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.engine.timing import measure_transfer
 from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.simulation.rank_time import undisturbed
-from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import median_durations
+from autosplit.pipeline.simulation.simulate import Costs
+from autosplit.pipeline.simulation.timeline import median_durations, undisturbed
 from examples.families import FAMILIES, Family
 
 from ..paper.settings import SIZES

@@ -13,7 +13,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.memory.balance import balance
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.plan import Plan
 from examples.families import FAMILIES, Family

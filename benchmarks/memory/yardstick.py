@@ -8,10 +8,9 @@ from typing import Any
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.search.measures import MEASURES
-from autosplit.pipeline.search.within_memory import search_within
+from autosplit.pipeline.search.within_memory import MEASURES, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
 from ..optimum import optimum

@@ -11,8 +11,8 @@ from typing import Any
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.search.problem import Problem, Rows
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.list_scheduling import ListScheduler
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.playing import ListScheduler, play
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
 from ..results import Rows as Found
@@ -29,7 +29,7 @@ def measure_all(plays: int = PLAYS) -> Iterator[dict[str, Any]]:
         schedule = build("zb-h1", stages, microbatches)
         costs = Costs([(18.5, 18.1, 9.3)] * stages, [StageMemory(1.0, 1.0)] * stages, Transfer(0.5))
         problem = Problem(costs, schedule.placement, microbatches, (float("inf"),) * stages)
-        rows = problem.rows_of(schedule)
+        rows = [[problem.number[action] for action in row] for row in schedule.ranks]
         ways: dict[str, Callable[[], float]] = {
             "core": functools.partial(_core, problem, rows),
             "clock": functools.partial(_clock, problem, rows),
@@ -48,8 +48,7 @@ def measure_all(plays: int = PLAYS) -> Iterator[dict[str, Any]]:
 
 
 def _core(problem: Problem, rows: Rows) -> float:
-    played = problem.play(rows)
-    return float("nan") if played is None else played.makespan
+    return play(problem, rows, problem.seconds).makespan
 
 
 def _clock(problem: Problem, rows: Rows) -> float:

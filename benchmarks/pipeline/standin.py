@@ -22,7 +22,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.trainer import PipelineTrainer
 
 from ..results import Rows, table

@@ -10,8 +10,7 @@ from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.survey import survey
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.transfer import Transfer
 
 from ..optimum import optimum

@@ -18,9 +18,7 @@ from typing import NamedTuple, cast
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.event_loop import play
-from autosplit.pipeline.simulation.list_scheduling import ListScheduler
-from autosplit.pipeline.simulation.replay import rows_of
+from autosplit.pipeline.simulation.playing import ListScheduler, play, rows_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
 
 Row = tuple[Action, ...]

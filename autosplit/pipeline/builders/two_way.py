@@ -17,7 +17,7 @@ from dataclasses import replace
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.list_scheduling import ListScheduler
+from autosplit.pipeline.simulation.playing import ListScheduler
 from autosplit.pipeline.simulation.step_graph import StepGraph
 
 from .placement import Row, ScheduleTemplate, backward, forward, most_in_flight

@@ -23,8 +23,7 @@ from autosplit.runtime.fitting import fitting, longest_needed_first
 from autosplit.stage import Stage
 
 from .call_memory import CallMemory
-from .message_replay import MessageReplay
-from .storages import Level, Storage
+from .message_replay import Level, MessageReplay, Storage
 
 _CALLS = {
     ActionKind.FORWARD: "forward",

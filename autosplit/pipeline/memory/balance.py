@@ -33,13 +33,12 @@ from autosplit.pipeline.simulation.activation_memory import (
     moved_bytes,
     peak_memory,
 )
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.runtime.fitting import fitting
 
-from .bounds import bounds_of, refuse_excess
-from .occupancy import Held, Occupancy
-from .trips import Trip, choose_trips, in_whole, to_partner
+from .measures import bounds_of, refuse_excess
+from .trips import Held, Occupancy, Trip, choose_trips, in_whole, to_partner
 
 
 @dataclass(frozen=True)

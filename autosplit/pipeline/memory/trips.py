@@ -1,18 +1,130 @@
-"""Which of what a rank holds goes away, when, and when it comes back."""
+"""What a rank holds while it runs each action of its row, and of which microbatches; which of that
+goes away, when, and when it comes back.
+"""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.moves import TAKERS, journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
-
-from .occupancy import Held, Occupancy
+from autosplit.pipeline.simulation.activation_memory import changes_of, levels
+from autosplit.pipeline.simulation.simulate import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
 
 _ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one microbatch holds on a stage, from one compute action of its rank to another.
+
+    Attributes:
+        stage: whose it is.
+        microbatch: of which microbatch.
+        deferred: whether it is between I and W.
+        made: the slot of the F, RECOMPUTE or I that makes it.
+        used: that of the I, B or W that uses it.
+        size: how much it is.
+    """
+
+    stage: int
+    microbatch: int
+    deferred: bool
+    made: int
+    used: int
+    size: float
+
+
+class Occupancy:
+    """One rank's compute actions, called slots, in time and memory.
+
+    Args:
+        schedule: a legal one.
+        costs: of every stage.
+        timeline: the schedule's, with these costs.
+        rank: whose.
+
+    Attributes:
+        places: per slot, its place in the row.
+        kinds: per slot, what it runs.
+        starts: per slot, when it starts.
+        ends: per slot, when it ends.
+        reached: per slot, when the rank comes to it, and to the moves that stand before it; it may
+            wait then.
+        level: per slot, what the rank holds while it runs.
+        held: what can be moved or made again, in the order of the row.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, timeline: Timeline, rank: int) -> None:
+        self.rank = rank
+        row = schedule.ranks[rank]
+        self.places = [place for place, action in enumerate(row) if action.kind.is_compute]
+        self.kinds = [row[place].kind for place in self.places]
+        spans = sorted(
+            (s for s in timeline.spans if s.rank == rank and s.action.kind.is_compute),
+            key=lambda span: (span.start, span.end),
+        )
+        times = {span.action: (span.start, span.end) for span in spans}
+        self.starts = [times[row[place]][0] for place in self.places]
+        self.ends = [times[row[place]][1] for place in self.places]
+        self.reached = [0.0, *self.ends[:-1]]
+        by_place = list(levels(row, changes_of(schedule, costs.memory)[rank]))
+        self.level: list[float] = []
+        done = -1
+        for place in self.places:
+            self.level.append(max(by_place[done + 1 : place + 1]))
+            done = place
+        self.held = self._held(schedule, costs)
+
+    def _held(self, schedule: Schedule, costs: Costs) -> list[Held]:
+        away = {
+            (each.stage, each.microbatch, each.deferred)
+            for each in journeys_of(schedule)
+            if each.rank == self.rank
+        }
+        row = schedule.ranks[self.rank]
+        made: dict[tuple[int, int], int] = {}
+        found: list[Held] = []
+        for slot, place in enumerate(self.places):
+            action = row[place]
+            key = action.stage, action.microbatch
+            size = costs.memory[action.stage]
+            deferred = action.kind is ActionKind.BACKWARD_WEIGHT
+            makes = action.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE)
+            if not makes and (*key, deferred) not in away:
+                kept = size.deferred if deferred else size.saved
+                found.append(Held(*key, deferred, made[key], slot, kept))
+            made[key] = slot
+        return found
+
+    def most_held(self) -> int:
+        """How many there are at once, at most, of what is held."""
+        slots = range(len(self.kinds))
+        return max((sum(h.made <= at <= h.used for h in self.held) for at in slots), default=0)
+
+    def slot_at(self, moment: float) -> int:
+        """The last slot that is reached by then."""
+        return max(bisect_right(self.reached, moment + _ROUNDING) - 1, 0)
+
+    def before(self, slot: int, seconds: float, most: int) -> int:
+        """The last slot up to ``most`` that is reached so long before ``slot`` starts."""
+        if slot >= len(self.starts):
+            return most
+        moment = self.starts[slot] - seconds
+        return min(bisect_right(self.reached, moment + _ROUNDING) - 1, most)
+
+    def waits(self, slot: int) -> float:
+        """For how long the rank waits before a slot."""
+        return self.starts[slot] - (self.ends[slot - 1] if slot else 0.0)
+
+    def takes(self, slot: int) -> bool:
+        """Whether a slot, if there is such, waits for what was sent away."""
+        return slot < len(self.kinds) and self.kinds[slot] in TAKERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +275,7 @@ def to_host(schedule: Schedule, there: Occupancy, trips: Sequence[Trip]) -> Sche
             new.append((trip.awaited, 1, _move(trip, ActionKind.AWAIT)))
     new.sort(key=lambda each: each[:2])
     moves = [(slot, action) for slot, _, action in new]
-    return replace(schedule, ranks=_inserted(schedule, {there.rank: (there, moves)}))
+    return inserted(schedule, {there.rank: (there, moves)})
 
 
 def to_partner(
@@ -211,8 +323,7 @@ def to_partner(
         others.append((latest, _move(trip, kind)))
         if back and late is not None and any(map(partner.takes, range(latest, last))):
             others.append((latest, _move(trip, ActionKind.AWAIT)))
-    rows = {there.rank: (there, own), partner.rank: (partner, others)}
-    return replace(schedule, ranks=_inserted(schedule, rows))
+    return inserted(schedule, {there.rank: (there, own), partner.rank: (partner, others)})
 
 
 def _giving(there: Occupancy, partner: Occupancy, slot: int, moment: float, trip: Trip) -> int:
@@ -228,25 +339,20 @@ def _move(trip: Trip, kind: ActionKind) -> Action:
     return Action(trip.what.stage, kind, trip.what.microbatch)
 
 
-def _inserted(
+def inserted(
     schedule: Schedule, new: dict[int, tuple[Occupancy, list[tuple[int, Action]]]]
-) -> tuple[tuple[Action, ...], ...]:
-    """The rows with further moves, each directly before a slot of its row."""
-    rows = []
-    for rank, row in enumerate(schedule.ranks):
-        if rank not in new:
-            rows.append(row)
-            continue
-        occupancy, moves = new[rank]
-        ends = [*occupancy.places, len(row)]
+) -> Schedule:
+    """The schedule with further actions in the rows of ranks, each directly before a slot."""
+    rows = list(schedule.ranks)
+    for rank, (there, actions) in new.items():
+        row, begin = rows[rank], 0
         changed: list[Action] = []
-        begin = 0
-        for slot, end in enumerate(ends):
+        for slot, end in enumerate([*there.places, len(row)]):
             changed += row[begin:end]
-            changed += (action for at, action in moves if at == slot)
+            changed += (action for at, action in actions if at == slot)
             begin = end
-        rows.append(tuple(changed))
-    return tuple(rows)
+        rows[rank] = tuple(changed)
+    return replace(schedule, ranks=tuple(rows))
 
 
 def in_whole(share: float) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.moves import Journey
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.activation_memory import ROUNDING
-from autosplit.pipeline.simulation.early_weights import EarlyWeights, cutter
-from autosplit.pipeline.simulation.event_loop import Play, play
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, PeakMemory, changes_of, levels
+from autosplit.pipeline.simulation.lanes import Lanes, add_lanes
+from autosplit.pipeline.simulation.playing import Play, play
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import StepGraph
 
 KINDS = (
@@ -19,15 +22,27 @@ KINDS = (
     ActionKind.BACKWARD_INPUT,
     ActionKind.BACKWARD_WEIGHT,
     ActionKind.BACKWARD,
+    ActionKind.RECOMPUTE,
 )
-FORWARD, INPUT, WEIGHT, FULL = KINDS
+FORWARD, INPUT, WEIGHT, FULL, _ = KINDS
 
+Row = tuple[Action, ...]
 Rows = list[list[int]]
 """Per rank, the numbers of its actions in order."""
 
+_MOST_ROWS = 4096  # that are known at once
+
+
+@dataclass
+class Tally:
+    """How many actions were played through."""
+
+    actions: int = 0
+
 
 class Problem(StepGraph):
-    """Every F, I, W and B of a step, numbered, with what it needs, takes and keeps.
+    """Every compute action of a step, numbered once, with what it needs, takes and keeps, for as
+    many orders as are to be played.
 
     An order has either the B of a stage and a microbatch or its I and W.
 
@@ -36,14 +51,12 @@ class Problem(StepGraph):
         placement: ``placement[stage]`` is the rank that holds the stage.
         microbatches: M.
         caps: per rank, the most it may keep at once.
+        tally: counts what is played.
 
     Attributes:
         room: per rank, its cap with what rounding may add.
         number: of every action.
         seconds: per action.
-        placed_seconds: per action, the seconds it takes where the order has it.
-        slices: per action, the seconds of each part of a W that may run in a wait; none for other
-            actions, and none at all where Ws run as they are scheduled.
         adds: per action, how much more is kept as soon as it starts.
         frees: per action, how much less once it has ended.
         whole: per stage, whether a B can be better than its I and W.
@@ -55,47 +68,37 @@ class Problem(StepGraph):
         placement: Sequence[int],
         microbatches: int,
         caps: Sequence[float],
+        tally: Tally | None = None,
     ) -> None:
         self.costs = costs
         self.placement = tuple(placement)
         self.microbatches = microbatches
         self.caps = tuple(caps)
         self.room = [cap * ROUNDING for cap in caps]
+        self.tally = tally or Tally()
+        stages = range(len(placement))
         actions = [
             Action(stage, kind, microbatch)
-            for stage in range(len(placement))
+            for stage in stages
             for kind in KINDS
             for microbatch in range(microbatches)
         ]
         self.number = {action: number for number, action in enumerate(actions)}
         super().__init__(
-            self.schedule("", []),
+            self.schedule([]),
             ((placement[action.stage], action) for action in actions),
             feeds=None if costs.wiring is None else Feeds(len(placement), costs.wiring),
             transfer=costs.transfer,
             own_needs=False,  # rows have F before I before W
         )
-        self.slices = self._cut()
-        self.seconds = [
-            sum(parts) if parts else costs.seconds(action)
-            for action, parts in zip(self.actions, self.slices, strict=True)
-        ]
-        self.placed_seconds = [
-            0.0 if parts else took for parts, took in zip(self.slices, self.seconds, strict=True)
-        ]
-        self.adds = [costs.memory[a.stage].before(a.kind) for a in self.actions]
-        self.frees = [costs.memory[a.stage].after(a.kind) for a in self.actions]
-        self.whole = [self._is_better_whole(stage) for stage in range(len(placement))]
-        self._inputs = self.inputs_of_weights()
-
-    def _cut(self) -> list[Sequence[float]]:
-        if not self.costs.early_weights:
-            return [() for _ in self.actions]
-        cut = cutter(self.costs.slices)
-        return [
-            cut(action.stage, self.costs.seconds(action)) if action.kind is WEIGHT else ()
-            for action in self.actions
-        ]
+        self.seconds = [costs.seconds(action) for action in actions]
+        changes = [costs.memory[action.stage].change(action.kind) for action in actions]
+        self.adds = [change.before for change in changes]
+        self.frees = [change.after for change in changes]
+        self.whole = [self._is_better_whole(stage) for stage in stages]
+        self._peaks = PeakMemory(costs.memory)
+        self._known: dict[int, tuple[Row, list[int]]] = {}
+        """Rows of nothing but computation, by their identity."""
 
     def _is_better_whole(self, stage: int) -> bool:
         """Whether a B of ``stage`` can be better than its I and W: shorter, or keeping less.
@@ -107,55 +110,172 @@ class Problem(StepGraph):
         shorter = self.costs.full is not None and self.costs.full[stage] < inputs + weights
         return shorter or (bounded and size.deferred > size.saved)
 
-    def play(self, rows: Rows) -> Play | None:
-        """How ``rows`` run, with the times of ``simulate``; None if they deadlock."""
-        early = []
-        if self.costs.early_weights:
-            seconds, slices, inputs = self.placed_seconds, self.slices, self._inputs
-            early = [EarlyWeights(row, seconds, slices, inputs) for row in rows]
-        played = play(self, rows, self.placed_seconds, early)
-        return played if played.places == list(map(len, rows)) else None
+    def play(
+        self, schedule: Schedule, journeys: Sequence[Journey] | None = None
+    ) -> PlayedOrder | None:
+        """How a schedule without mistakes runs, with the times of ``simulate``; None where ranks
+        wait for each other. ``journeys`` are those of the schedule, where they are known.
+        """
+        self.tally.actions += sum(map(len, schedule.ranks))
+        graph: StepGraph = self
+        seconds, lanes = self.seconds, Lanes()
+        rows = [self._known_numbers(row) for row in schedule.ranks]
+        if not all(rows):
+            graph, seconds = self.copy(), [*seconds]
+            rows = [
+                known or [self._placed(graph, seconds, rank, action) for action in row]
+                for rank, (known, row) in enumerate(zip(rows, schedule.ranks, strict=True))
+            ]
+            lanes = add_lanes(
+                graph, schedule, rows, self.costs.transfer, self.costs.memory, journeys
+            )
+            seconds += [lanes.took[number] for number in range(len(seconds), len(graph.actions))]
+            for number, more in lanes.spent.items():
+                seconds[number] += more
+        rows = [*rows, *lanes.rows]
+        run = play(graph, rows, seconds)
+        done = run.places == [*map(len, rows)]
+        return PlayedOrder(self, schedule, graph, rows, run) if done else None
+
+    def _known_numbers(self, row: Row) -> list[int]:
+        """The numbers of a row that is known; none if more is in it than computation."""
+        known = self._known.get(id(row))
+        if known is None:
+            if len(self._known) > _MOST_ROWS:
+                self._known.clear()
+            numbers = [self.number.get(action, -1) for action in row]
+            known = self._known[id(row)] = row, [] if -1 in numbers else numbers
+        return known[1]
+
+    def _placed(self, graph: StepGraph, seconds: list[float], rank: int, action: Action) -> int:
+        number = self.number.get(action)
+        if number is None:
+            seconds.append(0.0)
+            number = graph.add(rank, action)
+        return number
+
+    def over(self, schedule: Schedule, journeys: Sequence[Journey] | None = None) -> float:
+        """By how much ranks exceed their caps by order, as a share of these; counts for a quarter
+        of a play, as it takes.
+        """
+        if all(map(math.isinf, self.caps)):
+            return 0.0
+        self.tally.actions += sum(map(len, schedule.ranks)) // 4
+        peaks = zip(self._peaks.of(schedule, journeys), self.caps, strict=True)
+        return sum(max(0.0, peak / cap - ROUNDING) for peak, cap in peaks if cap > 0)
+
+    def first_over(self, schedule: Schedule) -> tuple[int, int] | None:
+        """A rank and the first place in its row where it holds too much; counts likewise."""
+        self.tally.actions += sum(map(len, schedule.ranks)) // 4
+        changes = changes_of(schedule, self.costs.memory)
+        for rank, row in enumerate(schedule.ranks):
+            for place, level in enumerate(levels(row, changes[rank])):
+                if level > self.room[rank]:
+                    return rank, place
+        return None
 
     def part(self, action: int, kind: ActionKind) -> int:
         """The number of the same stage's ``kind`` on the same microbatch."""
         own = action // self.microbatches % len(KINDS)
         return action + (KINDS.index(kind) - own) * self.microbatches
 
-    def fits(self, row: Sequence[int], rank: int) -> bool:
-        """Whether ``rank`` stays within its cap when it runs ``row``."""
-        now, cap = 0.0, self.room[rank]
-        if math.isinf(cap):
-            return True
-        for action in row:
-            now += self.adds[action]
-            if now > cap:
-                return False
-            now -= self.frees[action]
-        return True
+    def opened(self, schedule: Schedule) -> Schedule:
+        """The schedule with each B as its I and W where it is no better whole."""
+        rows = (tuple(part for a in row for part in self._parts(a)) for row in schedule.ranks)
+        return replace(schedule, ranks=tuple(rows), split_backward=True)
 
-    def numbers_of(self, schedule: Schedule) -> Rows:
-        """A schedule's rows as numbers."""
-        return [[self.number[action] for action in row] for row in schedule.ranks]
-
-    def rows_of(self, schedule: Schedule) -> Rows:
-        """A schedule's rows as numbers, each B as its I and W where it is no better whole."""
-        return [
-            [number for action in row for number in self._parts(action)] for row in schedule.ranks
-        ]
-
-    def _parts(self, action: Action) -> list[int]:
-        number = self.number[action]
+    def _parts(self, action: Action) -> Iterable[Action]:
         if action.kind is not FULL or self.whole[action.stage]:
-            return [number]
-        return [self.part(number, INPUT), self.part(number, WEIGHT)]
+            return (action,)
+        return replace(action, kind=INPUT), replace(action, kind=WEIGHT)
 
-    def schedule(self, name: str, rows: Rows) -> Schedule:
+    def schedule(self, rows: Rows) -> Schedule:
         """The schedule that runs ``rows``."""
         return Schedule(
-            name,
+            "auto",
             len(self.placement),
             self.microbatches,
             tuple(tuple(self.actions[number] for number in row) for row in rows),
             self.placement,
             split_backward=True,
         )
+
+    @property
+    def least(self) -> float:
+        """Seconds that no order undercuts: no rank can begin before the Fs of the stages before it,
+        nor end before all its work is done.
+        """
+        begins: list[float] = []
+        for stage in range(len(self.placement)):
+            sources = self._feeds.sources(stage)
+            begins.append(max((begins[s] + self.costs.times[s][0] for s in sources), default=0.0))
+        bounds = []
+        for rank in range(len(self.caps)):
+            stages = [stage for stage, each in enumerate(self.placement) if each == rank]
+            work = sum(map(self._least_work, stages))
+            lead = min((begins[stage] for stage in stages), default=0.0)
+            bounds.append(lead + self.microbatches * work)
+        return max(bounds)
+
+    def _least_work(self, stage: int) -> float:
+        """Seconds of a microbatch on a stage, with the shorter of the two backwards."""
+        forward, inputs, weights = self.costs.times[stage]
+        return forward + min(inputs + weights, self.costs.seconds(Action(stage, FULL, 0)))
+
+
+@dataclass(frozen=True, eq=False)
+class PlayedOrder:
+    """A schedule, and how it ran.
+
+    Attributes:
+        problem: of which this is an order.
+        schedule: what was played, or what became of it.
+        graph: its actions.
+        rows: per rank and lane, the numbers of what it ran.
+        run: how.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    graph: StepGraph
+    rows: Sequence[Sequence[int]]
+    run: Play
+
+    @property
+    def makespan(self) -> float:
+        """How long it takes."""
+        return self.run.makespan
+
+    def changed(self, schedule: Schedule | None) -> PlayedOrder:
+        """How what a schedule was made from ran; this, if there is none."""
+        return self if schedule is None else replace(self, schedule=schedule)
+
+    def start(self, action: Action) -> float:
+        """When a compute action began; -1 for others."""
+        number = self.problem.number.get(action)
+        return -1.0 if number is None else self.run.starts[number]
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, list[Action]]]:
+        """Stretches of the critical path that lie on one rank, from the end of the step on."""
+        graph, causes = self.graph, self.run.causes
+        places = {
+            number: (at, place)
+            for at, row in enumerate(self.rows)
+            for place, number in enumerate(row)
+        }
+        at, last = self.run.last, len(self.rows[self.run.last]) - 1
+        found = []
+        while True:
+            row, first = self.rows[at], last
+            while first > 0 and causes[row[first]] < 0:
+                first -= 1
+            if at < len(self.schedule.ranks):
+                found.append((at, [graph.actions[number] for number in row[first : last + 1]]))
+            parcel = causes[row[first]]
+            if parcel < 0:
+                return found
+            maker = graph.makers[parcel]
+            if maker not in places:  # of an I and a B, which make the same
+                maker = self.problem.number[replace(graph.actions[maker], kind=FULL)]
+            at, last = places[maker]

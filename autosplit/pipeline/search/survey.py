@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 from autosplit.pipeline.simulation.activation_memory import peak_memory
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
 from .search import caps_of, search
+from .starts import forms
 
 MOST = 200_000
 """Actions of a step, over all chunks: some twenty schedules of it take minutes and gigabytes."""
@@ -100,8 +100,10 @@ def survey(
     # None: shown on a terminal, not in a log file.
     families = tqdm(SCHEDULES.items(), desc="simulating", unit="schedule", disable=None)
     for name, family in families:
+        cut = costs.cut(family.chunks or chunks)
         try:
-            entries += _forms(name, costs.cut(family.chunks or chunks), microbatches, ranks)
+            for weights, schedule in forms(name, cut.times, microbatches, ranks):
+                entries.append(_entry(name, weights, schedule, cut))
         except ScheduleError as error:
             refused[name] = str(error)
     if not entries:
@@ -126,22 +128,6 @@ def _check(costs: Costs, microbatches: int, chunks: int, cap: float | None) -> N
             f"compared with others: give times of which one at least is > 0, and neither more than "
             f"{_LARGEST:g} in all"
         )
-
-
-def _forms(name: str, costs: Costs, microbatches: int, ranks: int) -> Iterator[SimulatedSchedule]:
-    """The schedule fused, if it can be, and with each placement of W that it admits."""
-    family = SCHEDULES[name]
-    for weights in (*(["fused"] if family.fused else []), *(family.weights or ("own",))):
-        schedule = build(
-            name,
-            len(costs.times),
-            microbatches,
-            ranks=ranks,
-            split_backward=weights != "fused",
-            weights=weights if weights in family.weights else None,
-            times=costs.times if weights == "fill" else None,
-        )
-        yield _entry(name, weights, schedule, costs)
 
 
 def _searched(costs: Costs, microbatches: int, cap: float) -> SimulatedSchedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
@@ -36,6 +36,7 @@ class Change(NamedTuple):
 
 
 _NONE = Change(0.0, 0.0)
+_MOST_ROWS = 4096  # that are known at once
 
 
 @dataclass(frozen=True)
@@ -74,40 +75,22 @@ class StageMemory:
         if self.tensors < 1:
             raise ScheduleError(f"tensors is a count, 1 or more; got {self.tensors}")
 
-    def beside(self, kind: ActionKind) -> float:
-        """What an action holds only while it runs."""
-        return self.workspace[_WORKSPACES[kind]] if kind in _WORKSPACES else 0.0
+    def change(self, kind: ActionKind, *, again: bool = False) -> Change:
+        """What a compute action changes; ``again``: of a microbatch whose F is run again."""
+        before, after = self._held(kind, again=again)
+        beside = self.workspace[_WORKSPACES[kind]]
+        most = max(before, after, self.saved if kind is ActionKind.FORWARD else 0.0)
+        return Change(most - before + beside, most - after + beside)
 
-    def before(self, kind: ActionKind) -> float:
-        """How much more there is as soon as an action starts, where nothing is run again."""
-        beside = self.beside(kind)
+    def _held(self, kind: ActionKind, *, again: bool) -> tuple[float, float]:
+        """What is kept of the microbatch before a compute action, and behind it."""
         if kind is ActionKind.FORWARD:
-            return self.saved + beside
-        if kind is ActionKind.BACKWARD_INPUT:
-            return max(self.deferred - self.saved, 0.0) + beside
-        return beside
-
-    def after(self, kind: ActionKind) -> float:
-        """How much less there is once it has ended."""
-        beside = self.beside(kind)
-        if kind is ActionKind.BACKWARD_INPUT:
-            return max(self.saved - self.deferred, 0.0) + beside
-        if kind is ActionKind.BACKWARD_WEIGHT:
-            return self.deferred + beside
-        return (self.saved if kind is ActionKind.BACKWARD else 0.0) + beside
-
-    def change(self, kind: ActionKind, *, again: bool) -> Change:
-        """Both, of a compute action; ``again``: of a microbatch whose F is run again."""
-        beside = self.beside(kind)
-        if again and kind is ActionKind.FORWARD:
-            most = max(self.saved, self.inputs)
-            return Change(most + beside, most - self.inputs + beside)
+            return 0.0, self.inputs if again else self.saved
         if kind is ActionKind.RECOMPUTE:
-            return Change(
-                max(self.saved - self.inputs, 0.0) + beside,
-                max(self.inputs - self.saved, 0.0) + beside,
-            )
-        return Change(self.before(kind), self.after(kind))
+            return self.inputs, self.saved
+        if kind is ActionKind.BACKWARD_INPUT:
+            return self.saved, self.deferred
+        return (self.deferred if kind is ActionKind.BACKWARD_WEIGHT else self.saved), 0.0
 
     @property
     def least(self) -> float:
@@ -138,22 +121,29 @@ def changes_of(
     """Per rank, what each action of its row changes, as if moves took no time; ``journeys`` are
     those of the schedule, where they are known.
     """
-    known: dict[tuple[int, ActionKind, bool], Change] = {}
-    found = []
-    for row in schedule.ranks:
-        again = recomputed(row)
-        changes = []
-        for action in row:
-            stage, kind = action.stage, action.kind
-            key = stage, kind, bool(again) and (stage, action.microbatch) in again
-            change = known.get(key)
-            if change is None:
-                change = _NONE
-                if kind.is_compute:
-                    change = sizes[stage].change(kind, again=key[2])
-                known[key] = change
-            changes.append(change)
-        found.append(changes)
+    moves = _moves(schedule, sizes, journeys)
+    return [_changes(row, sizes, own) for row, own in zip(schedule.ranks, moves, strict=True)]
+
+
+def _changes(
+    row: Sequence[Action], sizes: Sequence[StageMemory], moves: Mapping[int, Change]
+) -> list[Change]:
+    again = recomputed(row)
+    return [
+        sizes[action.stage].change(
+            action.kind, again=bool(again) and (action.stage, action.microbatch) in again
+        )
+        if action.kind.is_compute
+        else moves.get(place, _NONE)
+        for place, action in enumerate(row)
+    ]
+
+
+def _moves(
+    schedule: Schedule, sizes: Sequence[StageMemory], journeys: Sequence[Journey] | None
+) -> list[dict[int, Change]]:
+    """Per rank, by the place of a move what it changes."""
+    found: list[dict[int, Change]] = [{} for _ in schedule.ranks]
     for journey in journeys_of(schedule) if journeys is None else journeys:
         size = moved_bytes(
             schedule.moved, journey.stage, sizes[journey.stage], deferred=journey.deferred
@@ -181,11 +171,35 @@ def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
         held.end(action)
 
 
-def peak_memory(
-    schedule: Schedule,
-    sizes: Sequence[StageMemory],
-    journeys: Sequence[Journey] | None = None,
-) -> list[float]:
+class PeakMemory:
+    """Counts what ranks keep at most by the order of their rows, each row once.
+
+    Args:
+        sizes: by stage.
+    """
+
+    def __init__(self, sizes: Sequence[StageMemory]) -> None:
+        self._sizes = sizes
+        self._known: dict[tuple[Any, ...], tuple[Sequence[Action], float]] = {}
+        """By the identity of a row, which is kept for that, and by what its moves carry."""
+
+    def of(self, schedule: Schedule, journeys: Sequence[Journey] | None = None) -> list[float]:
+        """Per rank, of a schedule."""
+        if len(self._known) > _MOST_ROWS:
+            self._known.clear()
+        moves = _moves(schedule, self._sizes, journeys)
+        return [self._peak(row, own) for row, own in zip(schedule.ranks, moves, strict=True)]
+
+    def _peak(self, row: Sequence[Action], moves: Mapping[int, Change]) -> float:
+        key = (id(row), *moves.items())
+        known = self._known.get(key)
+        if known is None:
+            most = max(levels(row, _changes(row, self._sizes, moves)), default=0.0)
+            known = self._known[key] = row, most
+        return known[1]
+
+
+def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]:
     """Per rank, the most it keeps at once: a matter of order, not of time.
 
     Of what moves this is a bound, whatever transfers take (``LevelByOrder``). In time
@@ -195,11 +209,7 @@ def peak_memory(
         ScheduleError: not one size for each stage.
     """
     _check_count(schedule.stages, sizes)
-    changes = changes_of(schedule, sizes, journeys)
-    return [
-        max(levels(row, each), default=0.0)
-        for row, each in zip(schedule.ranks, changes, strict=True)
-    ]
+    return PeakMemory(sizes).of(schedule)
 
 
 def memory_over_time(

@@ -3,26 +3,34 @@
 A lane is what carries moves from one rank to its partner, or between a rank and its store on the
 host, one after another, in the order of the sender's row. To the simulator's core it is a rank of
 its own, whose actions are the transfers.
+
+A rank begins its departures and puts back what came itself. Where stages are on the CPU, threads
+carry a transfer, which may take time from what the rank computes beside it. How the two share the
+cores is for the system to say; here the rank gives up the whole of that time when the transfer
+begins, which comes to the same end of both where it computes on. Where it waits next, for that
+transfer or for another rank, the copy costs it nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import ARRIVALS, DEPARTURES, Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .activation_memory import StageMemory, moved_bytes
-from .rank_time import time_of_rank
-from .step_graph import Message, StepGraph
+from .step_graph import INSTANT, Message, StepGraph
 from .transfer import FREE_MOVES, MoveCosts, Transfer
+
+_LEAVING = (ActionKind.OFFLOAD, ActionKind.EVICT)
+_COMING = (ActionKind.RELOAD, ActionKind.LOAD)
+_NO_USE = (ActionKind.FORWARD, ActionKind.RECOMPUTE)
 
 
 @dataclass
@@ -47,53 +55,17 @@ class Lanes:
         """Rank, action, start and end of every move, from when each transfer started."""
         for rank, action, number in self.ends:
             end = starts[number] + self.took[number]
-            arrives = action.kind in (ActionKind.ACCEPT, ActionKind.LOAD, ActionKind.RELOAD)
+            arrives = action.kind in ARRIVALS
             yield rank, action, starts[number], end + arrives * self.latency[number]
-
-
-Way = Callable[[Journey, bool], tuple[float, float]]
-"""Of a journey, out or back, the seconds for which it keeps its lane, and then to its arrival."""
-
-
-def free_way(journey: Journey, out: bool) -> tuple[float, float]:
-    """Transfers that take no time."""
-    return 0.0, 0.0
-
-
-def ways(schedule: Schedule, transfer: Transfer, memory: Sequence[StageMemory] | None) -> Way:
-    """The seconds of every transfer.
-
-    Raises:
-        ScheduleError: later, where a link has a bandwidth and what travels is not known.
-    """
-
-    def way(journey: Journey, out: bool) -> tuple[float, float]:
-        link = transfer.host or Link()
-        if journey.partner is not None:
-            link = transfer.link(journey.rank, journey.partner)
-        if math.isinf(link.bandwidth):
-            return 0.0, link.latency
-        if memory is None:
-            raise ScheduleError(
-                f"schedule {schedule.name!r} moves what stage {journey.stage} holds of microbatch "
-                f"{journey.microbatch}, and the link has a bandwidth: give the memory of every "
-                "stage"
-            )
-        size = moved_bytes(
-            schedule.moved, journey.stage, memory[journey.stage], deferred=journey.deferred
-        )
-        return size / link.bandwidth, link.latency
-
-    return way
 
 
 def add_lanes(
     graph: StepGraph,
     schedule: Schedule,
     rows: Sequence[Sequence[int]],
-    way: Way,
+    transfer: Transfer = INSTANT,
+    memory: Sequence[StageMemory] | None = None,
     journeys: Sequence[Journey] | None = None,
-    costs: MoveCosts = FREE_MOVES,
 ) -> Lanes:
     """Add the transfers of a schedule to its own step graph, with all that waits for them.
 
@@ -101,48 +73,105 @@ def add_lanes(
         graph: of the schedule; gets further actions.
         schedule: whose moves.
         rows: per rank, the numbers of its actions.
-        way: the seconds of each transfer.
+        transfer: the links, and what moves take of ranks.
+        memory: by stage.
         journeys: those of the schedule, where they are known.
-        costs: what moves take of ranks.
+
+    Raises:
+        ScheduleError: a link has a bandwidth, and what travels is not known.
     """
     journeys = journeys_of(schedule) if journeys is None else journeys
     if not journeys:
         return Lanes()
     builder = _Builder(graph, len(schedule.ranks))
-    for journey in journeys:
-        builder.add(journey, rows, way)
+    took = [_took(schedule, transfer, memory, journey) for journey in journeys]
+    for journey, each in zip(journeys, took, strict=True):
+        builder.add(journey, rows, each)
     builder.close(schedule, rows)
-    builder.lanes.spent = _spent(schedule, rows, way, journeys, costs)
+    if transfer.moves != FREE_MOVES:
+        builder.lanes.spent = _spent(
+            schedule, rows, transfer.moves, [*zip(journeys, took, strict=True)]
+        )
     return builder.lanes
+
+
+def _took(
+    schedule: Schedule,
+    transfer: Transfer,
+    memory: Sequence[StageMemory] | None,
+    journey: Journey,
+) -> tuple[float, float]:
+    """Seconds for which each way of a journey keeps its lane, and then to its arrival."""
+    link = transfer.host or Link()
+    if journey.partner is not None:
+        link = transfer.link(journey.rank, journey.partner)
+    if math.isinf(link.bandwidth):
+        return 0.0, link.latency
+    if memory is None:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} moves what stage {journey.stage} holds of microbatch "
+            f"{journey.microbatch}, and the link has a bandwidth: give the memory of every stage"
+        )
+    size = moved_bytes(
+        schedule.moved, journey.stage, memory[journey.stage], deferred=journey.deferred
+    )
+    return size / link.bandwidth, link.latency
 
 
 def _spent(
     schedule: Schedule,
     rows: Sequence[Sequence[int]],
-    way: Way,
-    journeys: Sequence[Journey],
     costs: MoveCosts,
+    took: Sequence[tuple[Journey, tuple[float, float]]],
 ) -> dict[int, float]:
     """Seconds that moves take of ranks, by the number of an action."""
-    if costs == FREE_MOVES:
-        return {}
-    times = [time_of_rank(row, costs) for row in schedule.ranks]
+    times = [_time_of_rank(row, costs) for row in schedule.ranks]
     spent = {
         rows[rank][place]: seconds
-        for rank, time in enumerate(times)
-        for place, seconds in time.own.items()
+        for rank, (own, _) in enumerate(times)
+        for place, seconds in own.items()
     }
-    for journey in journeys:
-        ends = [(journey.rank, journey.leaves, True), (journey.rank, journey.comes, False)]
+    for journey, (seconds, _) in took:
+        ends = [(journey.rank, journey.leaves), (journey.rank, journey.comes)]
         if journey.partner is not None:
-            ends.append((journey.partner, journey.accepted, True))
-            ends.append((journey.partner, journey.returned, False))
-        for rank, place, out in ends:
-            if place in times[rank].beside:
+            ends += [(journey.partner, journey.accepted), (journey.partner, journey.returned)]
+        for rank, place in ends:
+            if place in times[rank][1]:
                 number = rows[rank][place]
-                lost = costs.slowing * way(journey, out)[0]
-                spent[number] = spent.get(number, 0.0) + lost
+                spent[number] = spent.get(number, 0.0) + costs.slowing * seconds
     return spent
+
+
+def _time_of_rank(row: Sequence[Action], costs: MoveCosts) -> tuple[dict[int, float], set[int]]:
+    """What moves take of a rank: by place in its row, seconds in which it begins a departure, or
+    puts back what came; and the places of the moves whose transfers run beside what the rank
+    computes next.
+    """
+    own: dict[int, float] = {}
+    beside: set[int] = set()
+    begun: dict[tuple[int, int], int] = {}
+    back: set[tuple[int, int]] = set()
+    computed = False
+    for place, action in enumerate(row):
+        kind, at = action.kind, (action.stage, action.microbatch)
+        if kind in _LEAVING:
+            own[place] = costs.leave
+        elif kind in _COMING:
+            back.add(at)
+        if kind in DEPARTURES or kind in ARRIVALS:
+            begun[at] = place
+        elif kind is ActionKind.AWAIT:
+            begun.pop(at, None)
+        elif kind.is_compute:
+            if at in back and kind not in _NO_USE:
+                own[place] = costs.come
+                back.discard(at)
+                begun.pop(at, None)
+            if computed:  # what is begun before that comes later, as nothing has left yet
+                beside.update(begun.values())
+            begun.clear()
+            computed = True
+    return own, beside
 
 
 class _Builder:
@@ -150,74 +179,66 @@ class _Builder:
         self.lanes = Lanes()
         self._graph = graph
         self._ranks = ranks
-        self._numbers: dict[tuple[int, int | str], int] = {}
-        self._queues: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._leaving: dict[tuple[int, int], int] = {}
-        """By rank and place, the transfer of a departure."""
+        self._queues: dict[tuple[int, int | str], list[tuple[int, int]]] = {}
+        """By lane, its transfers, each behind the place of the move that starts it."""
+        self._transfers: dict[tuple[int, int], int] = {}
+        """By rank and place, the transfer of a move."""
         self._parcels: dict[tuple[int, int, float], int] = {}
         """By an action and the row that waits for it, and for how long after it."""
-        self._starting: dict[tuple[int, int], int] = {}
-        """By rank and place, the transfer of an arrival."""
 
-    def add(self, journey: Journey, rows: Sequence[Sequence[int]], way: Way) -> None:
-        """The two transfers of a journey, and who starts and awaits them."""
+    def add(
+        self, journey: Journey, rows: Sequence[Sequence[int]], took: tuple[float, float]
+    ) -> None:
+        """The two transfers of a journey, and who starts and awaits them; ``took`` is how long each
+        keeps its lane, and then is on its way.
+        """
         owner, partner = journey.rank, journey.partner
-        row = rows[owner]
-        leave, come, use = (row[each] for each in (journey.leaves, journey.comes, journey.used))
+        ends = [(owner, journey.leaves), (owner, journey.comes)]
         if partner is None:
-            out = self._transfer(leave, (owner, "out"), journey.leaves, way(journey, True))
-            back = self._transfer(come, (owner, "in"), journey.comes, way(journey, False))
+            out = self._transfer((owner, "out"), journey.leaves, rows[owner], took)
+            back = self._transfer((owner, "in"), journey.comes, rows[owner], took)
         else:
-            take, give = rows[partner][journey.accepted], rows[partner][journey.returned]
-            out = self._transfer(leave, (owner, partner), journey.leaves, way(journey, True))
-            back = self._transfer(give, (partner, owner), journey.returned, way(journey, False))
-            self._edge(take, out)
-            self._edge(come, back)
-            self._ends(partner, take, out)
-            self._ends(partner, give, back)
-            self._leaving[partner, journey.returned] = back
-            self._starting[partner, journey.accepted] = out
-        self._ends(owner, leave, out)
-        self._ends(owner, come, back)
-        self._leaving[owner, journey.leaves] = out
-        self._starting[owner, journey.comes] = back
-        self._edge(out, back, self.lanes.latency[out])
-        self._edge(back, use, self.lanes.latency[back])
+            out = self._transfer((owner, partner), journey.leaves, rows[owner], took)
+            back = self._transfer((partner, owner), journey.returned, rows[partner], took)
+            ends += [(partner, journey.accepted), (partner, journey.returned)]
+        for (rank, place), transfer in zip(ends, (out, back, out, back), strict=False):
+            move = rows[rank][place]
+            self._edge(move, transfer)
+            self.lanes.ends.append((rank, self._graph.actions[move], transfer))
+            self._transfers[rank, place] = transfer
+        self._edge(out, back, took[1])
+        self._edge(back, rows[owner][journey.used], took[1])
 
     def close(self, schedule: Schedule, rows: Sequence[Sequence[int]]) -> None:
         """Put the lanes in order, and let ranks wait for what has to have left."""
-        self.lanes.rows = [
-            [number for _, number in sorted(self._queues[lane])] for lane in sorted(self._queues)
-        ]
+        self.lanes.rows = [[number for _, number in sorted(q)] for q in self._queues.values()]
         # What one transfer of a lane waits for, those behind it need not.
         told: set[tuple[int, int]] = set()
         for rank, row in enumerate(schedule.ranks):
             for place, departures in waited_departures(row):
-                number = rows[rank][place]
+                waiting: int | None = rows[rank][place]
                 if row[place].kind.is_move:
-                    found = self._starting.get((rank, place))
-                    if found is None:
-                        continue
-                    number = found
+                    waiting = self._transfers.get((rank, place))
                 for each in departures:
-                    departure = self._leaving.get((rank, each))
-                    if departure is None or (self._graph.ranks[number], departure) in told:
+                    departure = self._transfers.get((rank, each))
+                    if waiting is None or departure is None:
                         continue
-                    told.add((self._graph.ranks[number], departure))
-                    self._edge(departure, number)
+                    if (self._graph.ranks[waiting], departure) not in told:
+                        told.add((self._graph.ranks[waiting], departure))
+                        self._edge(departure, waiting)
 
     def _transfer(
-        self, starter: int, lane: tuple[int, int | str], place: int, took: tuple[float, float]
+        self,
+        lane: tuple[int, int | str],
+        place: int,
+        row: Sequence[int],
+        took: tuple[float, float],
     ) -> int:
-        graph, row = self._graph, self._numbers.setdefault(lane, len(self._numbers))
-        number = graph.add(self._ranks + row, graph.actions[starter])
-        self._queues[row].append((place, number))
+        graph, queue = self._graph, self._queues.setdefault(lane, [])
+        number = graph.add(self._ranks + [*self._queues].index(lane), graph.actions[row[place]])
+        queue.append((place, number))
         self.lanes.took[number], self.lanes.latency[number] = took
-        self._edge(starter, number)
         return number
-
-    def _ends(self, rank: int, move: int, transfer: int) -> None:
-        self.lanes.ends.append((rank, self._graph.actions[move], transfer))
 
     def _edge(self, maker: int, taker: int, latency: float = 0.0) -> None:
         """``taker`` waits for the end of ``maker``, and ``latency`` after that."""

@@ -1,22 +1,23 @@
-"""Schedule and durations in, timeline out: what a step would take without running it."""
+"""Schedule and durations in, timeline out: what a step would take without running it.
+
+What a step of a pipeline costs, whatever its schedule: seconds, what is kept, the links.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Wiring
 
-from .activation_memory import StageMemory
-from .early_weights import EarlyWeights, Slices, cutter
-from .event_loop import play
-from .lanes import Lanes, add_lanes, ways
+from .activation_memory import StageMemory, memory_over_time
+from .lanes import Lanes, add_lanes
+from .playing import play, rows_of, waits_of
 from .reductions import Reductions
-from .replay import rows_of, waits_of
 from .step_graph import StepGraph
 from .timeline import Span, Timeline
 from .transfer import Transfer
@@ -30,8 +31,6 @@ def simulate(
     *,
     transfer: Transfer | float = 0.0,
     wiring: Wiring | None = None,
-    early_weights: bool = False,
-    slices: Slices = 1,
     memory: Sequence[StageMemory] | None = None,
     reductions: Reductions | None = None,
     gathers: Sequence[float] | None = None,
@@ -51,11 +50,6 @@ def simulate(
         wiring: who feeds whom, skip connections with it; None: each stage the next. Messages are
             those of the engine: one for each stage that takes of a result, with the tensors that
             no earlier stage of the same rank was sent.
-        early_weights: run the next weight gradients in every wait, as a trainer does that is given
-            ``early_weights=True``, rather than where the schedule has them.
-        slices: into how many equal parts each W is cut for that; or by stage the seconds of each
-            slice, which replace the duration of its W. A W of what is away between I and W stays
-            where the schedule has it.
         memory: per stage, what it keeps of a microbatch, of which moves between ranks or to the
             host take as much; needed where their links have a bandwidth.
         reductions: what replicas of the pipeline reduce; None: there is one pipeline.
@@ -68,13 +62,11 @@ def simulate(
 
     Raises:
         ScheduleError: the lists deadlock, a duration or the bytes of a message are missing, a time
-            is negative or not finite, the wiring is of another number of stages, there are
-            slices without ``early_weights``, or the bytes of a move are not known.
+            is negative or not finite, the wiring is of another number of stages, or the bytes of a
+            move are not known.
     """
     if not isinstance(transfer, Transfer):
         transfer = Transfer(latency=transfer)
-    if slices != 1 and not early_weights:
-        raise ScheduleError(f"slices={slices!r} has no effect without early_weights=True")
     if wiring is not None and wiring.stages != schedule.stages:
         raise ScheduleError(
             f"schedule {schedule.name!r} has {schedule.stages} stages, but the wiring that of "
@@ -82,53 +74,19 @@ def simulate(
         )
     feeds = None if wiring is None else Feeds(schedule.stages, wiring)
     graph, rows = StepGraph(schedule, feeds=feeds, transfer=transfer), rows_of(schedule)
-    way = ways(schedule, transfer, memory)
-    lanes = add_lanes(graph, schedule, rows, way, costs=transfer.moves)
-    seconds = _Seconds(graph, duration, lanes, gathers)
-    return run_step(
-        schedule,
-        graph,
-        rows,
-        lanes,
-        seconds,
-        early_weights=early_weights,
-        slices=slices,
-        reductions=reductions,
-    )
-
-
-def run_step(
-    schedule: Schedule,
-    graph: StepGraph,
-    rows: Sequence[Sequence[int]],
-    lanes: Lanes,
-    seconds: dict[int, float] | list[float],
-    *,
-    early_weights: bool,
-    slices: Slices,
-    reductions: Reductions | None = None,
-) -> Timeline:
-    """The timeline of a step whose graph is made; changes ``seconds``.
-
-    Raises:
-        ScheduleError: it deadlocks.
-    """
+    lanes = add_lanes(graph, schedule, rows, transfer, memory)
+    seconds = [*_seconds(graph, duration, lanes, gathers)]
     played = [*rows, *lanes.rows]
     run = play(graph, played, seconds)
     waits = waits_of(graph, played, run, len(rows))
     if waits:
         text = "".join(f"\n  {wait}" for wait in waits.values())
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end:{text}")
-    ran = [[(n, run.starts[n], run.starts[n] + seconds[n]) for n in row] for row in rows]
-    if early_weights:
-        early = _early(graph, schedule, played, seconds, slices)
-        run = play(graph, played, seconds, early)
-        ran = [each.spans for each in early[: len(rows)]]
     spans = [
-        Span(rank, graph.actions[number], start, end)
-        for rank, each in enumerate(ran)
-        for number, start, end in each
-        if graph.actions[number].kind.is_compute or graph.actions[number].kind is ActionKind.UNSHARD
+        Span(rank, action, run.starts[number], run.starts[number] + seconds[number])
+        for rank, row in enumerate(rows)
+        for number in row
+        if (action := graph.actions[number]).kind.is_compute or action.kind is ActionKind.UNSHARD
     ]
     spans += [Span(*each) for each in lanes.spans(run.starts)]
     if reductions is not None:
@@ -137,69 +95,150 @@ def run_step(
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 
 
-def _early(
-    graph: StepGraph,
-    schedule: Schedule,
-    rows: Sequence[Sequence[int]],
-    seconds: dict[int, float] | list[float],
-    slices: Slices,
-) -> list[EarlyWeights]:
-    """The Ws of every rank in slices; in their places they take no ``seconds`` any more."""
-    away = {(each.stage, each.microbatch) for each in journeys_of(schedule) if each.deferred}
-    weights = [
-        number
-        for number, each in enumerate(graph.actions)
-        if each.kind is ActionKind.BACKWARD_WEIGHT and (each.stage, each.microbatch) not in away
-    ]
-    cut = cutter(slices)
-    parts: list[Sequence[float]] = [()] * len(graph.actions)
-    for number in weights:
-        parts[number] = cut(graph.actions[number].stage, seconds[number])
-        seconds[number] = 0.0
-    inputs = graph.inputs_of_weights()
-    return [EarlyWeights(row, seconds, parts, inputs) for row in rows]
-
-
-class _Seconds(dict[int, float]):
-    """Durations by the number of an action, asked for once each and only when it runs.
-
-    Missing and impossible ones are refused.
-    """
-
-    def __init__(
-        self,
-        graph: StepGraph,
-        duration: Durations,
-        lanes: Lanes,
-        gathers: Sequence[float] | None,
-    ) -> None:
-        super().__init__(lanes.took)
-        self._spent = lanes.spent
-        self._gathers = gathers
-        self._actions = graph.actions
-        self._duration = duration
-
-    def __missing__(self, number: int) -> float:
-        action, duration = self._actions[number], self._duration
-        gathers = self._gathers if action.kind is ActionKind.UNSHARD else None
-        spent = self._spent.get(number, 0.0)
-        if not action.kind.is_compute and gathers is None:
-            return spent
-        if gathers is not None:
+def _seconds(
+    graph: StepGraph, duration: Durations, lanes: Lanes, gathers: Sequence[float] | None
+) -> Iterator[float]:
+    """Durations by the number of an action; missing and impossible ones are refused."""
+    for number, action in enumerate(graph.actions):
+        value = lanes.took.get(number, 0.0)
+        if action.kind.is_compute:
+            value = _asked(action, duration)
+        elif action.kind is ActionKind.UNSHARD and gathers is not None:
             value = gathers[action.stage]
-        elif isinstance(duration, Mapping):
-            key = (action.stage, action.kind)
-            if key not in duration:
-                raise ScheduleError(
-                    f"no duration for {action}: expected the key "
-                    f"({action.stage}, ActionKind.{action.kind.name}) in the mapping"
-                )
-            value = duration[key]
-        else:
-            value = duration(action)
         if not (math.isfinite(value) and value >= 0.0):
             raise ScheduleError(
                 f"the duration of {action} must be finite seconds >= 0, got {value!r}"
             )
-        self[number] = value + spent
-        return self[number]
+        yield value + lanes.spent.get(number, 0.0)
+
+
+def _asked(action: Action, duration: Durations) -> float:
+    if not isinstance(duration, Mapping):
+        return duration(action)
+    key = (action.stage, action.kind)
+    if key not in duration:
+        raise ScheduleError(
+            f"no duration for {action}: expected the key "
+            f"({action.stage}, ActionKind.{action.kind.name}) in the mapping"
+        )
+    return duration[key]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of every stage, and how the trainer runs them.
+
+    Attributes:
+        times: per stage, seconds of F, I and W.
+        memory: per stage, what it keeps of a microbatch.
+        transfer: the links between ranks.
+        full: per stage, seconds of a B; None: as long as I and W.
+        wiring: who feeds whom; None: each stage the next.
+        reductions: what replicas of the pipeline reduce; None: there is one pipeline.
+        gathers: per stage, seconds of an UNSHARD; None: they take no time.
+
+    Raises:
+        ScheduleError: no stage; or times, memory, full, gathers and wiring of different numbers of
+            stages.
+    """
+
+    times: Sequence[tuple[float, float, float]]
+    memory: Sequence[StageMemory]
+    transfer: Transfer = field(default_factory=Transfer)
+    full: Sequence[float] | None = None
+    wiring: Wiring | None = None
+    reductions: Reductions | None = None
+    gathers: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.times or len(self.times) != len(self.memory):
+            raise ScheduleError(
+                f"expected times and memory of each stage, got {len(self.times)} times and "
+                f"{len(self.memory)} memories"
+            )
+        for what, seconds in (("a B", self.full), ("an UNSHARD", self.gathers)):
+            if seconds is not None and len(seconds) != len(self.times):
+                raise ScheduleError(
+                    f"expected the seconds of {what} of each of {len(self.times)} stages, got "
+                    f"{len(seconds)}"
+                )
+        if self.wiring is not None and self.wiring.stages != len(self.times):
+            raise ScheduleError(
+                f"expected the wiring of {len(self.times)} stages, got that of {self.wiring.stages}"
+            )
+
+    def cut(self, chunks: int) -> Costs:
+        """The same with each stage cut into ``chunks`` equal ones.
+
+        Raises:
+            ScheduleError: a wiring, which belongs to the stages as they are.
+        """
+        if chunks == 1:
+            return self
+        if self.wiring is not None:
+            raise ScheduleError("stages with a wiring cannot be cut further")
+
+        def parts(sizes: Sequence[float]) -> list[float]:
+            return [each / chunks for each in sizes for _ in range(chunks)]
+
+        return replace(
+            self,
+            times=[
+                (f / chunks, i / chunks, w / chunks)
+                for f, i, w in self.times
+                for _ in range(chunks)
+            ],
+            memory=[
+                StageMemory(
+                    m.saved / chunks,
+                    m.deferred / chunks,
+                    m.inputs,
+                    tensors=max(m.tensors // chunks, 1),
+                    workspace=m.workspace,
+                )
+                for m in self.memory
+                for _ in range(chunks)
+            ],
+            full=self.full and parts(self.full),
+            reductions=self.reductions
+            and replace(self.reductions, bytes=parts(self.reductions.bytes)),
+            gathers=self.gathers and parts(self.gathers),
+        )
+
+    def seconds(self, action: Action) -> float:
+        """How long ``action`` takes."""
+        if action.kind.is_sharding:
+            gathers = self.gathers if action.kind is ActionKind.UNSHARD else None
+            return 0.0 if gathers is None else gathers[action.stage]
+        forward, inputs, weights = self.times[action.stage]
+        if action.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
+            return forward
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            return inputs
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            return weights
+        return inputs + weights if self.full is None else self.full[action.stage]
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """A step of ``schedule``.
+
+        Raises:
+            ScheduleError: it deadlocks, or something that it needs is not known; see ``simulate``.
+        """
+        return simulate(
+            schedule,
+            self.seconds,
+            transfer=self.transfer,
+            wiring=self.wiring,
+            memory=self.memory,
+            reductions=self.reductions,
+            gathers=self.gathers,
+        )
+
+    def peaks(self, schedule: Schedule, timeline: Timeline) -> list[float]:
+        """Per rank, the most that it keeps at once in a timeline of ``schedule``."""
+        curves = (
+            memory_over_time(timeline, self.memory, rank, schedule.moved)
+            for rank in range(timeline.ranks)
+        )
+        return [max(size for _, size in curve) for curve in curves]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from copy import copy
 from typing import NamedTuple
 
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import Parcel, needs_of, parcels_of, positions_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -17,10 +17,6 @@ from .transfer import Transfer
 
 INSTANT = Transfer()
 """Links that cost nothing."""
-
-
-Seconds = Sequence[float] | Mapping[int, float]
-"""By the number of an action, how long it takes where its row has it."""
 
 
 class Message(NamedTuple):
@@ -170,20 +166,6 @@ class StepGraph:
         positions = positions_of(parcel, self._schedule, self._feeds) or ()
         outputs = self._feeds.wiring.outputs[parcel.boundary]
         return self._transfer.bytes_with(parcel, positions, outputs) / bandwidth, latency
-
-    def inputs_of_weights(self) -> list[int]:
-        """Of every W, the number of its own I on its rank; -1 where there is none."""
-        inputs: dict[tuple[int, int, int], int] = {}
-        for number, action in enumerate(self.actions):
-            if action.kind is ActionKind.BACKWARD_INPUT:
-                key = self.ranks[number], action.stage, action.microbatch
-                inputs.setdefault(key, number)
-        return [
-            inputs.get((rank, action.stage, action.microbatch), -1)
-            if action.kind is ActionKind.BACKWARD_WEIGHT
-            else -1
-            for rank, action in zip(self.ranks, self.actions, strict=True)
-        ]
 
 
 def _listed(schedule: Schedule) -> Iterator[tuple[int, Action]]:

@@ -16,10 +16,9 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
-from autosplit.pipeline.simulation.rank_time import undisturbed
 from autosplit.pipeline.simulation.reductions import Reductions
-from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import Span, median_durations
+from autosplit.pipeline.simulation.simulate import Costs
+from autosplit.pipeline.simulation.timeline import Span, median_durations, undisturbed
 from autosplit.pipeline.simulation.transfer import Transfer
 
 MEASURED = 2

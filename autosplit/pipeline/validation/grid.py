@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
 
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.replay import replay, unmade
+from autosplit.pipeline.simulation.playing import replay, unmade
 
 Cell = tuple[int, int]
 """A place in a grid: row and column."""

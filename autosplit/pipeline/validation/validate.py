@@ -29,7 +29,7 @@ from autosplit.pipeline.simulation.activation_memory import (
     changes_of,
     levels,
 )
-from autosplit.pipeline.simulation.replay import Wait, replay, unmade
+from autosplit.pipeline.simulation.playing import Wait, replay, unmade
 
 from .grid import Cell, describe, format_grid, lay_out
 from .moves import move_faults, partner_faults, right_rank

@@ -12,8 +12,7 @@ from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 from tests.pipeline.tables import rows_of, schedule_of, seconds, small
@@ -76,15 +75,14 @@ def test_the_gradient_of_a_skip_connection_is_waited_for_as_well() -> None:
     st.integers(1, 4),
     st.integers(1, 8),
     st.sampled_from([0.0, 0.5]),
-    st.booleans(),
 )
 def test_every_schedule_stays_legal_and_as_short(
-    name: str, ranks: int, microbatches: int, latency: float, early: bool
+    name: str, ranks: int, microbatches: int, latency: float
 ) -> None:
     schedule = small(name, ranks, microbatches)
     validate(fuse_adjacent(schedule))
     costs = alike(schedule.stages, 3.0, 2.0, 1.0)
-    costs = replace(costs, transfer=Transfer(latency), early_weights=early, slices=1 + early)
+    costs = replace(costs, transfer=Transfer(latency))
     fused = fuse_adjacent(schedule, costs)
     validate(fused)
     before, after = (costs.timeline(each).makespan for each in (schedule, fused))

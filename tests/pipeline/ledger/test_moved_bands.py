@@ -15,10 +15,8 @@ from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transfers import TransferredBytes
-from autosplit.pipeline.ledger.bands import StepMemory
-from autosplit.pipeline.ledger.bytes_by_owner import BytesByOwner
+from autosplit.pipeline.ledger.bands import BytesByOwner, MemoryRecorder, StepMemory
 from autosplit.pipeline.ledger.prediction import RankReplay
-from autosplit.pipeline.ledger.recorder import MemoryRecorder
 from autosplit.pipeline.schedule.action import Action
 from autosplit.runtime.in_flight import HeldStorages
 from tests.pipeline.ledger import workers

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.memory import balance, offload, recompute
+from autosplit.pipeline.memory import balance, measures
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.activation_memory import memory_over_time, peak_memory
 from autosplit.pipeline.validation.validate import validate
@@ -17,8 +17,8 @@ from .costs import FORMS, costs_of, schedule_of
 
 NEAREST = {
     "balance": balance.nearest,
-    "offload": offload.nearest,
-    "recompute": recompute.nearest,
+    "offload": measures.offloaded,
+    "recompute": measures.recomputed,
 }
 
 
@@ -64,11 +64,11 @@ def test_half_is_offloaded_for_nothing_where_bandwidth_allows() -> None:
     plain = build("gpipe", 4, 8)
     fast, slow = costs_of(4, took=0.2), costs_of(4, took=40.0)
     before = fast.timeline(plain)
-    free = offload.offload(plain, fast)
+    free = measures.offload(plain, fast)
     after = fast.timeline(free)
     assert after.step_time <= 1.003 * before.step_time
     assert max(fast.peaks(free, after)) <= 0.5 * max(fast.peaks(plain, before))
-    stuck = offload.offload(plain, slow)
+    stuck = measures.offload(plain, slow)
     assert max(slow.peaks(stuck, slow.timeline(stuck))) > 0.9 * max(slow.peaks(plain, before))
 
 
@@ -77,7 +77,7 @@ def test_half_of_1f1b_is_offloaded_though_it_holds_two_microbatches() -> None:
     plain, costs = build("1f1b", 2, 4), costs_of(2, took=0.05)
     before = costs.timeline(plain)
     most = max(peak_memory(plain, costs.memory))
-    found = offload.offload(plain, costs, 0.55 * most)
+    found = measures.offload(plain, costs, 0.55 * most)
     validate(found)
     assert max(peak_memory(found, costs.memory)) <= 0.55 * most
     assert costs.timeline(found).step_time <= 1.1 * before.step_time
@@ -85,7 +85,7 @@ def test_half_of_1f1b_is_offloaded_though_it_holds_two_microbatches() -> None:
 
 def test_what_lives_longest_is_offloaded_first() -> None:
     plain, costs = build("gpipe", 2, 6, split_backward=False), costs_of(2)
-    found = offload.offload(plain, costs, 5.1e6)
+    found = measures.offload(plain, costs, 5.1e6)
     timeline = costs.timeline(plain)
     times = {(span.rank, str(span.action)): span for span in timeline.spans}
     lives = {m: times[0, f"0B{m}"].start - times[0, f"0F{m}"].end for m in range(6)}
@@ -98,7 +98,7 @@ def test_what_lives_longest_is_offloaded_first() -> None:
 def test_recomputation_runs_while_its_rank_waits() -> None:
     """Before the backward that it is for, not behind the gradients for which that waits."""
     plain, costs = build("1f1b", 4, 4, split_backward=False), costs_of(4)
-    found = recompute.recompute(plain, costs, 3.2e6)
+    found = measures.recompute(plain, costs, 3.2e6)
     row = [str(action) for action in found.ranks[0]]
     again = [action for action in found.ranks[0] if action.kind is ActionKind.RECOMPUTE]
     assert again
@@ -111,11 +111,11 @@ def test_recomputation_runs_while_its_rank_waits() -> None:
 @pytest.mark.parametrize("name", ["offload", "recompute"])
 def test_a_limit_that_cannot_be_kept_says_what_can(name: str) -> None:
     plain, costs = build("1f1b", 4, 8, split_backward=False), costs_of(4)
-    take = {"offload": offload.offload, "recompute": recompute.recompute}[name]
+    take = {"offload": measures.offload, "recompute": measures.recompute}[name]
     with pytest.raises(ScheduleError, match="more than its bound of 500000: raise it to"):
         take(plain, costs, 5e5)
 
 
 def test_limits_are_as_many_as_ranks() -> None:
     with pytest.raises(ScheduleError, match="one for each of 2 ranks"):
-        offload.offload(build("gpipe", 2, 2), costs_of(2), [1.0])
+        measures.offload(build("gpipe", 2, 2), costs_of(2), [1.0])

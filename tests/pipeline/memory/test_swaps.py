@@ -11,7 +11,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.memory.balance import balance
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.activation_memory import StageMemory, moved_bytes, peak_memory
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 from autosplit.runtime.fitting import fitting

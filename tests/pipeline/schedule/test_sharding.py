@@ -6,8 +6,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.schedule import with_sharding, without_sharding
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.validation.validate import validate
 from tests.pipeline.tables import rows_of, schedule_of, seconds
 

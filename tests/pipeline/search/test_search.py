@@ -12,94 +12,33 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
-from autosplit.pipeline.search import named as named_search
-from autosplit.pipeline.search.bound import lower_bound
-from autosplit.pipeline.search.improve import improve
-from autosplit.pipeline.search.named import named_schedules
-from autosplit.pipeline.search.order_changes import adds_in_order
+from autosplit.pipeline.search import starts as named_search
+from autosplit.pipeline.search.changes import adds_in_order
+from autosplit.pipeline.search.local_search import improve
 from autosplit.pipeline.search.problem import Problem
-from autosplit.pipeline.search.search import defer_weights, search
+from autosplit.pipeline.search.search import search
+from autosplit.pipeline.search.starts import named_schedules
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
+from benchmarks.optimum import optimum
 from tests.pipeline.simulation.random_costs import costs_of
-from tests.pipeline.tables import chain_of, rows_of, seconds, small
+from tests.pipeline.tables import chain_of, rows_of, schedule_of, seconds, small
 
 
 def alike(stages: int, times: tuple[float, float, float], transfer: float = 0.0) -> Costs:
     return Costs([times] * stages, [StageMemory(1.0, 1.0)] * stages, Transfer(transfer))
 
 
-def makespan(problem: Problem, rows: list[list[int]]) -> float:
-    played = problem.play(rows)
+def makespan(problem: Problem, schedule: Schedule) -> float:
+    played = problem.play(schedule)
     assert played is not None
     return played.makespan
-
-
-def shortest(problem: Problem) -> float:
-    """The optimum, by branch and bound over every order of one stage a rank; links cost nothing."""
-    ranks, count = len(problem.caps), problem.microbatches
-    best = math.inf
-    work = [sum(problem.costs.times[stage]) * count for stage in range(ranks)]
-
-    def visit(
-        done: tuple[tuple[int, ...], ...],
-        clocks: tuple[float, ...],
-        left: tuple[float, ...],
-        ready: dict[int, float],
-    ) -> None:
-        nonlocal best
-        if max(clock + rest for clock, rest in zip(clocks, left, strict=True)) >= best:
-            return
-        if not any(left):
-            best = max(clocks)
-            return
-        options = []
-        for rank in range(ranks):
-            forwards, inputs, weights = done[rank]
-            open_kinds = [
-                kind
-                for kind, allowed in enumerate(
-                    (
-                        forwards < count and forwards - weights < problem.caps[rank],
-                        inputs < forwards,
-                        weights < inputs,
-                    )
-                )
-                if allowed
-            ]
-            for kind in open_kinds:
-                action = (rank * 4 + kind) * count + done[rank][kind]
-                need = [problem.makers[parcel] for parcel in problem.needs[action]]
-                if not all(each in ready for each in need):
-                    continue
-                start = max([clocks[rank], *(ready[each] for each in need)])
-                options.append((start, rank, kind, action))
-        if not options:
-            return
-        # Some rank goes first in time: of all orders of moves one in order of starts is enough.
-        horizon = min(start + problem.seconds[action] for start, _, _, action in options)
-        for start, rank, kind, action in sorted(options):
-            if start > horizon:
-                break
-            end = start + problem.seconds[action]
-            counts = tuple(n + (k == kind) for k, n in enumerate(done[rank]))
-            visit(
-                (*done[:rank], counts, *done[rank + 1 :]),
-                (*clocks[:rank], end, *clocks[rank + 1 :]),
-                (*left[:rank], left[rank] - problem.seconds[action], *left[rank + 1 :]),
-                {**ready, action: end},
-            )
-
-    visit(((0, 0, 0),) * ranks, (0.0,) * ranks, tuple(work), {})
-    return best
 
 
 @pytest.mark.parametrize(
@@ -114,9 +53,8 @@ def shortest(problem: Problem) -> float:
 )
 def test_as_short_as_the_shortest(times: list[tuple[int, int, int]], cap: int) -> None:
     costs = Costs([tuple(map(float, each)) for each in times], [StageMemory(1.0, 1.0)] * 2)
-    problem = Problem(costs, (0, 1), 3, (cap, cap))
-    found = search(costs, 3, cap=float(cap))
-    assert simulate(found, costs.seconds).makespan == shortest(problem)
+    step = simulate(search(costs, 3, cap=float(cap)), costs.seconds).makespan
+    assert step == pytest.approx(optimum(costs, 3, float(cap), known=step, seconds=10).bound)
 
 
 @settings(deadline=None, max_examples=15)
@@ -168,17 +106,13 @@ def test_plays_as_the_simulator_does(
     assume(schedule.mirror is None)
     costs = data.draw(costs_of(schedule.stages))
     problem = Problem(costs, schedule.placement, microbatches, (math.inf,) * ranks)
-    rows = problem.rows_of(schedule)
-    for order in (rows, defer_weights(problem, rows)):
-        timeline = costs.timeline(problem.schedule(name, order))  # some Bs as I and W
-        played = problem.play(order)
-        assert played is not None
-        assert played.makespan == pytest.approx(timeline.makespan)
-        starts: dict[int, float] = {}
-        for span in timeline.spans:
-            starts.setdefault(problem.number[span.action], span.start)
-        every = range(len(problem.actions))
-        assert played.starts == pytest.approx([starts.get(n, -1.0) for n in every])
+    order = problem.opened(schedule)  # some Bs as I and W
+    timeline = costs.timeline(order)
+    played = problem.play(order)
+    assert played is not None
+    assert played.makespan == pytest.approx(timeline.makespan)
+    for span in timeline.spans:
+        assert played.start(span.action) == pytest.approx(span.start)
 
 
 @pytest.mark.parametrize(
@@ -198,33 +132,21 @@ def test_more_stages_a_rank_are_never_worse_than_v_shapes_of_two(
             assert step <= simulate(named, halves).makespan
 
 
-def test_knowing_of_links_and_waits_is_no_disadvantage() -> None:
-    """What is found without them is a start as well."""
+def test_knowing_of_links_is_no_disadvantage() -> None:
     plain = alike(6, (18.5, 18.1, 9.3))
     links = Transfer(0.5, 1.0, 1.0, 0.5)
-    costs = replace(plain, transfer=links, early_weights=True, slices=4)
+    costs = replace(plain, transfer=links)
     blind, found = (search(each, 12, cap=8.0) for each in (plain, costs))
     assert costs.timeline(found).makespan <= costs.timeline(blind).makespan
 
 
-@pytest.mark.parametrize("options", [{}, {"early_weights": True, "slices": 4}])
-def test_the_bound_knows_of_links_and_is_reached(options: dict[str, Any]) -> None:
+def test_the_bound_is_reached() -> None:
     """A rank that is busy from its first message to the end of the step: no order is shorter."""
-    links = Transfer(0.5, 1.0, 1.0, pairs={(2, 3): Link(2.0, 2.0)})
-    costs = replace(alike(8, (9.0, 9.0, 5.0)), transfer=links, **options)
+    costs = alike(8, (9.0, 9.0, 5.0))
     problem = Problem(costs, (0, 1, 2, 3, 3, 2, 1, 0), 16, (math.inf,) * 4)
-    assert lower_bound(problem) == 2 * 16 * 23.0 + 3 * 9.0 + 1.5 + 1.5 + 2.5
+    assert problem.least == 2 * 16 * 23.0 + 3 * 9.0
     found = search(costs, 16, ranks=4)
-    assert costs.timeline(found).makespan == pytest.approx(lower_bound(problem))
-
-
-def test_weights_wait_for_a_wait() -> None:
-    """Where Ws run in waits they are put off for as long as there is memory."""
-    costs = Costs([(1.0, 1.0, 1.0)], [StageMemory(1.0, 1.0)], early_weights=True)
-    problem = Problem(costs, (0,), 3, (2.0,))
-    rows = problem.rows_of(build("1f1b", 1, 3))
-    (row,) = defer_weights(problem, rows)
-    assert " ".join(str(problem.actions[n]) for n in row) == "0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"
+    assert costs.timeline(found).makespan == pytest.approx(problem.least)
 
 
 def test_a_slow_link_to_a_stage_further_on_is_part_of_the_step() -> None:
@@ -294,22 +216,18 @@ def test_the_same_every_time() -> None:
 def test_local_search_moves_a_weight_off_the_critical_path() -> None:
     costs = alike(2, (1.0, 1.0, 1.0))
     problem = Problem(costs, (0, 1), 2, (2.0, 2.0))
-    schedule = build("1f1b", 2, 2, split_backward=False)
-    rows = problem.rows_of(schedule)
-    assert makespan(problem, rows) == 8.0
-    found = improve(problem, rows, plays=50)
+    schedule = problem.opened(build("1f1b", 2, 2, split_backward=False))
+    assert makespan(problem, schedule) == 8.0
+    found = improve(schedule, problem, 1000)
     assert found is not None
     assert found.makespan == 7.0
 
 
 def test_orders_that_cannot_run() -> None:
-    costs = alike(2, (1.0, 1.0, 1.0))
-    problem = Problem(costs, (0, 1), 2, (2.0, 2.0))
-    rows = problem.rows_of(build("1f1b", 2, 2))
-    rows[1] = [rows[1][0], *rows[1][2:4], rows[1][1], *rows[1][4:]]
-    blocked = [rows[0][:1] + rows[0][2:3] + rows[0][1:2] + rows[0][3:], rows[1]]
+    problem = Problem(alike(2, (1.0, 1.0, 1.0)), (0, 1), 2, (2.0, 2.0))
+    blocked = schedule_of("0F0 0I0 0F1 0W0 0I1 0W1", "1F0 1F1 1I0 1W0 1I1 1W1")
     assert problem.play(blocked) is None
-    assert improve(problem, blocked, plays=5) is None
+    assert improve(blocked, problem, 100) is None
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -326,7 +244,5 @@ def test_bad_arguments_are_refused() -> None:
         Costs([(1.0, 1.0, 1.0)], [])
     with pytest.raises(ScheduleError, match="expected the wiring of 2 stages, got that of 3"):
         replace(costs, wiring=chain_of((1, 1)))
-    with pytest.raises(ScheduleError, match="slices=2 has no effect without early_weights=True"):
-        replace(costs, slices=2)
-    with pytest.raises(ScheduleError, match=r"with a wiring, .* cannot be cut further"):
+    with pytest.raises(ScheduleError, match=r"with a wiring cannot be cut further"):
         replace(costs, wiring=chain_of((1,))).cut(2)

@@ -12,7 +12,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.search.survey import survey
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.report.schedule_table import pareto_front, survey_table
 

@@ -10,11 +10,10 @@ import pytest
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.search.measures import MEASURES
-from autosplit.pipeline.search.named import named_schedules
-from autosplit.pipeline.search.within_memory import LimitError, search_within
+from autosplit.pipeline.search.starts import named_schedules
+from autosplit.pipeline.search.within_memory import MEASURES, LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 from benchmarks.optimum import optimum

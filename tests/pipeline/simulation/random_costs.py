@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
 TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
@@ -34,12 +34,8 @@ def wirings(draw: st.DrawFn, stages: int) -> tuple[Wiring, Transfer]:
 
 @st.composite
 def costs_of(draw: st.DrawFn, stages: int) -> Costs:
-    """Whatever a trainer can tell: uneven stages, links, skip connections, Ws in slices."""
+    """Whatever a trainer can tell: uneven stages, links, skip connections."""
     times = draw(st.lists(TIMES, min_size=stages, max_size=stages))
-    early = draw(st.booleans())
-    cut = draw(st.integers(1, 3)) if early else 1
-    slices = {s: [times[s][2] * share for share in (0.25, 0.75)] for s in range(0, stages, 2)}
-    by_stage = early and draw(st.booleans())
     links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, draw(st.sampled_from([0.0, 1.0])))
     wiring = None
     if draw(st.booleans()):
@@ -52,6 +48,4 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
         links,
         full=[i + w - draw(st.sampled_from([0.0, 0.5])) * min(i, w) for _, i, w in times],
         wiring=wiring,
-        early_weights=early,
-        slices=slices if by_stage else cut,
     )

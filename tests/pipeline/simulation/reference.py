@@ -11,7 +11,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel, positions_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Span
 
 F, I, W, B = ActionKind("F"), ActionKind("I"), ActionKind("W"), ActionKind("B")  # noqa: E741
@@ -32,7 +32,6 @@ class Reference:
         spans: list[list[Span]] = [[] for _ in rows]
         clocks = [0.0] * len(rows)
         places = [0] * len(rows)
-        slices = [[piece for a in row if a.kind is W for piece in self.pieces(a)] for row in rows]
         moving = True
         while moving:
             moving = False
@@ -45,35 +44,13 @@ class Reference:
                     continue
                 moving = True
                 places[rank] += 1
-                todo = [(action, self.costs.seconds(action))]
                 ready = max([0.0, *(each for each in came if each is not None)])
-                if self.costs.early_weights:
-                    ran = {span.action for span in spans[rank]}
-                    left = slices[rank]
-                    if action.kind is W:
-                        todo = [each for each in left if each[0] == action]
-                        ready = clocks[rank]
-                        slices[rank] = [each for each in left if each[0] != action]
-                    while action.kind is not W and left and clocks[rank] < ready:
-                        weight, seconds = left[0]
-                        if Action(weight.stage, I, weight.microbatch) not in ran:
-                            break
-                        spans[rank].append(Span(rank, weight, clocks[rank], clocks[rank] + seconds))
-                        clocks[rank] += seconds
-                        left.pop(0)
-                clocks[rank] = max(clocks[rank], ready)
-                for what, seconds in todo:
-                    spans[rank].append(Span(rank, what, clocks[rank], clocks[rank] + seconds))
-                    clocks[rank] += seconds
+                start = max(clocks[rank], ready)
+                clocks[rank] = start + self.costs.seconds(action)
+                spans[rank].append(Span(rank, action, start, clocks[rank]))
                 self.send(action, rank, clocks[rank])
         assert places == [len(row) for row in rows]
         return spans
-
-    def pieces(self, weight: Action) -> list[tuple[Action, float]]:
-        whole, slices = self.costs.seconds(weight), self.costs.slices
-        if isinstance(slices, int):
-            return [(weight, whole / slices)] * slices
-        return [(weight, seconds) for seconds in slices.get(weight.stage, [whole])]
 
     def takers(self, stage: int) -> list[int]:
         wiring = self.costs.wiring

@@ -11,9 +11,8 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.rank_time import undisturbed
-from autosplit.pipeline.simulation.step_costs import Costs
-from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.pipeline.simulation.simulate import Costs
+from autosplit.pipeline.simulation.timeline import Span, Timeline, undisturbed
 from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
 from tests.pipeline.tables import schedule_of
 

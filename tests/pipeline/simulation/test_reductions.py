@@ -14,8 +14,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 
 LINK = Link(0.5, 10.0)

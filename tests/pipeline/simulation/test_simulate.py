@@ -14,8 +14,7 @@ from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.auto_schedule import usual_times

@@ -1,10 +1,19 @@
+"""Timelines: busy and idle, medians, the critical path."""
+
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations
+from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.simulation.timeline import Span, Timeline, critical_path, median_durations
+from tests.pipeline.tables import schedule_of, seconds, small
 
 
 def span(rank: int, text: str, start: float, end: float) -> Span:
@@ -65,3 +74,33 @@ def test_the_slices_of_a_weight_gradient_are_one_action_of_their_step() -> None:
         (0, ActionKind.FORWARD): 4.0,
         (0, ActionKind.BACKWARD_WEIGHT): 5.0,
     }
+
+
+def test_through_both_ranks() -> None:
+    schedule = schedule_of("0F0 0I0 0W0", "1F0 1I0 1W0", microbatches=1)
+    path = critical_path(simulate(schedule, seconds(1, 2, 4), transfer=0.5))
+    assert [str(span.action) for span in path] == ["0F0", "1F0", "1I0", "0I0", "0W0"]
+
+
+def test_a_busy_rank_is_its_own_path() -> None:
+    path = critical_path(simulate(build("1f1b", 1, 2), seconds(1, 1, 1)))
+    assert [str(span.action) for span in path] == ["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]
+
+
+def test_nothing_ran() -> None:
+    assert critical_path(Timeline(1, ())) == ()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_its_actions_and_transfers_fill_the_step(
+    name: str, ranks: int, microbatches: int, moving: bool
+) -> None:
+    schedule = small(name, ranks, microbatches)
+    transfer = 0.25 if moving else 0.0
+    timeline = simulate(schedule, seconds(3, 2, 1), transfer=transfer)
+    path = critical_path(timeline)
+    assert path[0].start == 0.0
+    crossings = sum(one.rank != other.rank for one, other in itertools.pairwise(path))
+    working = sum(span.end - span.start for span in path)
+    assert timeline.makespan == pytest.approx(working + transfer * crossings)

@@ -12,7 +12,7 @@ from unittest import mock
 
 from autosplit.pipeline.engine.host_store import HostFileStore
 from autosplit.pipeline.engine.transfers import Lane, Move, PartnerLink
-from autosplit.pipeline.ledger.recorder import MemoryRecorder
+from autosplit.pipeline.ledger.bands import MemoryRecorder
 from autosplit.pipeline.schedule.action import ActionKind
 
 _PATIENCE = 1.0  # seconds; more than a rank takes to its next action

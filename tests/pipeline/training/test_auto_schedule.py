@@ -13,8 +13,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search.search import search
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
 from autosplit.pipeline.training import auto_schedule

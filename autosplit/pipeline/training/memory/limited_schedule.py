@@ -19,7 +19,7 @@ from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, changes_of, levels
 from autosplit.pipeline.simulation.reductions import Reductions
-from autosplit.pipeline.simulation.step_costs import Costs
+from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.auto_schedule import MEASURED, Tuner

@@ -12,9 +12,7 @@ from torch import Tensor
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.mode import Mode
 from autosplit.pipeline.engine.timing import Recorder
-from autosplit.pipeline.ledger.bands import Band
-from autosplit.pipeline.ledger.bytes_by_owner import BytesByOwner, state_of
-from autosplit.pipeline.ledger.recorder import MemoryRecorder
+from autosplit.pipeline.ledger.bands import Band, BytesByOwner, MemoryRecorder, state_of
 from autosplit.pipeline.training.state.rank_state import RankState
 from autosplit.stage import Stage
 

@@ -17,7 +17,7 @@ from autosplit.pipeline.engine.stages import (
 )
 from autosplit.pipeline.engine.timing import measure_slowing, measure_store
 from autosplit.pipeline.engine.transfers import MoveTimes
-from autosplit.pipeline.ledger.bytes_by_owner import state_of
+from autosplit.pipeline.ledger.bands import state_of
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import RankReplay
 from autosplit.pipeline.schedule.schedule import Schedule

@@ -1,20 +1,33 @@
-"""Orders that are made in time: by a policy of their own, and as the core plays given ones."""
+"""The core against an oracle that works a step out in the plainest way; orders made in time."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.event_loop import play
-from autosplit.pipeline.simulation.list_scheduling import ListScheduler
-from autosplit.pipeline.simulation.replay import rows_of
+from autosplit.pipeline.simulation.playing import ListScheduler, play, rows_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.pipeline.simulation.transfer import Transfer
 from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.simulation.random_costs import costs_of
-from tests.pipeline.tables import schedule_of
+from tests.pipeline.simulation.reference import Reference
+from tests.pipeline.tables import schedule_of, small
+
+NAMED = st.builds(small, st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 5))
+RANDOM = st.builds(random_schedule, st.integers(0, 10**6), copies=st.sampled_from([1, 2]))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.one_of(NAMED, RANDOM))
+def test_a_step_is_as_it_is_defined(data: st.DataObject, schedule: Schedule) -> None:
+    """Every schedule, copy, wiring and link: to the bit."""
+    costs = data.draw(costs_of(schedule.stages))
+    timeline = costs.timeline(schedule)
+    for rank, spans in enumerate(Reference(schedule, costs).spans()):
+        assert [span for span in timeline.spans if span.rank == rank] == spans
 
 
 def test_a_rank_waits_or_starts_what_its_policy_chooses() -> None:

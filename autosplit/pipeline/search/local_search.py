@@ -1,6 +1,7 @@
-"""Local search over rows that hold measures of memory: shift an action, take a measure, drop one.
+"""Local search: change a schedule at one place after another, within caps of memory.
 
-Simulated annealing, as in ``improve``, with what exceeds the limit as a price on the step.
+Simulated annealing (van Laarhoven, Aarts and Lenstra, Operations Research 40, 1992), with what
+exceeds a cap as a price on the step.
 """
 
 from __future__ import annotations
@@ -10,19 +11,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import ROUNDING
-from autosplit.pipeline.simulation.counted_costs import CountedCosts
-from autosplit.pipeline.simulation.rows.row_player import PlayedRows
 
-from .order_changes import Change
-from .relief import relief
-from .row_changes import changes_for
+from .changes import Change, changes_for
+from .problem import PlayedOrder, Problem
 
 _FEWEST = 20  # orders that are tried, however large they are
-_HEAT = 0.03  # of a step: by so much longer ones are kept at first
+_HEAT = 0.015  # of a step: by so much longer ones are kept at first
 _PRICE = 3.0  # of a step, for as much as the limit too much
-_RELIEF = 4  # times as often as another change, what takes measures where there is too much
 _ROUNDS = 3  # times of cooling down
 _SAME = 1 - 1e-9
 _TWICE = 0.3  # of the tries make two changes
@@ -30,35 +27,31 @@ _TWICE = 0.3  # of the tries make two changes
 
 @dataclass(frozen=True)
 class _Tried:
-    schedule: Schedule
-    played: PlayedRows
+    played: PlayedOrder
     price: float
     fits: bool
 
 
-def rearrange(
+def improve(
     start: Schedule,
-    costs: CountedCosts,
-    caps: Sequence[float],
-    measures: Sequence[str],
+    problem: Problem,
     work: int,
+    measures: Sequence[str] = (),
     *,
     least: float = 0.0,
-) -> Schedule | None:
-    """The shortest that is found from ``start`` within the caps; None if none is.
+) -> PlayedOrder | None:
+    """The shortest that is found from ``start`` within the problem's caps; None if none is.
+
+    Deterministic: the same arguments give the same order.
 
     Args:
         start: a legal schedule, within the caps or not.
-        costs: of every stage.
-        caps: per rank, the most it may hold, by order.
+        problem: of the step.
+        work: actions to play in all.
         measures: which may be taken.
-        work: actions to simulate in all.
         least: seconds that no step undercuts: what takes as little ends the search.
     """
-    changes = changes_for(measures, costs)
-    if measures:
-        changes += [relief(measures, costs, caps)] * _RELIEF
-    walk = _Walk(costs, caps, changes, least)
+    walk = _Walk(problem, changes_for(measures, problem), least)
     best = walk.tried(start, math.inf)
     if best is None:
         return None
@@ -67,31 +60,30 @@ def rearrange(
         spent = work // left
         work -= spent
         best = walk.cooled(best, spent)
-        if best.fits and best.played.makespan <= least:
+        if walk.is_done(best):
             break
-    return best.schedule if best.fits else None
+    return best.played if best.fits else None
 
 
 class _Walk:
     """Random changes, dearer ones less and less likely to be kept."""
 
-    def __init__(
-        self, costs: CountedCosts, caps: Sequence[float], changes: Sequence[Change], least: float
-    ) -> None:
-        self._costs = costs
-        self._caps = caps
+    def __init__(self, problem: Problem, changes: Sequence[Change], least: float) -> None:
+        self._problem = problem
         self._changes = changes
         self._least = least
         self._chance = random.Random(0)
 
+    def is_done(self, best: _Tried) -> bool:
+        """Whether nothing can be shorter."""
+        return best.fits and best.played.makespan * _SAME <= self._least
+
     def cooled(self, best: _Tried, work: int) -> _Tried:
         """The best on one way from ``best``, of so many actions."""
-        here, chance, tally = best, self._chance, self._costs.tally
+        here, chance, tally = best, self._chance, self._problem.tally
         hot = _HEAT * here.price
         begun = tally.actions
-        while tally.actions < begun + work:
-            if best.fits and best.played.makespan <= self._least:
-                break
+        while tally.actions < begun + work and not self.is_done(best):
             tally.actions += 1  # so that an end comes where nothing can be changed
             heat = hot * (1 - min(1.0, (tally.actions - begun) / work)) ** 2
             most = here.price - heat * math.log(1.0 - chance.random())
@@ -107,23 +99,17 @@ class _Walk:
 
     def tried(self, schedule: Schedule, most: float) -> _Tried | None:
         """What a schedule costs; None if it cannot run, or its memory alone is dearer than that."""
-        over = sum(
-            max(0.0, peak / cap - ROUNDING)
-            for peak, cap in zip(self._costs.rows_peaks(schedule), self._caps, strict=True)
-            if cap > 0
-        )
+        journeys = journeys_of(schedule)
+        over = self._problem.over(schedule, journeys)
         price = 1 + _PRICE * over
         if self._least * price > most:
             return None
-        played = self._costs.rows_played(schedule)
-        if played is None:
-            return None
-        return _Tried(schedule, played, played.makespan * price, over == 0.0)
+        played = self._problem.play(schedule, journeys)
+        return None if played is None else _Tried(played, played.makespan * price, over == 0.0)
 
     def _changed(self, here: _Tried) -> Schedule | None:
         """One change more, now and then two: where the first alone would be over the limit."""
-        schedule, starts, chance = here.schedule, here.played.starts, self._chance
+        played, chance = here.played, self._chance
         for _ in range(1 + (chance.random() < _TWICE)):
-            changed = chance.choice(self._changes)(schedule, starts, chance)
-            schedule = schedule if changed is None else changed
-        return None if schedule is here.schedule else schedule
+            played = played.changed(chance.choice(self._changes)(played, chance))
+        return None if played is here.played else played.schedule

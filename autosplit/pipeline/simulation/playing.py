@@ -1,0 +1,307 @@
+"""The simulator's core: plays given orders through a step graph, makes orders, and says why one
+stands still.
+
+Every rank runs its row in order, each action as soon as the rank is free and its needs have
+arrived. Who waits for whom follows from the order alone, so no clock is needed: a rank runs as far
+as it can, then the next one does. The time is linear in the number of actions and messages.
+
+The simulator, the validator and the grid all stand on ``play``, so they agree on what a schedule
+waits for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.routes import needs_of, result_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+
+from .lanes import add_lanes
+from .step_graph import StepGraph
+
+_TOLERANCE = 1e-9  # seconds; a shorter wait is what rounding leaves
+
+
+class Play(NamedTuple):
+    """How an order ran.
+
+    Attributes:
+        makespan: when the last action ended.
+        starts: per action, when it began; -1 for what did not run.
+        causes: per action, the parcel that it waited for; -1 if its rank was busy until then.
+        last: the rank that ended last.
+        places: per rank, how many actions of its row ran.
+    """
+
+    makespan: float
+    starts: list[float]
+    causes: list[int]
+    last: int
+    places: list[int]
+
+
+def play(
+    graph: StepGraph,
+    rows: Sequence[Sequence[int]],
+    seconds: Sequence[float],
+) -> Play:
+    """Run every row until it ends or nothing can move.
+
+    Args:
+        graph: the actions.
+        rows: per rank, the numbers of its actions in order.
+        seconds: per action.
+    """
+    needs, makes, takers, sending = graph.needs, graph.makes, graph.takers, graph.sending
+    starts, causes = [-1.0] * len(needs), [-1] * len(needs)
+    ready = [-1.0] * len(takers)
+    blocked = [False] * len(takers)
+    links: dict[tuple[int, int], float] = {}
+    places, clocks = [0] * len(rows), [0.0] * len(rows)
+    movable = list(range(len(rows)))
+    while movable:
+        rank = movable.pop()
+        row, place, now = rows[rank], places[rank], clocks[rank]
+        for action in row[place:] if place else row:
+            start, cause = now, -1
+            for parcel in needs[action]:
+                arrival = ready[parcel]
+                if arrival < 0.0:
+                    blocked[parcel] = True
+                    break
+                if arrival > start:
+                    if arrival > start + _TOLERANCE:
+                        cause = parcel
+                    start = arrival
+            else:
+                starts[action], causes[action] = start, cause
+                now = start + seconds[action]
+                place += 1
+                for parcel, link, took, latency in makes[action]:
+                    if ready[parcel] >= 0.0:
+                        continue
+                    if link is None:
+                        ready[parcel] = now
+                    else:
+                        free = links.get(link, 0.0)
+                        links[link] = free = (free if free > now else now) + took
+                        ready[parcel] = free + latency
+                    if blocked[parcel]:
+                        movable.append(takers[parcel])
+                        blocked[parcel] = False
+                now += sending[action]
+                continue
+            break
+        places[rank], clocks[rank] = place, now
+    makespan = max(clocks, default=0.0)
+    return Play(makespan, starts, causes, clocks.index(makespan) if clocks else -1, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that cannot go on: its next action needs a result that is not there.
+
+    ``maker`` is the rank that would make the result and the action it stands at itself, or None
+    when no rank makes it. Numbers from ``ranks`` on are lanes, which carry what moves.
+    """
+
+    rank: int
+    action: Action
+    needs: Action
+    maker: tuple[int, Action] | None
+    ranks: int
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} waits at {self.action}"
+        if self.rank >= self.ranks:
+            who = f"the transfer of {self.action} waits"
+        text = f"{who} for {self.needs}, which "
+        if self.maker is None:
+            return text + "no rank runs"
+        rank, standing = self.maker
+        if rank >= self.ranks:
+            behind = "" if standing == self.needs else f", behind {standing}"
+            return text + f"has not been carried{behind}"
+        return text + f"rank {rank} runs only after {standing}"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How far a schedule came.
+
+    Attributes:
+        times: per rank, start and end of each action that ran, in order.
+        waits: what each rank that could not finish waits for, the lowest rank first.
+    """
+
+    times: list[list[tuple[float, float]]]
+    waits: dict[int, Wait]
+
+    def cycles(self) -> Iterator[tuple[Wait, ...]]:
+        """The circles of ranks that wait for each other, each once, from its lowest rank on."""
+        seen: set[int] = set()
+        for first in self.waits:
+            path: list[int] = []
+            rank: int | None = first
+            while rank is not None and rank not in seen:
+                seen.add(rank)
+                path.append(rank)
+                maker = self.waits[rank].maker
+                rank = None if maker is None else maker[0]
+            if rank in path:
+                circle = path[path.index(rank) :]
+                start = circle.index(min(circle))
+                yield tuple(self.waits[each] for each in circle[start:] + circle[:start])
+
+
+def replay(
+    schedule: Schedule,
+    duration: Callable[[Action], float],
+    *,
+    given: AbstractSet[Action] = frozenset(),
+) -> Replay:
+    """Run every rank's actions in order, each as soon as its rank is free and its needs are met.
+
+    Args:
+        schedule: any schedule; an illegal one stops where it stops. Links take no time, nor do
+            transfers between partners or to the host.
+        duration: seconds of an action.
+        given: results to take as there from the start, though no rank makes them.
+
+    Returns:
+        The times of what ran and, for each rank that could not finish, what it waits for.
+    """
+    graph = StepGraph(schedule, given=given)
+    seconds = [duration(action) for action in graph.actions]
+    rows = rows_of(schedule)
+    lanes = add_lanes(graph, schedule, rows)
+    seconds += [0.0] * len(lanes.took)
+    played = [*rows, *lanes.rows]
+    run = play(graph, played, seconds)
+    times = [
+        [(run.starts[number], run.starts[number] + seconds[number]) for number in row[:place]]
+        for row, place in zip(rows, run.places, strict=False)
+    ]
+    return Replay(times, waits_of(graph, played, run, len(rows)))
+
+
+def rows_of(schedule: Schedule) -> list[range]:
+    """Per rank, the numbers of its actions in the schedule's own step graph."""
+    ends = [0, *accumulate(map(len, schedule.ranks))]
+    return [range(first, last) for first, last in pairwise(ends)]
+
+
+def unmade(schedule: Schedule) -> frozenset[Action]:
+    """Results that some action of ``schedule`` needs and none makes."""
+    feeds = Feeds(schedule.stages)
+    actions = [action for row in schedule.ranks for action in row]
+    made = {result_of(action) for action in actions}
+    needed = {need for action in actions for need in needs_of(action, feeds)}
+    return frozenset(needed - made)
+
+
+def waits_of(
+    graph: StepGraph, rows: Sequence[Sequence[int]], run: Play, ranks: int
+) -> dict[int, Wait]:
+    """Why each unfinished rank, or lane behind the last of the ``ranks``, stands still."""
+    left = {
+        rank: list(row[place:])
+        for rank, (row, place) in enumerate(zip(rows, run.places, strict=True))
+        if place < len(row)
+    }
+    if not left:
+        return {}
+    there = {
+        message.parcel
+        for row, place in zip(rows, run.places, strict=True)
+        for number in row[:place]
+        for message in graph.makes[number]
+    }
+    makers = {
+        message.parcel: rank
+        for rank, numbers in left.items()
+        for number in numbers
+        for message in graph.makes[number]
+    }
+    waits = {}
+    for rank, (standing, *_) in left.items():
+        parcel = next(each for each in graph.needs[standing] if each not in there)
+        maker = makers.get(parcel)
+        at = None if maker is None else (maker, graph.actions[left[maker][0]])
+        need = graph.parcels[parcel].result
+        waits[rank] = Wait(rank, graph.actions[standing], need, at, ranks)
+    return waits
+
+
+Choose = Callable[[int, float], int | None]
+"""The number of the action that a free rank starts now, from rank and time; None to wait."""
+
+
+class ListScheduler:
+    """Makes an order by playing a step graph in time.
+
+    A rank that is free starts what a policy chooses of what can start now, or waits. What comes of
+    it cannot deadlock: every action came after all that it needs. Policies depend on the time, so
+    this needs a clock. ``play`` does without: what that saves is in ``benchmarks/pipeline``, part
+    "playing".
+
+    Args:
+        graph: the actions.
+        seconds: per action.
+        ranks: how many there are.
+
+    Attributes:
+        rows: per rank, the numbers of what it has started, in order.
+        starts: per action, when it began.
+        ends: per rank, when it ends what it has started.
+    """
+
+    def __init__(self, graph: StepGraph, seconds: Sequence[float], ranks: int) -> None:
+        self._graph = graph
+        self._seconds = seconds
+        self.rows: list[list[int]] = [[] for _ in range(ranks)]
+        self.starts = [-1.0] * len(seconds)
+        self.ends = [0.0] * ranks
+        self._arrivals = [math.inf] * len(graph.takers)
+
+    def ready(self, action: int) -> float:
+        """When all that ``action`` needs is there; infinite while some of it has not begun."""
+        arrivals, latest = self._arrivals, 0.0
+        for parcel in self._graph.needs[action]:
+            if arrivals[parcel] > latest:
+                latest = arrivals[parcel]
+        return latest
+
+    def run(self, choose: Choose) -> None:
+        """Play until no rank has anything to start."""
+        makes, takers, arrivals = self._graph.makes, self._graph.takers, self._arrivals
+        ends, seconds, pop, push = self.ends, self._seconds, heapq.heappop, heapq.heappush
+        links: dict[tuple[int, int], float] = {}
+        # A rank looks for work when it begins, ends an action, or gets a message.
+        looks = [(0.0, rank) for rank in range(len(self.rows))]
+        while looks:
+            now, rank = pop(looks)
+            if ends[rank] > now:
+                continue
+            action = choose(rank, now)
+            if action is None:
+                continue
+            self.rows[rank].append(action)
+            self.starts[action] = now
+            ends[rank] = end = now + seconds[action]
+            for parcel, link, took, latency in makes[action]:
+                arrivals[parcel] = end
+                if link is not None:
+                    links[link] = max(end, links.get(link, 0.0)) + took
+                    arrivals[parcel] = links[link] + latency
+                if takers[parcel] != rank:
+                    push(looks, (arrivals[parcel], takers[parcel]))
+            push(looks, (end, rank))

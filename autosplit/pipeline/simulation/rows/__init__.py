@@ -1,1 +1,0 @@
-"""Rows of actions played without a graph, for searches that change them by a few."""
