@@ -362,7 +362,7 @@ def _evicted(
 
     pieces = (size(held) / costs.memory[held.stage].tensors for held in donor.held)
     piece = max(pieces, default=0.0)
-    trips, _ = choose_trips(
+    trips = choose_trips(
         donor,
         bounds[donor.rank] - (piece if way.get("smooth") else 0.0),
         size,

@@ -145,7 +145,7 @@ def _with_trips(
 
     piece = max(size(held) / costs.memory[held.stage].tensors for held in there.held)
     for lead, (smooth, strict) in product(_LEADS, _WAYS):
-        trips, _ = choose_trips(
+        trips = choose_trips(
             there,
             bound - (piece if smooth else 0.0),
             size,

@@ -161,7 +161,7 @@ def choose_trips(
     prefer: Callable[[Held], float],
     smooth: bool = False,
     strict: bool = False,
-) -> tuple[list[Trip], float]:
+) -> list[Trip]:
     """Send away what a rank holds beyond a bound, as late as can be, and have it back in time.
 
     Args:
@@ -173,15 +173,11 @@ def choose_trips(
         prefer: of all that could go the one with the largest number goes.
         smooth: count on what leaves while another arrives to make room for it, tensor by tensor.
         strict: have the rank wait wherever something would otherwise not have left in time.
-
-    Returns:
-        The trips, and by how much the rank still exceeds the bound.
     """
     begin, end = [*there.level], [*there.level]
     most = bound * (1 + _ROUNDING) + _ROUNDING
     left = {each: True for each in there.held if size(each) > 0}
     trips: list[Trip] = []
-    excess = 0.0
     for slot in range(len(begin)):
         while max(begin[slot], end[slot]) > most:
             longer = _longer(trips, slot) if strict else None
@@ -201,13 +197,12 @@ def choose_trips(
                 if each.made < trip.out and trip.back > slot and _is_gone(there, trip, gone_by)
             ]
             if not able:
-                excess = max(excess, max(begin[slot], end[slot]) - bound)
                 break
             trip = max(able, key=lambda trip: prefer(trip.what))
             del left[trip.what]
             trips.append(trip)
             _send(there, trip, size(trip.what), begin, end, smooth=smooth)
-    return trips, excess
+    return trips
 
 
 def _longer(trips: Sequence[Trip], slot: int) -> tuple[int, Trip] | None:
