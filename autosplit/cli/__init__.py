@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import cast
+
 import click
 
-from .compare import compare
-from .inspect import inspect
-from .plan import plan
-from .simulate import simulate
-from .train import train
+_COMMANDS = ("compare", "inspect", "plan", "simulate", "train")
 
 
-@click.group()
+class _Commands(click.Group):
+    """Commands by name, each imported when it is asked for: most need all of autosplit."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"{__name__}.{cmd_name}")
+        return cast("click.Command", getattr(module, cmd_name))
+
+
+@click.group(cls=_Commands)
 @click.version_option(package_name="autosplit")
 def main() -> None:
     """Split backward passes into input and weight gradients, and drive the halves."""
-
-
-for _command in (compare, inspect, plan, simulate, train):
-    main.add_command(_command)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -267,32 +267,20 @@ class CheckpointValues:
         return values
 
 
-class Values(Protocol):
-    """Gives the values of parameters and buffers by the model's own names."""
-
-    def __call__(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """The values of ``names``, on the CPU."""
-        ...
-
-    def replaces(self, name: str) -> bool:
-        """Whether they also take the place of values that are there."""
-        ...
+Values = Initialiser | CheckpointValues
+"""What gives the values of parameters and buffers by the model's own names."""
 
 
-def materialise_stage(
-    module: nn.Module, values: Values | None, device: torch.device | str = "cpu"
-) -> nn.Module:
-    """Give what ``module`` has on the meta device memory and values, in place.
+def materialise_stage(module: nn.Module, values: Values | None) -> nn.Module:
+    """Give what ``module`` has on the meta device memory on the CPU and values, in place.
 
     Parameters that were one stay one.
 
     Args:
         module: a stage, or any module whose parameters and buffers have the names of the whole
             model.
-        values: an ``Initialiser`` or ``CheckpointValues``; may be None where nothing is on the meta
-            device.
-        device: where the memory is. What is not on the meta device stays where it is, and only a
-            ``CheckpointValues`` overwrites it.
+        values: may be None where nothing is on the meta device. What is not stays where it is, and
+            only a ``CheckpointValues`` overwrites it.
 
     Returns:
         ``module``.
@@ -310,14 +298,12 @@ def materialise_stage(
         )
     if values is not None:
         chosen = {n: t for n, t in tensors.items() if t.is_meta or values.replaces(n)}
-        _fill(module, chosen, values, torch.device(device))
+        _fill(module, chosen, values)
     return module
 
 
 @torch.no_grad()
-def _fill(
-    module: nn.Module, chosen: Mapping[str, Tensor], values: Values, device: torch.device
-) -> None:
+def _fill(module: nn.Module, chosen: Mapping[str, Tensor], values: Values) -> None:
     first: dict[int, str] = {}
     for name, tensor in chosen.items():
         first.setdefault(id(tensor), name)
@@ -326,7 +312,7 @@ def _fill(
     for key, name in first.items():
         original = chosen[name]
         if original.is_meta:
-            made[key] = alike(torch.empty_like(original, device=device), original)
+            made[key] = alike(torch.empty_like(original, device="cpu"), original)
         # Taken out, so that there is one tensor twice at a time and not all of them.
         made.get(key, original).copy_(found.pop(name))
     for name, original in chosen.items():

@@ -175,27 +175,24 @@ def own_state(
     """
     made: dict[int, Tensor] = {}
     for owner in module.modules():
-        for name, parameter in [*owner.named_parameters(recurse=False, remove_duplicate=False)]:
-            there = parameter.device == device and not blank
-            if there and not gradients:
-                continue
-            if id(parameter) not in made:
-                values = (
-                    parameter.detach()
-                    if there
-                    else _make(parameter, device, blank, _SCALE).detach()
-                )
-                made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-            setattr(owner, name, made[id(parameter)])
-        for name, buffer in [*owner.named_buffers(recurse=False, remove_duplicate=False)]:
-            if id(buffer) not in made:
-                known = not (buffer.is_meta or blank)
-                made[id(buffer)] = (
-                    buffer.detach().to(device, copy=True)
-                    if known
-                    else _make(buffer, device, blank, None)
-                )
-            setattr(owner, name, made[id(buffer)])
+        for space in (owner.named_parameters, owner.named_buffers):
+            for name, tensor in [*space(recurse=False, remove_duplicate=False)]:
+                if id(tensor) not in made:
+                    made[id(tensor)] = _own(tensor, device, blank, gradients)
+                setattr(owner, name, made[id(tensor)])
+
+
+def _own(tensor: Tensor, device: torch.device, blank: bool, gradients: bool) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        known = not (tensor.is_meta or blank)
+        if known:
+            return tensor.detach().to(device, copy=True)
+        return _make(tensor, device, blank, None)
+    there = tensor.device == device and not blank
+    if there and not gradients:
+        return tensor
+    values = tensor if there else _make(tensor, device, blank, _SCALE)
+    return nn.Parameter(values.detach(), tensor.requires_grad)
 
 
 def device_of(module: nn.Module) -> torch.device:

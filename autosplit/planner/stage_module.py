@@ -193,6 +193,10 @@ class LaterGraph:
         return found if isinstance(found, PlanError) else found.moved(self.device)
 
 
+Program = StageGraph | LaterGraph | PlanError
+"""What a stage runs in one mode, or why it cannot."""
+
+
 class StageModule(nn.Module):
     """A part of a model. Its parameters and buffers have the names that they have in the model.
 
@@ -204,12 +208,7 @@ class StageModule(nn.Module):
         evaluation: what it runs in evaluation.
     """
 
-    def __init__(
-        self,
-        index: int,
-        training: StageGraph | LaterGraph | PlanError,
-        evaluation: StageGraph | LaterGraph | PlanError,
-    ) -> None:
+    def __init__(self, index: int, training: Program, evaluation: Program) -> None:
         super().__init__()
         self._index = index
         self._programs = (evaluation, training)
@@ -248,9 +247,7 @@ class StageModule(nn.Module):
         """What ``to`` and the like do to parameters and buffers; programs go where those go."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-        def along(
-            program: StageGraph | LaterGraph | PlanError,
-        ) -> StageGraph | LaterGraph | PlanError:
+        def along(program: Program) -> Program:
             if isinstance(program, PlanError):
                 return program
             return program.moved(fn(torch.empty(0, device=program.device)).device)

@@ -30,7 +30,13 @@ from autosplit.planner.initialise import (
     materialise_stage,
 )
 from autosplit.planner.operation_sequence import OperationSequence
-from autosplit.planner.stage_module import LaterGraph, StageGraph, StageModule, make_stage_graph
+from autosplit.planner.stage_module import (
+    LaterGraph,
+    Program,
+    StageGraph,
+    StageModule,
+    make_stage_graph,
+)
 from autosplit.torch_internals.state import hold_state
 
 
@@ -386,7 +392,7 @@ class Partition:
         if not 0 <= index < self.stages:
             raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
 
-    def _module(self, index: int, other: StageGraph | LaterGraph | PlanError) -> StageModule:
+    def _module(self, index: int, other: Program) -> StageModule:
         training = self.whole.training
         own = self._names.renamed(index, self._layout.program(index))
         module = StageModule(index, *((own, other) if training else (other, own)))
