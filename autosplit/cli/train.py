@@ -45,8 +45,8 @@ def train(**options: Any) -> None:
     MODULE:NAME, which returns a model that gives logits of token ids.
     """
     try:
+        from autosplit.train.language_model import TrainSettings
         from autosplit.train.run import train as run
-        from autosplit.train.settings import TrainSettings
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

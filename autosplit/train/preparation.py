@@ -19,8 +19,7 @@ from autosplit.checkpoint import read_progress
 from autosplit.checkpoint.storage.manifest import METADATA
 from autosplit.errors import AutosplitError, CheckpointError, PipelineError
 from autosplit.pipeline.engine.default_group import gather
-from autosplit.train.language_model import LanguageModel, load_model
-from autosplit.train.settings import TrainSettings
+from autosplit.train.language_model import LanguageModel, TrainSettings, load_model
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,8 @@ from autosplit.planner.plan import Plan, partition
 from autosplit.report.plan_tables import plan_table
 from autosplit.text.figures import size_text
 from autosplit.text.files import read_text, writing
-from autosplit.train.language_model import next_token_loss
+from autosplit.train.language_model import TrainSettings, next_token_loss
 from autosplit.train.preparation import Prepared, prepare, read_content
-from autosplit.train.settings import TrainSettings
 
 
 @dataclass(frozen=True)

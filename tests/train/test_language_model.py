@@ -11,8 +11,7 @@ import torch
 from transformers import BartConfig, BertConfig, LlamaConfig, PreTrainedConfig, T5Config
 
 from autosplit.errors import PipelineError
-from autosplit.train.language_model import load_model
-from autosplit.train.settings import TrainSettings
+from autosplit.train.language_model import TrainSettings, load_model
 
 
 def tiny(**changes: Any) -> LlamaConfig:

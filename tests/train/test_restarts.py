@@ -18,7 +18,7 @@ STEPS, KILLED = 4, 4  # saved behind the second step
 
 
 def settings(folder: str, name: str) -> Any:
-    from autosplit.train.settings import TrainSettings
+    from autosplit.train.language_model import TrainSettings
 
     return TrainSettings(
         "tests.train.models:causal", Path(folder) / "text", 2,

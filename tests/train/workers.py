@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from autosplit.errors import AutosplitError
+from autosplit.train.language_model import TrainSettings
 from autosplit.train.preparation import prepare
-from autosplit.train.settings import TrainSettings
 
 
 def differing(folder: str) -> list[str]:
