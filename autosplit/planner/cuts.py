@@ -28,6 +28,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.playing import play, rows_of
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Message, StepGraph
+from autosplit.pipeline.simulation.timeline import Timeline
 
 from .costs import Limits, ModelCosts
 
@@ -100,6 +101,18 @@ class Solution:
         for stage, rank in enumerate(self.schedule.placement):
             found[rank] += limits.factor * self.parameters[stage]
         return found
+
+    def under(
+        self, schedule: Schedule, timeline: Timeline, moving: Sequence[float], limits: Limits
+    ) -> Solution:
+        """The same stages under another schedule, in which ranks hold so much of microbatches."""
+        return replace(
+            self,
+            schedule=schedule,
+            step=timeline.makespan,
+            bubble=max(0.0, timeline.bubble_ratio()),
+            peaks=tuple(map(sum, zip(moving, self.resting(limits), strict=True))),
+        )
 
 
 def solve(

@@ -481,15 +481,8 @@ def within_limit(found: Solution, limits: Limits) -> Solution:
         )
     except LimitError as error:
         raise CapError(f"{error}; {NOT_COUNTED}", error.least) from error
-    return replace(
-        found,
-        schedule=made.schedule,
-        costs=costs,
-        step=made.timeline.makespan,
-        bubble=max(0.0, made.timeline.bubble_ratio()),
-        peaks=tuple(map(sum, zip(made.peaks, resting, strict=True))),
-        effects=made.effects,
-    )
+    kept = found.under(made.schedule, made.timeline, made.peaks, limits)
+    return replace(kept, costs=costs, effects=made.effects)
 
 
 def profile_together(

@@ -271,10 +271,10 @@ def _searched(one: Configuration, limits: Limits) -> Configuration | None:
     solution = one.solution
     if solution is None:
         return None
-    still = solution.resting(limits)
+    costs, still = solution.costs, solution.resting(limits)
     try:
         schedule = search_schedule(
-            solution.costs,
+            costs,
             one.microbatches,
             ranks=one.ranks,
             placement=solution.schedule.placement,
@@ -282,15 +282,8 @@ def _searched(one: Configuration, limits: Limits) -> Configuration | None:
         )
     except ScheduleError:
         return None
-    timeline = simulate(schedule, solution.costs.seconds, transfer=solution.costs.transfer)
-    moving = peak_memory(schedule, solution.costs.memory)
-    better = replace(
-        solution,
-        schedule=schedule,
-        step=timeline.makespan,
-        bubble=max(0.0, timeline.bubble_ratio()),
-        peaks=tuple(map(sum, zip(moving, still, strict=True))),
-    )
+    timeline = simulate(schedule, costs.seconds, transfer=costs.transfer)
+    better = solution.under(schedule, timeline, peak_memory(schedule, costs.memory), limits)
     return replace(one, schedule=AUTO, fused=False, solution=better)
 
 

@@ -1,4 +1,4 @@
-"""What is trained, as it is asked for: a folder or config of transformers, or a function's model."""
+"""What is trained: a model by a folder or config of transformers, or by a function."""
 
 from __future__ import annotations
 
