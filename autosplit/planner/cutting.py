@@ -295,6 +295,12 @@ def _costs(
 ) -> ModelCosts:
     """What the blocks cost: measured, estimated, or as given."""
     if isinstance(planning.costs, ModelCosts):
+        given = len(planning.costs.blocks)
+        if given != len(whole.blocks):
+            raise PlanError(
+                f"costs of {given} blocks were given, and the model has {len(whole.blocks)}: give "
+                "those of this model, or leave costs out"
+            )
         return planning.costs
     if planning.costs == "profile":
         return profile_together(whole, options, planning.seconds, alone=alone)

@@ -233,6 +233,7 @@ def test_options_of_partition_have_effects() -> None:
         ({"stages": 3, "cut_at": ["layers.1"]}, PlanError, "which gives 2 stages, but stages=3"),
         ({"cut_at": ["layers.9"]}, PlanError, "cut_at='layers.9' is no module that the forward"),
         ({"stages": 2, "costs": "guess"}, PlanError, "unknown costs 'guess'; known: profile"),
+        ({"stages": 2, "costs": costs(net(2))}, PlanError, "costs of 4 blocks were given, and"),
         ({"stages": 2, "schedule": "zigzag"}, ScheduleError, "unknown schedule 'zigzag'"),
         ({"stages": 2, "limits": Limits(10.0)}, CapError, "the least cap that does is"),
         (
