@@ -1,4 +1,6 @@
-"""Run the pipeline of passes: a literal tuple, verified after every change, dumped on request."""
+"""Run the passes: two literal tuples, of the whole program and of one graph of it, verified after
+every change, dumped on request.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ import pathlib
 from collections import Counter
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from .errors import PassError
-from .graph import SplitGraphs, SplitProgram, calls
+from .graph import Kind, SplitGraphs, SplitProgram, calls, inputs
 from .loops.vectorize import vectorize_loops
 from .lowering import codegen
+from .lowering.accumulate import accumulate, fuse_accumulation
+from .lowering.concatenate_microbatches import concatenate_microbatches
 from .lowering.overlap_collectives import overlap_collectives
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.split_graphs import partition_forward_backward, split_backward
@@ -23,7 +28,7 @@ from .rewrites.peephole import (
     fold_transposes,
     half_precision_dropout,
 )
-from .verify import verify
+from .verify import verify, verify_graph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,73 @@ PASSES: tuple[Pass, ...] = (
     Pass("split_backward", split_backward),
     Pass("overlap_collectives", overlap_collectives),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightForm:
+    """The form in which a graph that returns weight gradients is to run.
+
+    Attributes:
+        microbatches: whose work one call does.
+        adds: whether it adds into accumulators rather than returning gradients.
+        dtype: of the accumulators; None where each has its gradient's own.
+        fused: whether the operators that make gradients may add them.
+    """
+
+    microbatches: int = 1
+    adds: bool = False
+    dtype: torch.dtype | None = None
+    fused: bool = False
+
+
+def _concatenated(module: fx.GraphModule, form: WeightForm) -> fx.GraphModule | None:
+    return concatenate_microbatches(module, form.microbatches) if form.microbatches > 1 else None
+
+
+def _adding(module: fx.GraphModule, form: WeightForm) -> fx.GraphModule | None:
+    return accumulate(module, form.dtype) if form.adds else None
+
+
+def _fused(module: fx.GraphModule, form: WeightForm) -> fx.GraphModule | None:
+    if not (form.fused and fuse_accumulation(module.graph)):
+        return None
+    module.recompile()
+    return module
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphPass:
+    """A named step on one graph. ``run`` gives what comes of it; None: nothing is to be done."""
+
+    name: str
+    run: Callable[[fx.GraphModule, WeightForm], fx.GraphModule | None]
+
+
+GRAPH_PASSES: tuple[GraphPass, ...] = (
+    GraphPass("concatenate_microbatches", _concatenated),
+    GraphPass("accumulate", _adding),
+    GraphPass("fuse_accumulation", _fused),
+)
+
+
+def run_on_graph(name: str, module: fx.GraphModule, form: WeightForm) -> fx.GraphModule:
+    """A graph that returns weight gradients in another form.
+
+    Args:
+        name: of the graph.
+        module: the graph, with all its operators where microbatches are concatenated.
+        form: what it is to become.
+
+    Raises:
+        PassError: an invariant is broken after a pass; every violation is listed.
+    """
+    for each in GRAPH_PASSES:
+        made = each.run(module, form)
+        if made is not None:
+            module = made
+            adds = bool(inputs(module.graph, Kind.ACCUMULATOR))
+            verify_graph(f"{name}_accumulating" if adds else name, module, each.name)
+    return module
 
 
 def run(

@@ -21,12 +21,9 @@ from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import STATE, calls, concrete, fixed, inputs, is_size, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, lent
-from autosplit.passes.lowering.concatenate_microbatches import (
-    concatenate_microbatches,
-    microbatch_role,
-)
+from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
+from autosplit.passes.manager import WeightForm, run_on_graph
 from autosplit.passes.subgraph import inline, inlined
-from autosplit.passes.verify import verify_graph
 from autosplit.runtime.residuals import Constants, Residuals, State, TensorSpec
 from autosplit.torch_internals.dtensor import Sharding
 
@@ -313,8 +310,8 @@ class SplitFunctions:
         """W of several microbatches in one call; takes the residuals of each, one after another."""
         if count not in self._together:
             self._input.compile()  # decides how what W gets lies in memory
-            module = concatenate_microbatches(inline(self._module("backward_weight")), count)
-            verify_graph("backward_weight", module, "batch")
+            whole = inline(self._module("backward_weight"))
+            module = run_on_graph("backward_weight", whole, WeightForm(microbatches=count))
             roles = self._handed.roles
             given = [microbatch_role(role, index) for index in range(count) for role in roles]
             self._together[count] = GradientGraph(

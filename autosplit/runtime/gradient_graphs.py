@@ -14,8 +14,7 @@ from autosplit.backends.compiled_graph import Backend, Boxed, compile_graph, han
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import outputs
-from autosplit.passes.lowering.accumulate import accumulate, fuse_accumulation
-from autosplit.passes.verify import verify_graph
+from autosplit.passes.manager import WeightForm, run_on_graph
 
 from .gradient_accumulation import Accumulation
 
@@ -162,13 +161,10 @@ def accumulating(
     Raises:
         SplitError: a pass broke an invariant.
     """
-    name = f"{name}_accumulating"
+    fused = fused and not accumulation.exact
     try:
-        module = accumulate(module, accumulation.dtype)
-        verify_graph(name, module, "accumulate")
-        if fused and not accumulation.exact and fuse_accumulation(module.graph):
-            module.recompile()
-            verify_graph(name, module, "fuse")
+        return run_on_graph(
+            name, module, WeightForm(adds=True, dtype=accumulation.dtype, fused=fused)
+        )
     except PassError as error:
-        raise SplitError(f"{name}: {error}") from error
-    return module
+        raise SplitError(f"{name}_accumulating: {error}") from error
