@@ -103,12 +103,15 @@ class Stage:
         options = SplitOptions(backend, memory, late_input, overlap)
         self.sharding = StageSharding(module)
         self.sharding.look()
-        if self.sharding.groups and backend == "cudagraphs":
+        self._sharded = bool(self.sharding.groups)
+        if self._sharded and backend == "cudagraphs":
             raise ShardedError(
                 f"{owner}: backend='cudagraphs' does not go with parameters that fully_shard "
                 "has sharded, which are gathered into other memory each time: leave it out"
             )
-        self._graphs = StageSpecializations(owner, module, args, options, slices, self.sharding)
+        self._graphs = StageSpecializations(
+            owner, module, args, options, slices, self.sharding if self._sharded else None
+        )
         self._outputs = self._graphs.outputs
         self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
@@ -204,10 +207,13 @@ class Stage:
         if microbatch in self._saved or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
         self._graphs.check_inputs(inputs)
-        self.sharding.gather()
-        functions = self._graphs.fitting()
-        with self.sharding.standing_in():
-            state = self._graphs.state()
+        if not self._sharded:
+            functions, state = self._graphs.fitting(), self._graphs.state()
+        else:
+            self.sharding.gather()
+            functions = self._graphs.fitting()
+            with self.sharding.standing_in():
+                state = self._graphs.state()
         kept = None
         if keep == "inputs" and functions.has_backward:
             kept = KeptInputs(functions, state, inputs)
@@ -237,7 +243,8 @@ class Stage:
                 "forward(..., keep='inputs') before recompute()"
             )
         kept = self._inputs.pop(microbatch)
-        self.sharding.gather()
+        if self._sharded:
+            self.sharding.gather()
         lent = lent_storages(kept.inputs)
         saved = kept.run()
         self._saved.put(microbatch, InFlightMicrobatch(kept.functions, saved, kept.state, lent))
@@ -317,7 +324,8 @@ class Stage:
             SplitError: this microbatch has nothing deferred, or ran on other parameters than
                 those before it; or it is not this slice's turn.
         """
-        self.sharding.gather()
+        if self._sharded:
+            self.sharding.gather()
         with torch.no_grad(), without_autocast():
             if not isinstance(microbatch, int):
                 if slice is not None:
@@ -415,12 +423,13 @@ class Stage:
                 f"stage {self.index}: microbatch {microbatch} kept its inputs only; call "
                 f"recompute({microbatch}) before its backward"
             )
-        self.sharding.gather()
+        if self._sharded:
+            self.sharding.gather()
         return self._saved.take(microbatch)
 
     def _hand_over(self) -> None:
         """Let gradients that are reduced in another dtype be added up in that one."""
-        if self.sharding.adds_in_another_dtype:
+        if self._sharded and self.sharding.adds_in_another_dtype:
             self._weights.sums.publish()
             self.sharding.accumulate()
 
