@@ -53,11 +53,8 @@ class Inductor:
     gathering: Gathering | None = None
 
     def __init__(self) -> None:
-        from autosplit.torch_internals import inductor
-
         self.generated: dict[str, str] = {}
         self._called: dict[Subgraph, Code] = {}
-        self._preparation = inductor.Preparation()
 
     @property
     def decompositions(self) -> dict[Any, Callable[..., Any]]:
@@ -111,7 +108,6 @@ class Inductor:
         results = [returned[at] for at in computed]
         taken = inputs(module.graph)
         roles = list(taken)
-        self._preparation.finish()
         with collecting_new_objects_only():
             compiled = inductor.compile_module(
                 copy,

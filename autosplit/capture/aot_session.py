@@ -32,9 +32,7 @@ from autosplit.capture.workarounds.operators import (
     AS_IN_EAGER,
     as_eager,
     divide_layers,
-    refuse_unbatched,
-    right_decompositions,
-    trace_as_run,
+    refuse_margin_losses,
 )
 from autosplit.errors import CaptureError, ShardedError, SplitError
 from autosplit.passes import Kind, PassError, Rates, Role
@@ -97,10 +95,9 @@ def compile_dynamo_graph(
         bw_compiler=session.backward,
         inference_compiler=session.inference,
         partition_fn=session.partition,
-        decompositions=right_decompositions(splitter.decompositions),
+        decompositions=splitter.decompositions,
     )
     divide_layers(module)
-    trace_as_run(module)
     try:
         with as_eager(module, splitter.decompositions):
             compiled: Callable[..., Any] = compiler(module, example_inputs)
@@ -185,7 +182,7 @@ def _skip_what_is_traced_wrongly(module: fx.GraphModule) -> None:
     context = TracingContext.try_get()
     try:
         refuse_absent_gradients(module, [] if context is None else context.traced_code)
-        refuse_unbatched(module)
+        refuse_margin_losses(module)
     except CaptureError as error:
         if InstructionTranslator.current_tx().one_graph:
             raise

@@ -1,7 +1,4 @@
-"""Hooks on modules, and where the user defined them.
-
-Conversion of tracing errors to ``CaptureError``, with the user's line and advice.
-"""
+"""Tracing errors as ``CaptureError``, with the user's line and advice; where hooks are from."""
 
 from __future__ import annotations
 

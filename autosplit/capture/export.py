@@ -23,6 +23,7 @@ from autosplit.capture.workarounds.dynamo import (
     function_modes_known,
     graph_put_aside,
     install_output_hooks,
+    lists_sliced_at_once,
     refuse_absent_gradients,
     refuse_lost_hooks,
     unrolling_limited,
@@ -107,6 +108,7 @@ def _export(
             with (
                 function_modes_known(),
                 refuse_lost_hooks(),
+                lists_sliced_at_once(),
                 masks_decided(by_value) as answers,
                 opaque(),
             ):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.capture.workarounds.operators import divide_layers, refuse_unbatched
+from autosplit.capture.workarounds.operators import divide_layers, refuse_margin_losses
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
@@ -59,7 +59,7 @@ def capture_forward(
     with user_errors(module), unobserved(), torch.enable_grad():
         exported, _ = export(module, args, kwargs)
         divide_layers(exported)
-        refuse_unbatched(exported)
+        refuse_margin_losses(exported)
         codegen: Any = exported.graph._codegen
         values = (*args, *kwargs.values())
         given = codegen.dynamo_bytecode_flatten(*values)

@@ -1,13 +1,7 @@
-"""Observers of operators and modules, disabled during capture: dispatch modes, module trackers.
+"""``Guards``: whether a captured graph still fits its module; ``BlockGuards``, one of its blocks.
 
-``torch.utils.flop_counter.FlopCounterMode`` is both. A graph is the same whoever watches; its
-operators are seen when they run, not while they are traced.
-
-``ForwardScope``: variables of a module's forward in a call, as Dynamo's guards name them.
-
-Binding of a call's arguments to the parameters of a function.
-
-``Guards``: whether a captured graph still fits its module.
+Before these: ``unobserved``, as a graph is the same whoever watches; ``ForwardScope``, the
+variables of a forward as Dynamo's guards name them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""``trace_joint``: AOTAutograd's joint graph of what Dynamo exported.
-
-nn.Module -> joint forward/backward graph with roles.
+"""nn.Module -> joint forward/backward graph with roles.
 
 Dynamo's full-graph export turns the module's Python into one FX graph; AOTAutograd then
 traces forward and backward together and labels every input and output with a descriptor.
@@ -24,9 +22,7 @@ from autosplit.capture.workarounds.operators import (
     Decompositions,
     as_eager,
     divide_layers,
-    refuse_unbatched,
-    right_decompositions,
-    trace_as_run,
+    refuse_margin_losses,
 )
 from autosplit.passes import Role
 from autosplit.torch_internals.dtensor import Sharding
@@ -104,7 +100,6 @@ def _trace(
     kwargs: dict[str, Any],
     decompositions: Decompositions,
 ) -> Any:
-    decompositions = right_decompositions(decompositions)
     context = exported.meta.get("tracing_context")
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
@@ -272,7 +267,7 @@ def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _prepare(module: nn.Module, exported: fx.GraphModule) -> None:
     """Make Dynamo's graph one that AOTAutograd traces as it runs, with the module's names in it."""
     divide_layers(exported)
-    refuse_unbatched(exported)
+    refuse_margin_losses(exported)
     name_modules(exported, module)
 
 
@@ -284,7 +279,6 @@ def _traced(
     decompositions: Decompositions,
 ) -> Capture:
     """The joint graph of what Dynamo exported."""
-    trace_as_run(exported)
     traced = trace_joint(module, exported, given, decompositions)
     inputs = _input_names(*given)
     roles = ModuleRoles(canonical_names(module), inputs, traced.names)

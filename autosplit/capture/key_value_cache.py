@@ -88,6 +88,7 @@ def caching(
     if not _is_known(layer):
         return plain
     kind, window = type(layer), getattr(layer, "sliding_window", None)
+    has_dtype = "dtype" in vars(layer)
     cached = operator(CachedBlock(block, name, at, layer))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +98,10 @@ def caching(
             if type(layer) is kind and not layer.is_initialized:
                 others, named = _with_cache(None, name, at, args, kwargs)
                 results, keys, values = cached(*others, **named)
-                layer.lazy_initialization(keys, values)
+                # As lazy_initialization does, which makes empty tensors first.
+                layer.is_initialized, layer.device = True, keys.device
+                if has_dtype:
+                    layer.dtype = keys.dtype
                 layer.keys, layer.values = keys, values
                 if window is not None:
                     layer.cumulative_length = args[0].shape[1]

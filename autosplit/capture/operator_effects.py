@@ -1,10 +1,8 @@
-"""Effects of the nodes of a Dynamo graph: writes, random numbers, cost.
+"""Effects of the nodes of a Dynamo graph (writes, random numbers, cost), and the modes around them.
 
-Grad mode and autocast around each node of a Dynamo graph.
-
-The switches are nodes without inputs or results that anybody reads. A part of the graph that
-does not hold them would run under other settings, so they are taken out, and put back where a
-part needs them.
+Switches of grad mode and autocast are nodes without inputs or results that anybody reads. A part
+of the graph that does not hold them would run under other settings, so they are taken out, and put
+back where a part needs them.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Operators that stand for F, I and W of a block while the model around it is traced.
+"""``Region``: a kind of block as graphs, and ``RegionCall``: a call of one of these blocks.
 
-What F saves and what I defers are one token each, and so are the block's parameters and their
-gradients: a trace takes its time by the tensor, and the block's own trace knows all of them.
-``expansion`` puts it in afterwards.
-
-``Region``: a kind of block as graphs, and ``RegionCall``: a call of one of these blocks.
+While the model around is traced, three operators stand for F, I and W of a block. What F saves and
+what I defers are one token each, and so are the block's parameters and their gradients: a trace
+takes its time by the tensor, and the block's own trace knows all of them. ``region_expansion`` puts
+it in afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,19 +29,7 @@ if TYPE_CHECKING:
     from .joint_graph import Capture
 
 
-class TracedCall(Protocol):
-    """A call of a block, as far as the operators need to know it."""
-
-    @property
-    def output_values(self) -> list[Tensor]:
-        """Fake tensors like those that F returns."""
-
-    @property
-    def input_grad_values(self) -> list[Tensor]:
-        """Fake tensors like the gradients that I returns."""
-
-
-_CALLS: ContextVar[Sequence[TracedCall]] = ContextVar("calls of blocks in a trace")
+_CALLS: ContextVar[Sequence[RegionCall]] = ContextVar("calls of blocks in a trace")
 
 _LIBRARY = torch.library.Library("autosplit_block", "DEF")
 _LIBRARY.define("forward(int call, Tensor[] inputs, Tensor state) -> Tensor[]")
@@ -60,19 +47,23 @@ def new_token() -> Tensor:
 
 
 def _forward(call: int, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
-    return [*map(_like, _CALLS.get()[call].output_values), new_token()]
+    return [*_like(_CALLS.get()[call].region.returned), new_token()]
 
 
 def _backward_input(call: int, saved: Tensor, grads: list[Tensor]) -> list[Tensor]:
-    return [*map(_like, _CALLS.get()[call].input_grad_values), new_token()]
+    return [*_like(_CALLS.get()[call].region.input_grads), new_token()]
 
 
 def _backward_weight(call: int, deferred: Tensor) -> Tensor:
     return new_token()
 
 
-def _like(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+def _like(nodes: Mapping[Role, fx.Node]) -> list[Tensor]:
+    values = [node.meta["val"] for node in nodes.values()]
+    return [
+        torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
+        for each in values
+    ]
 
 
 for _name, _fake in (
@@ -84,7 +75,7 @@ for _name, _fake in (
 
 
 @contextlib.contextmanager
-def tracing_calls(calls: Sequence[TracedCall]) -> Iterator[None]:
+def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
     """While the operators stand for these calls, by their places."""
     token = _CALLS.set(calls)
     try:
@@ -186,6 +177,7 @@ class RegionCall:
         region: kind of the block.
         block: that is called.
         name: the block's name in the model.
+        guards: what must hold for the block to be called like this.
         refusal: why it cannot be called by itself, once a trace of its backward has found that.
     """
 
@@ -193,25 +185,12 @@ class RegionCall:
     region: Region
     block: nn.Module
     name: str
+    guards: BlockGuards
     refusal: str | None = None
 
     @property
     def __name__(self) -> str:
         return f"call_{self.region.name}"
-
-    @property
-    def guards(self) -> BlockGuards:
-        """What must hold for the block to be called like this."""
-        region = self.region
-        return BlockGuards(region.capture.guards, self.block, region.args, region.kwargs)
-
-    @property
-    def output_values(self) -> list[Tensor]:
-        return [node.meta["val"] for node in self.region.returned.values()]
-
-    @property
-    def input_grad_values(self) -> list[Tensor]:
-        return [node.meta["val"] for node in self.region.input_grads.values()]
 
     def __call__(self, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the block returns, for a trace.

@@ -15,7 +15,7 @@ from autosplit.passes import Kind, Role
 from autosplit.passes.graph import ORIGIN, outputs, placeholders, role_of
 from autosplit.passes.subgraph import Subgraph, call_subgraph
 
-from .region import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STATE_TOKEN, RegionCall
+from .region import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STATE_TOKEN, Region, RegionCall
 
 _NO_WORD = re.compile(r"\W+")
 
@@ -47,7 +47,7 @@ class _Expansion:
             node.meta["val"].fake_mode for node in placeholders(joint.graph) if "val" in node.meta
         )
         self._state: dict[Role, fx.Node] = {}
-        self._values: dict[tuple[int, str], Tensor] = {}
+        self._values: dict[tuple[int, Any], Tensor] = {}
         self._known: dict[int, dict[Role, fx.Node]] = {}
         self._updates: dict[Role, fx.Node] = {}
         self._gradients: dict[str, dict[Role, fx.Node]] = {}
@@ -74,11 +74,11 @@ class _Expansion:
         region = call.region
         known = dict(zip(region.taken, given, strict=True))  # type: ignore[arg-type]
         tensors = {**dict(call.block.named_parameters()), **dict(call.block.named_buffers())}
-        for role, traced in region.state.items():
+        for role in region.state:
             outer = Role(role.kind, self._names[id(tensors[role.name])])
             if outer in taken:
                 raise CaptureError(f"{outer.name} is used in several places")
-            known[role] = taken[outer] = self._placeholder(outer, traced)
+            known[role] = taken[outer] = self._placeholder(outer, region, role)
         found = self._call(node, call.name, region.parts["forward"], known)
         known |= found
         self._updates |= {
@@ -88,12 +88,13 @@ class _Expansion:
         self._known[number] = known  # type: ignore[index]
         self._hand_out(node, [known[role] for role in region.returned])
 
-    def _placeholder(self, role: Role, traced: fx.Node) -> fx.Node:
+    def _placeholder(self, role: Role, region: Region, inner: Role) -> fx.Node:
+        traced = region.state[inner]
         first = next(iter(self._graph.nodes))
         with self._graph.inserting_before(first):
             node = self._graph.placeholder(traced.name)
         node.target = node.name
-        node.meta = {"role": role, "val": self._value(traced.meta["val"])}
+        node.meta = {"role": role, "val": self._shared(region, inner, traced.meta["val"])}
         return node
 
     def _backward_input(self, node: fx.Node) -> None:
@@ -122,7 +123,7 @@ class _Expansion:
         """A call of a graph in place of a node; its results by role."""
         with self._graph.inserting_before(node):
             given = [known[role] for role in part.given]
-            values = [self._shared(part, at) for at in range(len(part.values))]
+            values = [self._shared(part, at, value) for at, value in enumerate(part.values)]
             made = call_subgraph(self._graph, part, given, values)
         roles = {at: role for role, at in part.results.items() if isinstance(at, int)}
         for at, each in enumerate(made):
@@ -139,19 +140,18 @@ class _Expansion:
             for role, at in part.results.items()
         }
 
-    def _shared(self, part: Subgraph, at: int) -> Tensor:
-        """Value of a result, one for all calls: tensors without data are told apart by nodes."""
-        key = id(part), str(at)
+    def _shared(self, of: object, at: Any, traced: Tensor) -> Tensor:
+        """A fake tensor of this trace, in memory as large as there: one for all calls, as tensors
+        without data are told apart by nodes.
+        """
+        key = id(of), at
         if key not in self._values:
-            self._values[key] = self._value(part.values[at])
+            size = traced.untyped_storage().nbytes() // traced.element_size()
+            with self._mode:
+                memory = torch.empty(size, dtype=traced.dtype, device=traced.device)
+                made = memory.as_strided(traced.shape, traced.stride(), traced.storage_offset())
+            self._values[key] = made
         return self._values[key]
-
-    def _value(self, traced: Tensor) -> Tensor:
-        """A fake tensor of this trace, in memory as large as there."""
-        size = traced.untyped_storage().nbytes() // traced.element_size()
-        with self._mode:
-            memory = torch.empty(size, dtype=traced.dtype, device=traced.device)
-            return memory.as_strided(traced.shape, traced.stride(), traced.storage_offset())
 
     @staticmethod
     def _hand_out(node: fx.Node, values: Sequence[fx.Node]) -> None:

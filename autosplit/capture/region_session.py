@@ -1,8 +1,7 @@
-"""Which captured blocks another graph can call; the others are captured with their model.
+"""``RegionSession``: blocks that a model has several of, as opaque calls while Dynamo captures it.
 
-``RegionSession``: blocks of a model as opaque calls, while Dynamo captures the model.
-
-Which submodules are captured by themselves: blocks that a model has several of.
+First, which submodules these are, and which of them can be called when they are captured: the
+others are captured with their model.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from autosplit.device import accelerator_kind
@@ -92,6 +92,7 @@ def _is_plain(spec: Any) -> bool:
 
 
 _HOOKS = re.compile(r"(_global)?_(forward|backward)(_pre)?_hooks")
+_FORWARD_OF = re.compile(r"(L\[.*?)\.forward(?!\w)")  # and no other attribute
 _TABLES = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_TABLES, nn.Sequential)
 
@@ -123,9 +124,14 @@ def _shared_state(model: nn.Module) -> set[int]:
 
 
 def has_plain_forward(block: nn.Module) -> bool:
-    """Whether calling the block calls its class's forward and nothing else: hooks are traced with
-    the model around, and there they would be traced a second time.
+    """Whether calling the block calls its class's forward and nothing else: hooks, and what a class
+    has in place of ``nn.Module.__call__``, are traced with the model around, and with the block
+    they would be traced a second time. That of older transformers' layers does nothing where it
+    does not recompute, which is no call that a graph has of a block.
     """
+    call = type(block).__call__
+    if call is not nn.Module.__call__ and call.__module__ != "transformers.modeling_layers":
+        return False
     spaces = (vars(block), vars(torch.nn.modules.module))
     hooks = (each for space in spaces for name, each in space.items() if _HOOKS.fullmatch(name))
     return "forward" not in vars(block) and not any(hooks)
@@ -183,6 +189,7 @@ class RegionSession:
         self._split = split
         self.refused = refused
         self._known: dict[Hashable, list[Region]] = {}
+        self._matches: dict[Hashable, tuple[Region, BlockGuards]] = {}
         self._called_by: dict[Any, tuple[str, nn.Module]] = {}
         self._blocks = {
             n: b
@@ -239,8 +246,10 @@ class RegionSession:
                 raise CaptureError(
                     "it is called under another grad mode or autocast than the model"
                 )
+            if _is_changed(block):
+                raise CaptureError("the forward of the model changes it before it is called")
             with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
-                region = self._region(name, block, leaves, spec)
+                region, _ = self._match(name, block, leaves, spec)
         except Exception as error:
             self._refuse(name, str(error))
             raise RegionRefusedError(name) from error
@@ -257,24 +266,44 @@ class RegionSession:
         look = look_of(self._blocks[name])
         self.refused |= {n: reason for n, b in self._blocks.items() if look_of(b) == look}
 
-    def _region(self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Region:
-        """The region of a block: one that is known and fits it, else a new one."""
-        own = vars(self._blocks[name]).pop("forward", None)
-        try:
-            known = self._known.setdefault(_signature(block, leaves, spec), [])
-            for region in known:
-                guards = BlockGuards(region.capture.guards, block, region.args, region.kwargs)
-                if guards.hold():
-                    return region
-            args, kwargs = tree_unflatten([*map(_blank, leaves)], spec)
-            kind = f"{type(self._blocks[name]).__name__}_{len(self.regions)}"
-            found = Region(kind, args, kwargs, *self._split(kind, block, args, kwargs))
-            refuse_what_cannot_be_called(found)
-            known.append(found)
-            return found
-        finally:
-            if own is not None:
-                vars(self._blocks[name])["forward"] = own
+    def _match(
+        self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec
+    ) -> tuple[Region, BlockGuards]:
+        """The region of a block's call, and the block's guards: one that is known and fits it, else
+        a new one.
+        """
+        signature = _signature(block, leaves, spec)
+        found = self._matches.get((block, signature))
+        if found is None:
+            own = vars(self._blocks[name]).pop("forward", None)
+            try:
+                found = self._known_match(block, signature) or self._new(
+                    name, block, signature, tree_unflatten([*map(_blank, leaves)], spec)
+                )
+            finally:
+                if own is not None:
+                    vars(self._blocks[name])["forward"] = own
+            self._matches[block, signature] = found
+        return found
+
+    def _known_match(
+        self, block: nn.Module, signature: Hashable
+    ) -> tuple[Region, BlockGuards] | None:
+        for region in self._known.get(signature, ()):
+            guards = BlockGuards(region.capture.guards, block, region.args, region.kwargs)
+            if guards.hold():
+                return region, guards
+        return None
+
+    def _new(
+        self, name: str, block: nn.Module, signature: Hashable, given: Any
+    ) -> tuple[Region, BlockGuards]:
+        args, kwargs = given
+        kind = f"{type(self._blocks[name]).__name__}_{len(self.regions)}"
+        region = Region(kind, args, kwargs, *self._split(kind, block, args, kwargs))
+        refuse_what_cannot_be_called(region)
+        self._known.setdefault(signature, []).append(region)
+        return region, BlockGuards(region.capture.guards, block, args, kwargs)
 
     def check(self, calls: Sequence[RegionCall]) -> None:
         """Raises:
@@ -291,8 +320,8 @@ class RegionSession:
         guards = captured.graph_capture_output.output_graph.guards.inner
         blocks = set(map(id, self._blocks.values()))
         for guard in list(guards):
-            owner, dot, _ = guard.name.partition(".forward")
-            if dot and owner.startswith("L[") and id(eval(owner, scope)) in blocks:
+            found = _FORWARD_OF.match(guard.name)
+            if found and id(eval(found[1], scope)) in blocks:
                 guards.remove(guard)
 
     @contextlib.contextmanager
@@ -334,17 +363,31 @@ class RegionSession:
                 continue
             name, block = self._called_by[node.target]
             given = _as_called((node.args, dict(node.kwargs)))
-            region = self._region(name, block, *tree_flatten(given))
+            region, guards = self._match(name, block, *tree_flatten(given))
             if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
                 self._refuse(name, "its gradient of a tensor that is read elsewhere, too, is a sum")
                 raise RegionRefusedError(name)
-            call = RegionCall(len(found), region, block, name)
+            call = RegionCall(len(found), region, block, name, guards)
             with exported.graph.inserting_before(node):
                 state = exported.graph.create_node("get_attr", f"{name}.{STATE_TOKEN}")
             node.target = call
             node.args, node.kwargs = (state, tuple(node.args), dict(node.kwargs)), {}
             found.append(call)
         return found
+
+
+def _is_changed(block: nn.Module) -> bool:
+    """Whether what is being traced has set an attribute of the block, or put other parameters in
+    place of its own (``torch.func.functional_call``): in the trace only, so that a capture of the
+    block would not see it.
+    """
+    try:
+        effects = InstructionTranslator.current_tx().output.side_effects
+    except AttributeError:  # nothing is: a copy is run to see what it leaves behind
+        return False
+    own = {id(each) for part in block.modules() for each in (part, *vars(part).values())}
+    tracked = (effects.id_to_variable.get(key) for key in own)
+    return any(each is not None and effects.is_modified(each) for each in tracked)
 
 
 def _modes() -> Hashable:

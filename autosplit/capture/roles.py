@@ -1,13 +1,9 @@
-"""What a backward writes: AOTAutograd's trailing ``copy_`` as a result with a role.
+"""Roles on a joint graph, from the descriptors with which AOTAutograd labels it.
 
-AOTAutograd's notes on the nodes of a joint graph -> the origins that passes read.
-
-How the DTensors among what a graph takes and returns lie over ranks, by role.
-
-AOTAutograd traces the local tensors of DTensors: descriptors of their inputs and outputs are
-wrapped in one that names the attribute of the DTensor.
-
-Roles on a joint graph, from the descriptors with which AOTAutograd labels it.
+Before these: what a backward writes (AOTAutograd's trailing ``copy_``) as a result with a role;
+AOTAutograd's notes on nodes as the origins that passes read; and how DTensors lie over ranks.
+AOTAutograd traces their local tensors: descriptors of their inputs and outputs are wrapped in one
+that names the attribute of the DTensor.
 """
 
 from __future__ import annotations

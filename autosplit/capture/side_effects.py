@@ -5,7 +5,7 @@ what is put back before the call ends (as ``with`` blocks do), for attributes th
 value they have, and for buffers written in place, which the graph does carry. So the forward
 runs once on a copy without data, and what it left behind is compared with what was there.
 
-Refusal of random numbers of Python's ``random``, which a graph would repeat.
+Random numbers of Python's ``random``, which a graph would repeat, are refused.
 """
 
 from __future__ import annotations

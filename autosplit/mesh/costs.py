@@ -1,11 +1,4 @@
-"""A link between ranks, or between a rank and its host's memory.
-
-How fast a device computes and moves bytes: all that an estimate knows of it.
-
-The device of a process group's tensors.
-
-How long ranks take for a collective beside their own operators: known, or measured.
-"""
+"""What links, devices and collectives take: known, or measured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Which gradients are reduced together: buckets of up to so many bytes.
-
-Reductions of gradients over ranks: each under way as soon as its gradients are there.
+"""Gradients reduced over ranks: which together, in buckets, and each bucket under way as soon as
+its gradients are there.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from autosplit.module import SplitModule
 from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
 from autosplit.pipeline.validation.validate import validate
 from autosplit.torch_internals.distributed import fsdp_part
-from autosplit.torch_internals.pipelining_schedules import check_names, runtime_of
+from autosplit.torch_internals.pipelining_schedules import check_version, runtime_of
 
 
 def torch_schedule(
@@ -43,7 +43,7 @@ def torch_schedule(
             than were given.
         PipelineError: torch's runtime is not as in the supported versions.
     """
-    check_names()
+    check_version()
     validate(schedule)
     if schedule.mirror is not None:
         raise ScheduleError(

@@ -1,9 +1,4 @@
-"""Sizes in bytes as people write them, read and written: 12GiB, 800 MB, 1.50 MiB.
-
-Lists of names for a sentence or a table cell.
-
-Repeated measurements as figures.
-"""
+"""Figures as people write them: sizes in bytes (12GiB, 800 MB, 1.50 MiB), names, quartiles."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Bounded reading of text files, with typed errors.
-
-Output files and folders, checked before the work that fills them.
-"""
+"""Files: read up to a bound, and checked before the work that fills them, with typed errors."""
 
 from __future__ import annotations
 

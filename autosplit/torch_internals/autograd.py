@@ -1,12 +1,8 @@
-"""The backward that autograd's engine is running: its number, its nodes, modes around it.
-
-Gradient accumulation into ``.grad``, and the hooks that observe it.
+"""Autograd's engine: the backward that runs, accumulation into ``.grad``, and who holds that.
 
 Autograd ends at a node for each parameter, AccumulateGrad, which only adds to ``.grad``
 (torch/csrc/autograd/functions/accumulate_grad.h) unless the tensor or that node has
 hooks. Where none is to fire, adding here is the same and takes a tenth of the engine's time.
-
-Who refers to a gradient besides ``.grad``; the exchange of what two tensor objects are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Detection of DistributedDataParallel, FSDP and torch.distributed.pipelining around a module;
-collectives as graphs run them.
-
-Refusal of FSDP, and detection of DistributedDataParallel's gradient synchronisation.
+"""DistributedDataParallel, FSDP and torch.distributed.pipelining around a module: found, or
+refused; collectives as graphs run them.
 """
 
 from __future__ import annotations

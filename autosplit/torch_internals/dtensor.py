@@ -1,7 +1,5 @@
 """DTensors, the tensors that ``parallelize_module`` makes of parameters: what a rank has of them,
-and gradients put together again.
-
-Refusal of DTensors that cannot be trained as parameters, before anything runs.
+gradients put together again, and those that cannot be trained refused before anything runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The backward of a compiled graph that autograd's engine is running: leaves, order, requests.
-
-Graph breaks as Dynamo reports them, without another run of the model.
+"""What Dynamo compiled, while it runs: the backward of such a graph (leaves, order, requests), and
+graph breaks as Dynamo reports them, without another run of the model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Parameter groups of ``fully_shard``, and what FSDP does to each of them.
-
-Modules of ``fully_shard`` as plain ones, while a graph of them is captured or looked up.
+"""Parameter groups of ``fully_shard``, what FSDP does to each of them, and its modules as plain
+ones while a graph of them is captured or looked up.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
-"""Compilation of one graph by Inductor, and its preparations."""
+"""Compilation of one graph by Inductor."""
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import types
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
-from torch._inductor.codecache import torch_key
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
@@ -39,27 +35,6 @@ class Compiled:
     call: Callable[[list[Any]], Sequence[Any]]
     strides: list[tuple[int | torch.SymInt, ...] | None]
     source: str
-
-
-class Preparation:
-    """Process-wide preparations of Inductor, in a thread while the module is traced: a digest of
-    its sources, and, by starting another process, the vector instructions that its C++ may use.
-    Half of a start with all else on disk is waiting for that.
-    """
-
-    def __init__(self) -> None:
-        asked: list[Callable[[], object]] = [torch_key]
-        if not torch.cuda.is_available():
-            asked.append(valid_vec_isa_list)
-        pool = ThreadPoolExecutor(len(asked), "autosplit-inductor")
-        self._work: list[Future[object]] = [
-            pool.submit(contextvars.copy_context().run, each) for each in asked
-        ]
-        pool.shutdown(wait=False)
-
-    def finish(self) -> None:
-        """Wait for them; errors are raised again where Inductor asks."""
-        wait(self._work)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

@@ -1,6 +1,5 @@
-"""Agreement of stages on shapes, before the first microbatch.
-
-The stage of torch.distributed.pipelining without what it computes.
+"""The stage of torch.distributed.pipelining without what it computes: first its agreement with
+others on shapes, before the first microbatch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.distributed.pipelining import stage as stages
 
 from autosplit.errors import PipelineError
 
-from .pipelining_schedules import check_names, given_microbatches
+from .pipelining_schedules import check_version, given_microbatches
 from .pytree import TreeSpec, tree_flatten, tree_unflatten
 
 # Another class where the names have moved, which is said when a stage is made.
@@ -98,7 +97,7 @@ class ShapeAgreement(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        check_names()
+        check_version()
         super().__init__(submodule, stage_index, num_stages, device, group=group)
         self._result_structure: TreeSpec | None = None
         self._argument_structure: TreeSpec | None = None

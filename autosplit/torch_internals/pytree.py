@@ -1,6 +1,4 @@
-"""Pytrees with names for their leaves.
-
-Objects that hold tensors, as pytrees.
+"""Pytrees with names for their leaves, and objects that hold tensors as pytrees.
 
 torch's pytrees know lists, tuples, dicts and registered classes. A forward may return other
 objects too, a plain dataclass or a cache of keys and values. Such an object is taken apart

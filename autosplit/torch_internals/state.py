@@ -1,8 +1,5 @@
-"""Storages of tensors: version counters, lifetimes, reference counts and bytes.
-
-State of modules: parameters and buffers by name, and train/eval modes.
-
-How much an optimizer will keep for its parameters, before its first step.
+"""State: of storages (versions, lifetimes, users, bytes), of modules by name, and how much an
+optimizer will keep before its first step.
 """
 
 from __future__ import annotations

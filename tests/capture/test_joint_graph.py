@@ -281,19 +281,6 @@ def test_first_call_that_no_graph_holds() -> None:
     assert len(split.functions) == 1
 
 
-def test_loss_that_torch_traces_in_another_shape() -> None:
-    """Its shape for one sample was [1] in the graph and [] in eager."""
-    scores, target = torch.randn(5, requires_grad=True), torch.tensor([1, 3, -1, 0, 0])
-    split = autosplit.split(nn.MultiLabelMarginLoss(reduction="none"), fullgraph=True)
-    losses = [split(scores, target) for _ in range(2)]
-    assert losses[0].shape == ()
-    torch.stack(losses).sum().backward()
-    twice = scores.grad
-    scores.grad = None
-    (2 * torch.nn.functional.multilabel_margin_loss(scores, target, reduction="none")).backward()
-    assert torch.equal(scores.grad, twice)
-
-
 class CountsUnderLock(nn.Module):
     """Can be neither captured nor copied."""
 

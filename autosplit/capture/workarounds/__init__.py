@@ -1,1 +1,42 @@
-"""Workarounds for what torch traces otherwise than it runs: in Dynamo, and by operator."""
+"""Workarounds for what torch captures or traces otherwise than it runs.
+
+Each with the versions of torch in which it is needed (as far as 2.11 to 2.15 were tried), and the
+tests that fail without it; where torch is mended, it can go.
+
+| what goes wrong | where | torch | mended here by | test |
+|---|---|---|---|---|
+| hooks on what a forward did not compute are lost | Dynamo | all | `refuse_lost_hooks` |
+  tests/capture/workarounds/test_tensor_hooks.py |
+| functions with ``set_materialize_grads(False)`` get zeros for None | Dynamo | all |
+  `refuse_absent_gradients` | tests/semantics/operators/test_custom_ops.py |
+| default devices fail guards | Dynamo | 2.12 on | `function_modes_known` |
+  tests/capture/workarounds/test_function_modes.py |
+| graph modules stand in for their own capture | Dynamo | all | `graph_put_aside` |
+  tests/capture/workarounds/test_graph_modules.py |
+| scans are unrolled for minutes | Dynamo | all | `unrolling_limited` |
+  tests/capture/workarounds/test_long_loops.py |
+| sources are parsed for a log nobody reads | Dynamo | all | `without_trace_log_headers` |
+  tests/capture/workarounds/test_trace_log_headers.py |
+| captured custom functions cannot be captured again | Dynamo | 2.13 on | `make_traceable` |
+  tests/planner/model/test_captured_model.py |
+| transformers' hooks are installed under a lock | Dynamo | all | `install_output_hooks` |
+  tests/planner/whole_models.py |
+| whether a mask is causal is asked of its values | Dynamo | all | `masks_decided` |
+  tests/semantics/operators/test_attention_masks.py |
+| dropout between recurrent layers is left out; coarse ones round every step | AOTAutograd | all |
+  `divide_layers` | tests/semantics/operators/test_recurrent.py |
+| last states of an LSTM have a dimension too many | AOTAutograd | before 2.13 | `divide_layers` |
+  tests/semantics/operators/test_recurrent.py |
+| the fused recurrent kernel is not as its fake | AOTAutograd | all | `without_fused_recurrence` |
+  tests/semantics/operators/test_recurrent.py |
+| margin losses have other gradients and shapes | AOTAutograd | 2.13 | `refuse_margin_losses` |
+  tests/capture/workarounds/test_margin_losses.py |
+| checks of linear algebra thread tokens through graphs | AOTAutograd | all | `without_tokens` |
+  tests/semantics/operators/test_linalg.py |
+| gradients of outputs that overlap themselves overwrite each other | AOTAutograd | all |
+  `gradients_apart` | tests/semantics/operators/test_strides.py |
+| sizes of three factors call ``operator.mul`` with three | AOTAutograd | 2.13 |
+  `products_by_twos` | tests/capture/workarounds/test_symbolic_products.py |
+| kernels registered later are not traced | AOTAutograd | all | `traced_as_registered` |
+  tests/semantics/operators/test_custom_ops.py |
+"""

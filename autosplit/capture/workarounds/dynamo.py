@@ -1,46 +1,4 @@
-"""Captures see the default device that is set, as compilations do.
-
-``torch.set_default_device`` and ``with torch.device(...)`` put a mode on a stack that
-``torch.compile`` puts aside before it traces, and writes down for the graph and its guards.
-``fullgraph_capture`` does not, but in torch 2.11: what it writes down is that there is none, which
-the guards then find to be wrong where they are made ("Guard failed on the same frame it was
-created").
-
-Modules that are graphs themselves: ``torch.fx``'s, those of ``torch.export``, and stages that
-``torch.distributed.pipelining.pipeline`` cuts.
-
-Torch gives the graph that it captured the attributes of the module that it captured it from. Of a
-``GraphModule`` these are a graph as well, which then stands in for the captured one.
-
-The names of functions in Dynamo's log of traced calls, left out while nobody reads it.
-
-For each operator that it traces, Dynamo finds out which function of its file the line is in, and
-reads and parses whole source files for that, before it asks whether the log is on.
-
-Refusal of hooks that a forward registers on tensors it did not compute.
-
-Dynamo has a hook on what it traced in the graph; one on an input, a parameter or a buffer it
-registers in code around the graph, which an export leaves out without a word.
-
-Refusal of custom autograd functions that Dynamo traces wrongly.
-
-Custom autograd functions in a graph of Dynamo's, made such that Dynamo can capture it again.
-
-Dynamo (2.13) writes such a function as an operator of higher order with a graph for each
-direction, and cannot trace that operator itself. A function that runs these graphs it can.
-
-Loops that would be unrolled too far.
-
-Models that scan over a sequence may have a closed form for compilers beside the loop, and ask
-``torch.compiler.is_exporting()`` which one to take: transformers' Mamba has
-``associative_scan``. Unrolled, a loop over a short sequence runs faster than the closed form
-and computes what eager mode does, bit for bit; over a long one its graph takes minutes to trace.
-
-Hooks with which models of transformers collect hidden states and attentions.
-
-transformers puts them on the layers in the first call that asks for either, under a lock, which no
-graph can hold. So they are put there before; in calls that do not ask they do nothing.
-"""
+"""What Dynamo captures otherwise than it compiles it or Python runs it: mended, or refused."""
 
 from __future__ import annotations
 
@@ -52,8 +10,8 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
-from types import CodeType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
@@ -64,6 +22,7 @@ from torch._dynamo.convert_frame import preserve_global_state
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import UserFunctionVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import TracingContext
@@ -85,7 +44,14 @@ def _by_captures() -> bool:
 
 @contextlib.contextmanager
 def function_modes_known() -> Iterator[None]:
-    """Put modes aside for a capture, which knows of them; also inside of a compilation."""
+    """Put modes aside for a capture, which knows of them; also inside of a compilation.
+
+    ``torch.set_default_device`` and ``with torch.device(...)`` put a mode on a stack that
+    ``torch.compile`` puts aside before it traces, and writes down for the graph and its guards.
+    ``fullgraph_capture`` does not, but in torch 2.11: what it writes down is that there is none,
+    which the guards then find to be wrong where they are made ("Guard failed on the same frame it
+    was created").
+    """
     if _by_captures():
         yield
         return
@@ -101,6 +67,11 @@ def function_modes_known() -> Iterator[None]:
 def graph_put_aside(module: nn.Module, captured: BackendInput | None) -> Iterator[None]:
     """The module is without those attributes that make a graph of it, and that the captured graph
     has its own of.
+
+    Modules may be graphs themselves: ``torch.fx``'s, those of ``torch.export``, and stages that
+    ``torch.distributed.pipelining.pipeline`` cuts. Torch gives the graph that it captured the
+    attributes of the module that it captured it from. Of a ``GraphModule`` these are a graph as
+    well, which then stands in for the captured one.
     """
     taken: dict[str, Any] = {}
     if captured is not None and isinstance(module, fx.GraphModule):
@@ -114,7 +85,12 @@ def graph_put_aside(module: nn.Module, captured: BackendInput | None) -> Iterato
 
 @contextlib.contextmanager
 def without_trace_log_headers() -> Iterator[None]:
-    """While a graph is traced, no source file is parsed for the log, unless the log is on."""
+    """While a graph is traced, no source file is parsed for the log of traced calls, unless the log
+    is on.
+
+    For each operator that it traces, Dynamo finds out which function of its file the line is in,
+    and reads and parses whole source files for that, before it asks whether the log is on.
+    """
     log = getattr(symbolic_convert, "trace_call_log", None)
     if log is None or log.isEnabledFor(logging.DEBUG):
         yield
@@ -129,7 +105,10 @@ def _unnamed(filename: str, lineno: int) -> None:
 
 @contextlib.contextmanager
 def refuse_lost_hooks() -> Iterator[None]:
-    """Around a capture by Dynamo.
+    """Refuse hooks that a forward registers on tensors it did not compute.
+
+    Dynamo has a hook on what it traced in the graph; one on an input, a parameter or a buffer it
+    registers in code around the graph, which an export leaves out without a word.
 
     Raises:
         CaptureError: a hook would be lost; names the line that registers it.
@@ -222,7 +201,11 @@ _KNOWN = {"non_differentiable_idx", "saved_for_backward_idx"}
 
 
 def make_traceable(node: fx.Node) -> None:
-    """Give a node that applies a custom autograd function a target that Dynamo can trace."""
+    """Give a node that applies a custom autograd function a target that Dynamo can capture again.
+
+    Dynamo (2.13) writes such a function as an operator of higher order with a graph for each
+    direction, and cannot trace that operator itself. A function that runs these graphs it can.
+    """
     if node.target is _APPLY and node.kwargs.keys() <= _KNOWN:
         node.target = _apply
 
@@ -268,6 +251,34 @@ LIMIT = 2048
 """Operators from one line of one call: 512 steps of a state-space model."""
 
 
+@contextlib.contextmanager
+def lists_sliced_at_once() -> Iterator[None]:
+    """A slice of an ``nn.ModuleList`` is traced as one step, not as a call of ``add_module`` for
+    each of its modules: models of transformers loop over ``self.layers[:n]``, and a fifth of the
+    time that a layer took to trace was that.
+    """
+    original: Any = UserFunctionVariable.call_function
+
+    def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(function, "fn", None) is nn.ModuleList.__getitem__:
+            given = [*function.self_args(), *args]
+            kinds = [each.python_type() for each in given]
+            if kinds == [nn.ModuleList, slice]:
+                return original(UserFunctionVariable(cast(FunctionType, _slice)), tx, given, kwargs)
+        return original(function, tx, args, kwargs)
+
+    with patch.object(UserFunctionVariable, "call_function", call_function):
+        yield
+
+
+def _slice(modules: nn.ModuleList, part: slice) -> nn.ModuleList:
+    """``modules[part]``."""
+    made = nn.ModuleList()
+    kept = list(modules._modules.values())[part]
+    made._modules.update({str(at): module for at, module in enumerate(kept)})
+    return made
+
+
 class LongLoopError(TorchDynamoException):
     """A line is in the graph too often."""
 
@@ -297,7 +308,14 @@ class UnrollingLimit:
 
 @contextlib.contextmanager
 def unrolling_limited() -> Iterator[UnrollingLimit]:
-    """Dynamo stops tracing in here where it unrolls a loop too far."""
+    """Dynamo stops tracing in here where it unrolls a loop too far.
+
+    Models that scan over a sequence may have a closed form for compilers beside the loop, and ask
+    ``torch.compiler.is_exporting()`` which one to take: transformers' Mamba has
+    ``associative_scan``. Unrolled, a loop over a short sequence runs faster than the closed form
+    and computes what eager mode does, bit for bit; over a long one its graph takes minutes to
+    trace.
+    """
     limit = UnrollingLimit()
     original: Any = OutputGraph.create_proxy
 
@@ -318,7 +336,11 @@ _LIBRARY = "transformers.utils.output_capturing"
 
 
 def install_output_hooks(module: nn.Module, error: Exception) -> bool:
-    """Install the hooks whose installation made tracing fail.
+    """Install the hooks with which models of transformers collect hidden states and attentions,
+    where their installation made tracing fail.
+
+    transformers puts them on the layers in the first call that asks for either, under a lock, which
+    no graph can hold. So they are put there before; in calls that do not ask they do nothing.
 
     Args:
         module: what was traced.

@@ -1,25 +1,7 @@
-"""Recurrent layers of a Dynamo graph, as AOTAutograd can trace them.
+"""Operators that AOTAutograd traces otherwise than eager mode runs them.
 
-Settings under which Dynamo and AOTAutograd trace the operators of eager mode.
-
-Products of more than two sizes that are symbols.
-
-Checks that linear algebra succeeded, as plain nodes of a graph.
-
-``torch.linalg.inv`` and its like compute first and then look whether they could, and raise where
-they could not. Tracing threads a token through such checks, so that nothing reorders them, and a
-graph with tokens cannot be divided. A check needs none: it reads a result and writes nothing.
-
-Strides of the gradients of outputs that overlap themselves.
-
-User-registered kernels for torch's own operators, which tracing goes through.
-
-Two losses that torch traces as something else than it runs (seen with torch 2.13).
-
-Tracing takes them apart by Python decompositions that round differently from the kernels, and of
-which one gives other gradients and has shape [1] for an unbatched input where the kernel has [].
-Here Dynamo's graph calls the kernels that eager mode runs, below the key at which they are taken
-apart, and so does its backward.
+``as_eager`` has the settings under which graphs are traced; recurrent layers are rewritten before;
+what cannot be mended is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -40,11 +22,11 @@ from torch._higher_order_ops import effects
 from torch._subclasses import fake_impls
 from torch.fx.experimental import proxy_tensor
 from torch.fx.node import _side_effectful_functions
-from torch.nn import _reduction as _Reduction
 
 from autosplit.errors import CaptureError
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.passes.analysis.operators import CHECKS
+from autosplit.passes.graph import source_line
 from autosplit.torch_internals.version import TORCH
 
 _CELLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -106,8 +88,7 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
     """Of recurrent layers on padded sequences, bodies of checkpoints included. Packed ones read
     their lengths from data, which Dynamo leaves outside of graphs.
     """
-    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
-    return [node for graph in graphs for node in graph.nodes if node.target in _CELLS]
+    return [node for node in _nodes(module) if node.target in _CELLS]
 
 
 def _widen(node: fx.Node, dtype: torch.dtype) -> None:
@@ -184,7 +165,7 @@ _UNTRACED = DEVICES | {"Meta", "FuncTorchBatched"}
 
 
 def overridden() -> list[str]:
-    """Names of the operators."""
+    """Names of the operators that have kernels of users."""
     found = set(filter(None, map(_traced, torch.library._impls.copy() - _torchs())))
     # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
     # one device are found where they come from C++, too.
@@ -212,8 +193,8 @@ def _torchs() -> set[str]:
 
 @contextlib.contextmanager
 def traced_as_registered() -> Iterator[None]:
-    """Clear operators' dispatch caches, which would keep tracing on the kernel that was registered
-    before.
+    """Trace through the kernels that users registered for torch's own operators: clear these
+    operators' dispatch caches, which would keep tracing on the kernel that was registered before.
     """
     operators = [_overload(name) for name in overridden()]
     for each in operators:
@@ -254,8 +235,13 @@ _KEPT: set[Any] = _side_effectful_functions
 
 @contextlib.contextmanager
 def without_tokens() -> Iterator[None]:
-    """While a graph is traced, checks are operators without results that dead code elimination
-    leaves alone.
+    """While a graph is traced, checks of linear algebra are operators without results that dead
+    code elimination leaves alone.
+
+    ``torch.linalg.inv`` and its like compute first and then look whether they could, and raise
+    where they could not. Tracing threads a token through such checks, so that nothing reorders
+    them, and a graph with tokens cannot be divided. A check needs none: it reads a result and
+    writes nothing.
     """
     original = effects.has_effects
 
@@ -336,190 +322,35 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
         yield
 
 
-aten = torch.ops.aten
 Decompositions = dict[Any, Callable[..., Any]] | None
-_EACH, _MEAN = 0, 1  # reduction="none", "mean"
-_SEVERAL = aten.multilabel_margin_loss_forward.default
-
-
-class _MultiMargin(torch.autograd.Function):
-    """One right class for each row."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, target: Tensor, p: Any, margin: Any, weight: Any, reduction: int
-    ) -> Tensor:
-        ctx.save_for_backward(scores, target, weight)
-        ctx.options = p, margin, reduction
-        loss: Tensor
-        with torch._C._AutoDispatchBelowAutograd():
-            loss = aten.multi_margin_loss.default(scores, target, p, margin, weight, reduction)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores, target, weight = ctx.saved_tensors
-        p, margin, reduction = ctx.options
-        found = aten.multi_margin_loss_backward.default(
-            grad, scores, target, p, margin, weight, reduction
-        )
-        return found, None, None, None, None, None
-
-
-class _MultilabelMargin(torch.autograd.Function):
-    """Several right classes for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, target: Tensor, reduction: int) -> Tensor:
-        loss: Tensor
-        with torch._C._AutoDispatchBelowAutograd():
-            loss, is_target = aten.multilabel_margin_loss_forward.default(scores, target, reduction)
-        ctx.save_for_backward(scores, target, is_target)
-        ctx.reduction = reduction
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores, target, is_target = ctx.saved_tensors
-        found = aten.multilabel_margin_loss_backward.default(
-            grad, scores, target, ctx.reduction, is_target
-        )
-        return found, None, None
-
-
-_multi_margin_of: Callable[..., Any] = _MultiMargin.apply
-_multilabel_margin_of: Callable[..., Any] = _MultilabelMargin.apply
-
-
-def _multi_margin(
-    scores: Tensor,
-    target: Tensor,
-    p: float = 1,
-    margin: float = 1,
-    weight: Tensor | None = None,
-    reduction: int = 1,
-) -> Any:
-    scores, weight = _cast(scores, scores), None if weight is None else _cast(weight, scores)
-    return _multi_margin_of(scores, target, p, margin, weight, reduction)
-
-
-def _cast(tensor: Tensor, scores: Tensor) -> Tensor:
-    """As autocast hands it to these losses: above autograd, so that what is saved is cast too."""
-    coarse = tensor.dtype in (torch.bfloat16, torch.float16)
-    return tensor.float() if coarse and torch.is_autocast_enabled(scores.device.type) else tensor
-
-
-def _multilabel_margin(scores: Tensor, target: Tensor, reduction: int = 1) -> Any:
-    scores = _cast(scores, scores)
-    if scores.ndim > 1:
-        return _multilabel_margin_of(scores, target, reduction)
-    # A batch of one is the same to the kernel, and has the shape that it is traced with.
-    loss = _multilabel_margin_of(scores.unsqueeze(0), target.unsqueeze(0), reduction)
-    return loss.squeeze(0) if reduction == _EACH else loss
-
-
-def _multi_margin_of_text(
-    input: Tensor,
-    target: Tensor,
-    p: float = 1,
-    margin: float = 1,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    number = _reduction(size_average, reduce, reduction)
-    return _multi_margin(input, target, p, margin, weight, number)
-
-
-def _multilabel_margin_of_text(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    return _multilabel_margin(input, target, _reduction(size_average, reduce, reduction))
-
-
-def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> int:
-    if size_average is not None or reduce is not None:
-        return _Reduction.legacy_get_enum(size_average, reduce, emit_warning=False)
-    return _Reduction.get_enum(reduction)
-
-
-_RUN: Mapping[Any, Callable[..., Any]] = {
-    nn.functional.multi_margin_loss: _multi_margin_of_text,
-    torch._C._nn.multi_margin_loss: _multi_margin,
-    aten.multi_margin_loss.default: _multi_margin,
-    nn.functional.multilabel_margin_loss: _multilabel_margin_of_text,
-    torch._C._nn.multilabel_margin_loss: _multilabel_margin,
-    aten.multilabel_margin_loss.default: _multilabel_margin,
+_MARGIN_LOSSES = {
+    nn.functional.multi_margin_loss,
+    torch._C._nn.multi_margin_loss,
+    torch.ops.aten.multi_margin_loss.default,
+    nn.functional.multilabel_margin_loss,
+    torch._C._nn.multilabel_margin_loss,
+    torch.ops.aten.multilabel_margin_loss.default,
 }
 
 
-def trace_as_run(module: fx.GraphModule) -> None:
-    """Have Dynamo's graph call the losses' kernels, in bodies of checkpoints too."""
-    for node in _losses(module):
-        node.target = _RUN[node.target]
-        node.graph.owning_module.recompile()  # type: ignore[union-attr]
-
-
-def right_decompositions(decompositions: Decompositions) -> Decompositions:
-    """A backend's table, with a forward of the second loss in place of torch's, which counts what
-    stands behind the -1 of a row as targets. The first loss's is right but for rounding.
-    """
-    if decompositions is None or _SEVERAL not in decompositions:
-        return decompositions
-    return {**decompositions, _SEVERAL: _multilabel_margin_forward}
-
-
-def _multilabel_margin_forward(
-    scores: Tensor, target: Tensor, reduction: int
-) -> tuple[Tensor, Tensor]:
-    """The loss of each row or of all, and which scores are those of targets; one row or several."""
-    rows, labels = torch.atleast_2d(scores), torch.atleast_2d(target)
-    classes = rows.shape[1]
-    listed = (labels < 0).cumsum(1) == 0
-    slots = torch.where(listed, labels, 0)
-    is_class = slots.unsqueeze(2) == torch.arange(classes, device=rows.device)
-    is_target = (is_class & listed.unsqueeze(2)).any(1)
-    margins = (1 - rows.gather(1, slots).unsqueeze(2) + rows.unsqueeze(1)).clamp_min(0)
-    counted = listed.unsqueeze(2) & ~is_target.unsqueeze(1)
-    losses = torch.where(counted, margins, 0).sum((1, 2)) / classes
-    if reduction == _EACH:
-        loss = losses.reshape(scores.shape[:-1])
-    else:
-        loss = losses.mean() if reduction == _MEAN else losses.sum()
-    return loss, is_target.to(scores.dtype).reshape(target.shape)
-
-
-def refuse_unbatched(module: fx.GraphModule) -> None:
-    """Refuse to work on with the losses of one sample, which Dynamo has taken for shape [1].
+def refuse_margin_losses(module: fx.GraphModule) -> None:
+    """Refuse two losses that torch traces as something else than it runs (seen with torch 2.13): it
+    takes them apart by Python decompositions that round differently from the kernels, and of which
+    one gives other gradients and has shape [1] for an unbatched input where the kernel has [].
 
     Raises:
-        CaptureError: the graph does more with them than return them.
+        CaptureError: one of them is in Dynamo's graph, or in the body of a checkpoint.
     """
-    for node in _losses(module):
-        if _RUN[node.target] not in (_multilabel_margin, _multilabel_margin_of_text):
-            continue
-        scores, loss = (
-            each.meta.get("example_value", each.meta.get("val"))
-            for each in (node.all_input_nodes[0], node)
-        )
-        used = any(user.op != "output" for user in node.users)
-        if used and [getattr(each, "ndim", None) for each in (scores, loss)] == [1, 1]:
+    for node in _nodes(module):
+        if node.op == "call_function" and node.target in _MARGIN_LOSSES:
+            name = getattr(node.target, "__name__", str(node.target))
             raise CaptureError(
-                "multilabel_margin_loss(reduction='none') of one sample has shape [], and torch "
-                "traces it as [1]: give it a batch of one (unsqueeze(0)), or another reduction"
+                f"{name}, at {source_line(node) or 'a line'}: torch traces it as something else "
+                "than it runs. Compute it outside of the split module; without fullgraph=True, "
+                "such a model is split in parts around it"
             )
 
 
-def _losses(module: fx.GraphModule) -> list[fx.Node]:
+def _nodes(module: fx.GraphModule) -> list[fx.Node]:
     graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
-    return [
-        node
-        for graph in graphs
-        for node in graph.nodes
-        if node.op == "call_function" and node.target in _RUN
-    ]
+    return [node for graph in graphs for node in graph.nodes]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import autosplit
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
@@ -50,6 +52,47 @@ class Same(Residual):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+
+class Calling(Residual):
+    """More than the forward is called."""
+
+    def __call__(self, x: Tensor) -> Any:
+        return 2 * super().__call__(x)
+
+
+class Changing(Stack):
+    """Every block is another one while the model calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            before, layer.scale = layer.scale, 0.5 * at
+            x = layer(x)
+            layer.scale = before
+        return self.head(x)
+
+
+class Replacing(Stack):
+    """Blocks are called with other parameters than their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            doubled = {name: 2 * each for name, each in layer.named_parameters()}
+            x = torch.func.functional_call(layer, doubled, (x,))
+        return self.head(x)
+
+
+class Reads(Stack):
+    """The model reads an attribute of its blocks that is named like their forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * layer.forward_scale
+        return self.head(x)
+
+
+class Read(Residual):
+    forward_scale = 2.0
 
 
 class Objects(Stack):
@@ -118,6 +161,9 @@ UNLIKE: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "one_block": (one_block, []),
     "hook": (hooked, [3]),
     "running_statistics": (lambda: Stack(Normalised), [4]),
+    "changed_by_the_model": (lambda: Changing(Scaled), []),
+    "other_parameters": (Replacing, []),
+    "call": (lambda: Stack(Calling), []),
     "passed_on": (lambda: Stack(Same), []),
     "objects": (lambda: Objects(TakingObjects), []),
 }
@@ -128,6 +174,15 @@ def test_gradients(name: str) -> None:
     make, expected = UNLIKE[name]
     split = assert_equals_autograd(make(), [(torch.randn(5, WIDTH, requires_grad=True),)] * 2)
     assert kinds(split) == expected
+
+
+def test_what_the_model_reads_of_its_blocks_is_looked_at() -> None:
+    model = Reads(Read)
+    x = torch.randn(5, WIDTH)
+    split = autosplit.split(model)
+    assert torch.equal(split(x), model(x))
+    model.layers[ODD].forward_scale = 3.0
+    assert torch.equal(split(x), model(x))
 
 
 @pytest.mark.parametrize("name", ["hook", "constant", "frozen", "forward", "evaluation"])
