@@ -15,8 +15,6 @@ from torch import Tensor
 
 from autosplit.device import settle
 from autosplit.errors import OutputError, PipelineError
-from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
 
 
 class _Region(NamedTuple):
@@ -136,11 +134,6 @@ HostStore: TypeAlias = HostFileStore | PinnedStore
 """Keeps bytes under a ticket, which ``take`` uses up. One thread may put while another takes; what
 cannot be kept, or is not there any more, is a PipelineError.
 """
-
-
-def offloads(schedule: Schedule) -> bool:
-    """Whether any rank offloads anything."""
-    return any(a.kind is ActionKind.OFFLOAD for row in schedule.ranks for a in row)
 
 
 def open_store(device: torch.device, folder: str | os.PathLike[str] | None) -> HostStore:

@@ -199,8 +199,7 @@ class BatchSplitter:
         _check_samples([each for part in given.values() for each in part.items()])
         for name, part in given.items():
             self._check_static(name, part.values())
-        inputs, targets = (self._split(name, given.get(name)) for name in self._takes)
-        return inputs, targets
+        return self._split("inputs", given), self._split("targets", given)
 
     def accept(self) -> None:
         """Hold later batches to what the latest one is."""
@@ -221,8 +220,8 @@ class BatchSplitter:
             if part is not None
         }
 
-    def _split(self, name: str, part: Given | None) -> Microbatches:
-        takes = self._takes[name]
+    def _split(self, name: str, given: Mapping[str, Given]) -> Microbatches:
+        takes, part = self._takes[name], given.get(name)
         if part is None:
             if takes is None or takes:
                 raise PipelineError(

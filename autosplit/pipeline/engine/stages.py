@@ -167,7 +167,6 @@ class SplitStage:
     Raises:
         SplitError: an unknown backend, memory setting, accumulation or overlap (lists the known),
             or a ``grad_dtype`` that is not floating-point.
-        PipelineError: a number of slices that is none.
     """
 
     backend: str = "eager"
@@ -181,8 +180,6 @@ class SplitStage:
     def __post_init__(self) -> None:
         SplitOptions(self.backend, self.memory, overlap=self.overlap)
         Accumulation(self.accumulation, self.grad_dtype)
-        if self.slices < 1:
-            raise PipelineError(f"slices is a count, 1 or more; got {self.slices}")
 
     @property
     def split(self) -> SplitOptions:

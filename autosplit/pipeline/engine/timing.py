@@ -309,22 +309,20 @@ def measure_store(store: HostStore, piece: int = _LARGE) -> Link:
             small ones the bandwidth is less, for each is a call of its own.
     """
     small = torch.zeros(1, dtype=torch.uint8)
-    latency = min(max(_out_and_back(store, [small])) for _ in range(_REPEATS))
+    latency = min(_out_and_back(store, [small]) for _ in range(_REPEATS))
     piece = min(max(piece, 1), _LARGE)
     count = min(_LARGE // piece, _PIECES)
     seconds = []
     sweeping = torch.zeros(_SWEPT, dtype=torch.uint8)
     for _ in range(_REPEATS):
         data = [torch.ones(piece, dtype=torch.uint8) for _ in range(count)]
-        seconds.append(max(_out_and_back(store, data, sweeping)))
+        seconds.append(_out_and_back(store, data, sweeping))
     return Link(latency, count * piece / max(statistics.median(seconds), 1e-9))
 
 
-def _out_and_back(
-    store: HostStore, data: list[Tensor], sweeping: Tensor | None = None
-) -> tuple[float, float]:
-    """Seconds for each of the two; what comes back comes into new memory. What is to be swept is
-    written to before either.
+def _out_and_back(store: HostStore, data: list[Tensor], sweeping: Tensor | None = None) -> float:
+    """Seconds of the slower of the two; what comes back comes into new memory. What is to be swept
+    is written to before either.
     """
     seconds = []
     tickets: list[Any] = []
@@ -344,4 +342,4 @@ def _out_and_back(
         start = perf_counter()
         way()
         seconds.append(perf_counter() - start)
-    return seconds[0], seconds[1]
+    return max(seconds)

@@ -78,6 +78,11 @@ def has_moves(schedule: Schedule) -> bool:
     return any(action.kind in DEPARTURES for row in schedule.ranks for action in row)
 
 
+def offloads(schedule: Schedule) -> bool:
+    """Whether any rank keeps anything in its store on the host."""
+    return any(a.kind is ActionKind.OFFLOAD for row in schedule.ranks for a in row)
+
+
 def journeys_of(schedule: Schedule) -> tuple[Journey, ...]:
     """All journeys, in the order of their departures, rank by rank.
 

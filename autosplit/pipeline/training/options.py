@@ -17,9 +17,9 @@ from autosplit.mesh.costs import Overlap, device_of_group
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.default_group import process_count
-from autosplit.pipeline.engine.host_store import HostStore, offloads, open_store
+from autosplit.pipeline.engine.host_store import HostStore, open_store
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory
-from autosplit.pipeline.schedule.moves import has_moves
+from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .auto_schedule import first_schedule, usual_times
