@@ -448,7 +448,7 @@ class Executor:
 
     def _gradients_of(self, action: Action) -> Callable[[], Values]:
         if action.stage == self._last:
-            return lambda: [self._loss_grad]
+            return partial(list, (self._loss_grad,))  # a fresh one each time
         feeds = self._transport.feeds
         receives = [self._transport.receiver(each) for each in parcels_for(action, feeds)]
         return output_gradients(action.stage, feeds, receives)
