@@ -46,7 +46,7 @@ def changes_for(measures: Sequence[str], problem: Problem) -> list[Change]:
         measures: those that may be taken.
         problem: of the step.
     """
-    found: list[Change] = [*[_critical] * 8, _filled]
+    found: list[Change] = [*[_critical] * (4 if measures else 8), _filled]
     if any(problem.whole):
         found.append(_fused_or_split)
     if measures:

@@ -19,6 +19,7 @@ from .problem import PlayedOrder, Problem
 
 _FEWEST = 20  # orders that are tried, however large they are
 _HEAT = 0.015  # of a step: by so much longer ones are kept at first
+_HEAT_OF_MEASURES = 0.03  # where measures are taken, of which each is dearer
 _PRICE = 3.0  # of a step, for as much as the limit too much
 _ROUNDS = 3  # times of cooling down
 _SAME = 1 - 1e-9
@@ -51,7 +52,8 @@ def improve(
         measures: which may be taken.
         least: seconds that no step undercuts: what takes as little ends the search.
     """
-    walk = _Walk(problem, changes_for(measures, problem), least)
+    heat = _HEAT_OF_MEASURES if measures else _HEAT
+    walk = _Walk(problem, changes_for(measures, problem), heat, least)
     best = walk.tried(start, math.inf)
     if best is None:
         return None
@@ -68,9 +70,12 @@ def improve(
 class _Walk:
     """Random changes, dearer ones less and less likely to be kept."""
 
-    def __init__(self, problem: Problem, changes: Sequence[Change], least: float) -> None:
+    def __init__(
+        self, problem: Problem, changes: Sequence[Change], heat: float, least: float
+    ) -> None:
         self._problem = problem
         self._changes = changes
+        self._heat = heat
         self._least = least
         self._chance = random.Random(0)
 
@@ -81,7 +86,7 @@ class _Walk:
     def cooled(self, best: _Tried, work: int) -> _Tried:
         """The best on one way from ``best``, of so many actions."""
         here, chance, tally = best, self._chance, self._problem.tally
-        hot = _HEAT * here.price
+        hot = self._heat * here.price
         begun = tally.actions
         while tally.actions < begun + work and not self.is_done(best):
             tally.actions += 1  # so that an end comes where nothing can be changed
