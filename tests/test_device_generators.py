@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autosplit.device import GeneratorStates, generators_kept
-from autosplit.pipeline.training.state.snapshot import GeneratorState
+from autosplit.pipeline.training.optimizer_step import GeneratorState
 
 
 def test_what_is_drawn_inside_is_drawn_again() -> None:

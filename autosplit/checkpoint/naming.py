@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autosplit.checkpoint.storage.single_file import kind_of
 from autosplit.errors import CheckpointError
+from autosplit.pipeline.training.shared_parameters import Holder
 from autosplit.pipeline.training.stage_trainer import StageTrainer
-from autosplit.pipeline.training.state.tied_parameters import Holder
 
 from .rank_agreement import Ranks
 

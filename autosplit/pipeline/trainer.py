@@ -18,7 +18,7 @@ from autosplit.pipeline.training.options import (
     RunOptions,
     StageOptions,
     TrainerOptions,
-    schedule_request,
+    asked,
 )
 from autosplit.pipeline.training.stage_modules import (
     LossFunction,
@@ -27,7 +27,6 @@ from autosplit.pipeline.training.stage_modules import (
     StageSource,
 )
 from autosplit.pipeline.training.stage_trainer import OptimizerFunction, StageTrainer
-from autosplit.pipeline.training.training_setup import TrainingSetup
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size
 
@@ -121,33 +120,22 @@ class PipelineTrainer(StageTrainer):
         run_options: RunOptions | None = None,
     ) -> None:
         made, run = stage_options or StageOptions(), run_options or RunOptions()
-        options = TrainerOptions(
-            schedule_request(schedule, microbatches, ranks, run.split_backward, run.weights),
-            made.factory(),
-            autocast=made.autocast,
-            max_grad_norm=max_grad_norm,
-            timeout=run.timeout,
-            store=run.store,
-            mesh=mesh,
-            memory_limit=(
-                None
-                if memory_limit is None
-                else parse_size(memory_limit, "memory_limit", PipelineError)
-            ),
+        with asked():
+            request = ScheduleRequest(
+                schedule, microbatches, ranks, run.split_backward, run.weights
+            )
+        limit = (
+            None
+            if memory_limit is None
+            else parse_size(memory_limit, "memory_limit", PipelineError)
         )
+        options = TrainerOptions(request, made, run, max_grad_norm, limit, mesh)
         if _is_whole(model):
-            setup = _cut(model, stages, example, made, loss_fn, options)
+            source, planned = _cut(model, stages, example, loss_fn, options)
         else:
             _refuse_beside_stages(model, example=example, planning=made.planning)
-            setup = TrainingSetup.of(StageSource.of(model, stages), loss_fn, options)
-        super().__init__(
-            setup,
-            optimizer_fn,
-            options,
-            shared_parameters=made.shared_parameters,
-            device=device,
-            record=run.record,
-        )
+            source, planned = StageSource.of(model, stages), None
+        super().__init__(source, loss_fn, optimizer_fn, options, planned, device=device)
 
 
 def _is_whole(model: Model) -> TypeGuard[nn.Module]:
@@ -165,11 +153,10 @@ def _cut(
     model: nn.Module,
     count: int | None,
     example: Example | None,
-    made: StageOptions,
     loss_fn: LossFunction,
     options: TrainerOptions,
-) -> TrainingSetup:
-    """Cut a whole model into stages for what they are to run.
+) -> tuple[StageSource, Schedule]:
+    """Cut a whole model into stages for what they are to run: these, and that.
 
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
@@ -184,10 +171,10 @@ def _cut(
             "stages=N, and give the inputs of one microbatch as example=...; a module whose "
             "children are the stages is given as a list, [*module]"
         )
-    how = Planning.of(made.planning or {})
+    how = Planning.of(options.stages.planning or {})
     request = options.schedule
     built = options.schedule_for(count, len(options.layout(count).pipeline))
-    factory = options.factory
+    factory = options.factory(cut=True)
     found = cut_model(
         model,
         example,
@@ -196,13 +183,13 @@ def _cut(
         _planned_for(request, built),
         how,
         split=factory.split if isinstance(factory, SplitStage) else SplitOptions(),
-        autocast=options.autocast,
+        autocast=options.stages.autocast,
         loss_fn=loss_fn,
     )
     partition = found.partition()
     stages = StageSource(count, partition.build, partition.wiring, partition.shared, cut=True)
     schedule = found.solution.schedule if built.mirror is None else built
-    return TrainingSetup.of(stages, loss_fn, options, schedule)
+    return stages, schedule
 
 
 def _planned_for(request: ScheduleRequest, built: Schedule) -> ScheduleRequest:

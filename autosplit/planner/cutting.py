@@ -23,7 +23,7 @@ from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.engine.timing import measure_store
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.training.memory.limited_schedule import MemoryLimitError
+from autosplit.pipeline.training.memory_limit import MemoryLimitError
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockCost, Limits, ModelCosts, average

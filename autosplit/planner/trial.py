@@ -24,16 +24,14 @@ from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.engine.stages import SplitStage
 from autosplit.pipeline.engine.timing import measure_transfer, ring
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span, median_durations
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.training.options import TrainerOptions
+from autosplit.pipeline.training.options import RunOptions, StageOptions, TrainerOptions
 from autosplit.pipeline.training.stage_modules import StageSource
 from autosplit.pipeline.training.stage_trainer import OptimizerFunction, StageTrainer
-from autosplit.pipeline.training.training_setup import TrainingSetup
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits
 from autosplit.planner.profile import BlockOptions, device_of, median_error, own_state
@@ -199,15 +197,19 @@ def _trainer(
     stages = StageSource(partition.stages, build, partition.wiring, partition.shared, cut=True)
     training = TrainerOptions(
         ScheduleRequest(schedule, schedule.microbatches, len(schedule.ranks)),
-        SplitStage(options.split.backend, options.split.memory),
-        autocast=options.autocast,
+        StageOptions(
+            backend=options.split.backend,
+            memory=options.split.memory,
+            autocast=options.autocast,
+        ),
+        RunOptions(record=record),
         memory_limit=memory_limit,
     )
-    setup = TrainingSetup.of(stages, options.loss_fn or stand_in_loss, training)
+    loss_fn = options.loss_fn or stand_in_loss
     with (
         warnings.catch_warnings(),
         generators_kept(),
-        StageTrainer(setup, optimizer_fn, training, device=device, record=record) as trainer,
+        StageTrainer(stages, loss_fn, optimizer_fn, training, device=device) as trainer,
     ):
         # Each rank has its own example, whose values do not matter here.
         warnings.filterwarnings("ignore", "the ranks were given different batches")

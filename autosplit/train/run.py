@@ -30,7 +30,7 @@ from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.pipeline.training.memory.limited_schedule import MemoryLimitError
+from autosplit.pipeline.training.memory_limit import MemoryLimitError
 from autosplit.pipeline.training.options import RunOptions
 from autosplit.planner.cuts import CapError
 from autosplit.planner.plan import Plan, partition

@@ -54,7 +54,7 @@ def _compare(
 ) -> dict[str, Any]:
     batch = subject.batch_fn(0, microbatches * subject.microbatch_size)
 
-    def trainer(**options: Any) -> PipelineTrainer:
+    def trainer(limit: int | None = None, store: str | None = None) -> PipelineTrainer:
         plan = autosplit.partition(
             subject.build(),
             subject.example(),
@@ -68,8 +68,8 @@ def _compare(
             lambda parameters: torch.optim.SGD(parameters, lr=0.0),
             microbatches=microbatches,
             schedule=schedule,
-            run_options=RunOptions(timeout=300.0),
-            **options,
+            memory_limit=limit,
+            run_options=RunOptions(timeout=300.0, store=store),
         )
 
     with trainer() as plain:
@@ -92,7 +92,7 @@ def _compare(
     }
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with trainer(memory_limit=limit, store=folder) as limited:
+            with trainer(limit, folder) as limited:
                 return row | _within(limited, batch, gradients, steps)
         except PipelineError as error:
             return row | {"error": str(error)}

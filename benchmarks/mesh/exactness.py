@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.training.replicas import model_replicas
+from autosplit.pipeline.training import replicas as model_replicas
 
 from ..results import Rows, table
 

@@ -20,7 +20,7 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.training.replicas import model_replicas
+from autosplit.pipeline.training import replicas as model_replicas
 
 from ..results import Rows, table
 from .throttled_link import Throttled

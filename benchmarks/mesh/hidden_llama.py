@@ -20,7 +20,7 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.training.replicas import model_replicas
+from autosplit.pipeline.training import replicas as model_replicas
 from autosplit.stage import Stage
 
 from ..results import Rows
@@ -91,7 +91,9 @@ def _trainer(slices: int) -> PipelineTrainer:
         microbatches=_MICROBATCHES,
         schedule="1f1b",
         mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",)),
-        stage_options=StageOptions(stage_factory=functools.partial(Stage, slices=slices)),
+        stage_options=StageOptions(
+            stage_factory=functools.partial(Stage, slices=slices, late_input=True)
+        ),
         run_options=RunOptions(record=True),
     )
 

@@ -121,7 +121,7 @@ def gradients_of(made: PipelineTrainer, stages: int) -> dict[str, Tensor]:
 
 
 EXACT: dict[str, tuple[int, dict[str, Any]]] = {
-    "1f1b, slices": (1, {"slices": 2, "memory": "lean", "overlap": "none"}),
+    "1f1b, slices": (1, {"memory": "lean", "overlap": "none"}),
 }
 
 

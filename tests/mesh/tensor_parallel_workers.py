@@ -184,7 +184,7 @@ def not_a_number(made: PipelineTrainer, given: tuple[Tensor, Tensor]) -> str:
 SLOW = CollectiveCosts(Link(1.0), DeviceSpeed(1e12, 1e11))
 
 EXACT: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "1f1b": (2, FEW, {"slices": 1}),
+    "1f1b": (2, FEW, {}),
     "zb-h1": (2, FEW, {"schedule": "zb-h1", "memory": "lean", "overlap": "none"}),
     "zb-v": (4, MANY, {"schedule": "zb-v", "memory": "fast", "overlap": SLOW}),
     "recomputed": (2, FEW, {"memory": 500, "accumulation": "exact", "weights": "2bp"}),

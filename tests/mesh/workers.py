@@ -24,7 +24,7 @@ from autosplit.mesh.reduction import CAP
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.engine.results import Bucket
 from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.training.replicas import model_replicas
+from autosplit.pipeline.training import replicas as model_replicas
 from autosplit.stage import Stage
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.trainer_options import grouped

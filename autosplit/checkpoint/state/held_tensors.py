@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from autosplit.checkpoint.naming import ModelTensor, Naming, persistent
+from autosplit.pipeline.training.shared_parameters import Holder
 from autosplit.pipeline.training.stage_trainer import StageTrainer
-from autosplit.pipeline.training.state.tied_parameters import Holder
 
 
 def tensors_of(trainer: StageTrainer, holders: Iterable[Holder]) -> dict[Holder, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.training.state.snapshot import same_value
+from autosplit.pipeline.training.optimizer_step import same_value
 
 # Of the schedulers in torch.optim.lr_scheduler.
 _PER_GROUP = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
@@ -63,17 +63,6 @@ def _with_whole(row: Sequence[Action], inputs: Action) -> tuple[Action, ...]:
     late = [a for a in behind if (a.stage, a.kind) == (own.stage, own.kind)]
     whole = replace(inputs, kind=ActionKind.BACKWARD)
     return (*before, *late, whole, *(action for action in behind if action not in late))
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What one rank measured: seconds by stage and kind, and by stage what it keeps of a
-    microbatch, and the bytes of its outputs and of their gradients.
-    """
-
-    seconds: dict[tuple[int, ActionKind], float]
-    memory: dict[int, StageMemory]
-    sizes: dict[int, tuple[list[float], list[float]]]
 
 
 class Tuner:
@@ -143,20 +132,19 @@ class Tuner:
         """What a step costs by what all ranks measured, or would take usually; collective."""
         links = self._links()
         steps = [undisturbed(spans, links.moves.slowing) for spans in self._steps[1:]]
-        seen: list[_Seen] = self._groups.everybody.gather(
-            _Seen(
-                median_durations(steps),
-                {index: stage_memory(stage) for index, stage in stages.items()},
-                {index: sizes(stage) for index, stage in stages.items()},
-            )
+        own = (
+            median_durations(steps),
+            {index: stage_memory(stage) for index, stage in stages.items()},
+            {index: sizes(stage) for index, stage in stages.items()},
         )
-        # Of replicas the slowest counts: the others wait for it.
         seconds: dict[tuple[int, ActionKind], float] = {}
-        for each in seen:
-            for key, took in each.seconds.items():
-                seconds[key] = max(seconds.get(key, 0.0), took)
-        kept = {stage: found for each in seen for stage, found in each.memory.items()}
-        sent = {stage: found for each in seen for stage, found in each.sizes.items()}
+        kept: dict[int, StageMemory] = {}
+        sent: dict[int, tuple[list[float], list[float]]] = {}
+        for took, memory, put_out in self._groups.everybody.gather(own):
+            # Of replicas the slowest counts: the others wait for it.
+            seconds |= {key: max(each, seconds.get(key, 0.0)) for key, each in took.items()}
+            kept |= memory
+            sent |= put_out
         every = range(self._schedule.stages)
         usual = usual_times(self._schedule.stages)
         return Costs(

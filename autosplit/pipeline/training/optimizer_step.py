@@ -1,10 +1,12 @@
 """One rank's optimizer steps: clipped, on every rank or on none, and early where that is asked.
 
-Clipping of a model's gradients, whose norm all ranks know.
+Clipping of a model's gradients, whose norm all ranks know; copies of parameters, optimizer state,
+buffers and random generators, for rollback.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,17 +15,99 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autosplit.device import accelerator_kind, generator_state, set_generator_state
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.results import Agreement
-from autosplit.pipeline.training.state.snapshot import (
-    OptimizerSnapshot,
-    Settings,
-    apply_settings,
-    changed,
-    group_settings,
-)
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import versions
+
+Settings = list[dict[str, Any]]
+"""Per parameter group of an optimizer, all but its parameters."""
+
+
+class GeneratorState:
+    """States of the random generators: the CPU's, and that of ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        devices = [torch.device("cpu")]
+        if device.type == accelerator_kind():
+            devices.append(device)
+        self._states = [(each, generator_state(each)) for each in devices]
+
+    def restore(self) -> None:
+        """Go back there."""
+        for device, state in self._states:
+            set_generator_state(device, state)
+
+
+class OptimizerSnapshot:
+    """A copy of all that an optimizer step changes: parameters, the optimizer's state and groups,
+    and random generators. Takes as much memory as parameters and state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self._random = GeneratorState(device)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._values = [(p, p.detach().clone()) for p in parameters]
+        self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+        self._settings = group_settings(optimizer)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back; the snapshot is used up."""
+        for parameter, value in self._values:
+            parameter.copy_(value)
+        # Whatever the step has put into the state is not the copy's.
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self._state)
+        apply_settings(self.optimizer, self._settings)
+        self._random.restore()
+
+
+class ForwardState:
+    """What running the forward changes: buffers and random generators."""
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        self._random = GeneratorState(device)
+        buffers = (buffer for module in modules for buffer in module.buffers())
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        self._random.restore()
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> Settings:
+    """A copy of the groups' settings, such as learning rates."""
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+    """Set the groups' settings that are given."""
+    for group, given in zip(optimizer.param_groups, settings, strict=True):
+        group.update(given)
+
+
+def changed(before: Settings, after: Settings) -> Settings:
+    """Of ``after``, what is not as ``before``."""
+    return [
+        {name: value for name, value in late.items() if not same_value(early.get(name), value)}
+        for early, late in zip(before, after, strict=True)
+    ]
+
+
+def same_value(one: object, other: object) -> bool:
+    """Whether two settings are equal, and of one type; tensors by their values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
@@ -72,49 +156,40 @@ class OptimizerStep:
     """One rank's optimizer: clipped steps, optimistic steps, and rollback.
 
     Args:
+        parameters: this rank's.
+        optimizer: moves them; None if there are none.
         max_norm: clips the norm of the whole model's gradient to this, if given.
         device: where the parameters are.
 
     Attributes:
+        optimizer: see above.
         norm: the last norm that was looked at; None without clipping.
+        early: the last step, if it was taken early and no other has confirmed it.
+
+    Raises:
+        PipelineError: this is no optimizer, one of other parameters, or one that wants a closure.
     """
 
     def __init__(
         self,
-        *,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
         max_norm: float | None,
         device: torch.device,
     ) -> None:
-        self._parameters: Sequence[nn.Parameter] = ()
-        self._optimizer: torch.optim.Optimizer | None = None
+        if parameters:
+            _check_moves(optimizer, parameters)
+        self._parameters, self.optimizer = parameters, optimizer
         self._max_norm = max_norm
         self._device = device
         self._calm = False
-        self._early: _Early | None = None
+        self.early: _Early | None = None
         self.norm: float | None = None
-
-    def drive(
-        self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        """Set the optimizer and this rank's parameters, which it moves; None if there are none.
-
-        Raises:
-            PipelineError: this is no optimizer, one of other parameters, or one that wants a
-                closure.
-        """
-        if parameters:
-            _check_moves(optimizer, parameters)
-        self._parameters, self._optimizer = parameters, optimizer
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """This rank's; None where it has no parameters."""
-        return self._optimizer
 
     @property
     def state(self) -> list[Tensor]:
         """The tensors of the optimizer's state."""
-        found = {} if self._optimizer is None else self._optimizer.state
+        found = {} if self.optimizer is None else self.optimizer.state
         values = (value for each in found.values() for value in each.values())
         return [value for value in values if isinstance(value, Tensor)]
 
@@ -154,16 +229,16 @@ class OptimizerStep:
         self._move(None)
         if versions(g for g in gradients if g is not None) != before:
             raise PipelineError(
-                f"{type(self._optimizer).__name__} writes into gradients, so that a step cannot be "
+                f"{type(self.optimizer).__name__} writes into gradients, so that a step cannot be "
                 "taken back to clip them: use step(), or build the trainer without max_grad_norm"
             )
         self._clear()
-        settings = [] if self._optimizer is None else group_settings(self._optimizer)
-        self._early = _Early(agreement, snapshot, gradients, settings)
+        settings = [] if self.optimizer is None else group_settings(self.optimizer)
+        self.early = _Early(agreement, snapshot, gradients, settings)
 
     def settle(self) -> None:
         """Look at the norm of a step that was taken early; clip and take it again if need be."""
-        early = self._early
+        early = self.early
         if early is None or early.settled:
             return
         self.norm = early.agreement.norm()
@@ -171,30 +246,27 @@ class OptimizerStep:
         if not self._calm:
             self._again(early, self.norm)
 
-    @property
-    def expects_more(self) -> bool:
-        """Whether the last step was taken early and no other has confirmed it."""
-        return self._early is not None
-
     def confirm(self) -> bool:
         """``settle``, and forget that step; whether what was run since ran on wrong weights.
 
         All ranks hear the same, also one that has settled and had the right weights: what the
         others sent it was wrong.
         """
+        if self.early is None:
+            return False
         self.settle()
-        wrong = self._early is not None and not self._calm
-        self._early = None
+        wrong = not self._calm
+        self.early = None
         return wrong
 
     def take_back(self) -> None:
         """Go back behind a step that was taken early and not settled, after a failure."""
-        early, self._early = self._early, None
+        early, self.early = self.early, None
         if early is not None and early.snapshot is not None and not early.settled:
             early.snapshot.restore()
 
     def _again(self, early: _Early, norm: float) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if optimizer is None or early.snapshot is None:
             return
         # A scheduler may have set the learning rate of the next step by now.
@@ -214,18 +286,18 @@ class OptimizerStep:
     def _move(self, norm: float | None) -> None:
         if self._max_norm is not None and norm is not None:
             clip_gradients(self._parameters, self._max_norm, norm)
-        if self._optimizer is not None:
-            self._optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.step()
 
     def _clear(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
         # Those that it does not move would add up for ever, and count in the norm.
         for parameter in self._parameters:
             parameter.grad = None
 
     def _snapshot(self) -> OptimizerSnapshot | None:
-        return None if self._optimizer is None else OptimizerSnapshot(self._optimizer, self._device)
+        return None if self.optimizer is None else OptimizerSnapshot(self.optimizer, self._device)
 
 
 def _wants_closure(optimizer: Any) -> bool:

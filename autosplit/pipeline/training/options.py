@@ -1,12 +1,13 @@
-"""Options of a trainer, checked where they are made."""
+"""Options of a trainer, and what of them is refused: one table."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,8 +24,12 @@ from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .auto_schedule import first_schedule, usual_times
-from .memory.rank_ledger import Record
-from .state.tied_parameters import Holder
+from .shared_parameters import Holder
+
+MEMORY = "memory"
+
+Record: TypeAlias = "bool | Literal['memory']"
+"""What a trainer records of a step: nothing, when what ran, or with that what ranks held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +64,11 @@ class StageOptions:
     planning: Mapping[str, Any] | None = None
     stage_factory: StageFactory | None = None
 
-    def factory(self) -> StageFactory:
-        """What makes a stage: the user's, or ``autosplit.Stage`` with these options.
-
-        Raises:
-            PipelineError: options without effect beside the user's.
-            SplitError: see ``SplitStage``.
-        """
+    @property
+    def of_stage(self) -> dict[str, Any]:
+        """Those of ``autosplit.Stage`` that are given."""
         names = ("backend", "memory", "accumulation", "grad_dtype", "overlap")
-        said = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.stage_factory is None:
-            return SplitStage(**said)
-        for name, value in said.items():
-            raise PipelineError(
-                f"{name}={value!r} has no effect beside stage_factory; pass one of the two"
-            )
-        return self.stage_factory
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,49 +95,98 @@ class RunOptions:
     record: Record = False
 
 
+_Refused: TypeAlias = "Callable[[TrainerOptions, Schedule | None], object]"
+
+_REFUSED: tuple[tuple[_Refused, str], ...] = (
+    (
+        lambda o, s: o.stages.autocast not in (None, torch.bfloat16),
+        "autocast is None or torch.bfloat16; got {o.stages.autocast}",
+    ),
+    (
+        lambda o, s: o.max_grad_norm is not None and not o.max_grad_norm > 0,
+        "max_grad_norm is a positive number or None; got {o.max_grad_norm}",
+    ),
+    (
+        lambda o, s: not (o.run.store is None or _is_path(o.run.store)),
+        "store is the folder for what is offloaded, a path such as '/mnt/fast', or None for "
+        "that of temporary files; got {o.run.store!r}",
+    ),
+    (
+        lambda o, s: not o.run.timeout > 0,
+        "timeout is a positive number of seconds; got {o.run.timeout}",
+    ),
+    (
+        lambda o, s: o.stages.stage_factory is not None and o.stages.of_stage,
+        "{given} has no effect beside stage_factory; pass one of the two",
+    ),
+    (
+        lambda o, s: o.mesh is not None and o.schedule.ranks is not None,
+        "ranks={o.schedule.ranks} has no effect beside mesh, which says who takes part",
+    ),
+    (
+        lambda o, s: o.memory_limit is not None and o.of_mesh is not None and o.of_mesh.shards > 1,
+        "memory_limit counts parameters as each rank holds them between steps, and those that are "
+        "sharded along 'dp_shard' are gathered in a step: leave one of the two out",
+    ),
+    (
+        lambda o, s: s is not None and s.mirror is not None and s.microbatches < 2,
+        "schedule {s.name!r} has two copies of the stages and one microbatch, so that one copy "
+        "runs nothing: take 2 microbatches or more, or leave its mirror out",
+    ),
+    (
+        lambda o, s: s is not None and o.joins_weights and not s.split_backward,
+        "accumulation='concatenated' joins weight gradients (W) of several microbatches, and a "
+        "schedule with split_backward=False has no W: use accumulation='fused', or leave "
+        "split_backward=False out",
+    ),
+    (
+        lambda o, s: s is not None and o.memory_limit is not None and not _is_searched(s),
+        "memory_limit searches a schedule with one copy of the stages, of I and W, for which "
+        "it chooses the moves itself; {s.name!r} is another: name one such as '1f1b'",
+    ),
+)
+"""What no trainer is made with, and what is said of it. The schedule is None before it is built."""
+
+
+def _is_path(store: object) -> bool:
+    return isinstance(store, str | os.PathLike) and bool(os.fspath(store))
+
+
+def _is_searched(schedule: Schedule) -> bool:
+    return schedule.mirror is None and schedule.split_backward and not has_moves(schedule)
+
+
 @dataclass(frozen=True)
 class TrainerOptions:
-    """How a trainer runs; ``PipelineTrainer`` says what each means.
+    """All of a trainer's options; ``PipelineTrainer`` says what each means.
 
     Attributes:
         schedule: the schedule that is asked for.
-        factory: makes a stage of a module.
+        memory_limit: in bytes.
 
     Raises:
         PipelineError: a value that cannot be, or an option without effect.
     """
 
     schedule: ScheduleRequest
-    factory: StageFactory = field(default_factory=SplitStage)
-    autocast: torch.dtype | None = None
+    stages: StageOptions = StageOptions()
+    run: RunOptions = RunOptions()
     max_grad_norm: float | None = None
-    timeout: float = 300.0
-    store: str | os.PathLike[str] | None = None
     memory_limit: int | None = None
     mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        norm = self.max_grad_norm
-        if self.autocast not in (None, torch.bfloat16):
-            raise PipelineError(f"autocast is None or torch.bfloat16; got {self.autocast}")
-        if norm is not None and not norm > 0:
-            raise PipelineError(f"max_grad_norm is a positive number or None; got {norm}")
-        _check_folder(self.store)
-        if not self.timeout > 0:
-            raise PipelineError(f"timeout is a positive number of seconds; got {self.timeout}")
-        layout = self._layout or RankLayout.alone(1)
-        if self.mesh is not None and self.schedule.ranks is not None:
-            raise PipelineError(
-                f"ranks={self.schedule.ranks} has no effect beside mesh, which says who takes part"
-            )
-        if self.memory_limit is not None and layout.shards > 1:
-            raise PipelineError(
-                "memory_limit counts parameters as each rank holds them between steps, and those "
-                "that are sharded along 'dp_shard' are gathered in a step: leave one of the two out"
-            )
+        self._refuse(None)
+
+    def _refuse(self, schedule: Schedule | None) -> None:
+        for refused, text in _REFUSED:
+            if refused(self, schedule):
+                given = (f"{name}={value!r}" for name, value in self.stages.of_stage.items())
+                raise PipelineError(text.format(o=self, s=schedule, given=", ".join(given)))
 
     @cached_property
-    def _layout(self) -> RankLayout | None:
+    def of_mesh(self) -> RankLayout | None:
+        """Which ranks are where; None without a mesh."""
         return None if self.mesh is None else RankLayout.of(self.mesh)
 
     def layout(self, stages: int) -> RankLayout:
@@ -152,24 +195,20 @@ class TrainerOptions:
         Raises:
             PipelineError: no process group, or a count that does not fit.
         """
-        if self._layout is None:
+        if self.of_mesh is None:
             return RankLayout.alone(process_count(self.schedule.ranks, stages))
-        ranks = len(self._layout.pipeline)
+        ranks = len(self.of_mesh.pipeline)
         if ranks > stages:
             raise PipelineError(
                 f"the mesh has {ranks} ranks along 'pp' for {stages} stages: each needs at least "
                 "one stage; take a shorter 'pp' or cut the model into more stages"
             )
-        return self._layout
+        return self.of_mesh
 
     @property
-    def cuts_weights(self) -> bool:
-        """Whether Ws may be cut so that their gradients are reduced early, where that can help:
-        nothing depends on whole Ws.
-        """
-        factory = self.factory
-        whole = isinstance(factory, SplitStage) and factory.accumulation == "concatenated"
-        return not (whole or self.tunes)
+    def joins_weights(self) -> bool:
+        """Whether Ws of several microbatches are one call."""
+        return self.stages.accumulation == "concatenated"
 
     @property
     def tunes(self) -> bool:
@@ -184,21 +223,18 @@ class TrainerOptions:
             PipelineError: a schedule that does not fit the other options.
         """
         if self.schedule.name == AUTO:
-            return first_schedule(stages, self.schedule.microbatches, ranks)
-        try:
-            request = replace(self.schedule, ranks=ranks)
-            request.check_fits(stages)
-        except ScheduleError as error:
-            raise PipelineError(str(error)) from error
-        schedule = request.build(stages, usual_times(stages))
-        _check_both_run(schedule)
-        _check_joining(self.factory, schedule)
-        if self.memory_limit is not None:
-            _check_searched(schedule)
+            schedule = first_schedule(stages, self.schedule.microbatches, ranks)
+        else:
+            with asked():
+                request = replace(self.schedule, ranks=ranks)
+                request.check_fits(stages)
+            schedule = request.build(stages, usual_times(stages))
+        self._refuse(schedule)
         return schedule
 
-    def factory_for(self, *, cut: bool) -> StageFactory:
-        """The factory, told whether W of a stage that nobody waits for is its whole backward.
+    def factory(self, *, cut: bool) -> StageFactory:
+        """What makes a stage: the user's, or ``autosplit.Stage`` with these options, told whether W
+        of a stage that nobody waits for is its whole backward.
 
         Where Ws fill waits, the step is never longer for that, and forwards come earlier. 2BP's
         own placement has most Ws at the end, whatever they take: there the stage has an I of its
@@ -206,65 +242,22 @@ class TrainerOptions:
 
         Args:
             cut: whether the stages were cut from a whole model, which balances them for that.
+
+        Raises:
+            SplitError: see ``SplitStage``.
         """
         late = cut or self.schedule.weights != "2bp"
-        if isinstance(self.factory, SplitStage):
-            return replace(self.factory, late_input=late)
-        return self.factory
+        given = self.stages.stage_factory
+        return SplitStage(**self.stages.of_stage, late_input=late) if given is None else given
 
 
-def schedule_request(
-    schedule: str | Schedule,
-    microbatches: int,
-    ranks: int | None,
-    split_backward: bool,
-    weights: str | None,
-) -> ScheduleRequest:
-    """What a trainer's options of these names ask for.
-
-    Raises:
-        PipelineError: options without effect.
-    """
+@contextlib.contextmanager
+def asked() -> Iterator[None]:
+    """Where options ask for a schedule, what does not go together is an error of theirs."""
     try:
-        return ScheduleRequest(schedule, microbatches, ranks, split_backward, weights)
+        yield
     except ScheduleError as error:
         raise PipelineError(str(error)) from error
-
-
-def _check_folder(store: object) -> None:
-    if store is not None and not (isinstance(store, str | os.PathLike) and os.fspath(store)):
-        raise PipelineError(
-            "store is the folder for what is offloaded, a path such as '/mnt/fast', or None for "
-            f"that of temporary files; got {store!r}"
-        )
-
-
-def _check_both_run(schedule: Schedule) -> None:
-    if schedule.mirror is not None and schedule.microbatches < 2:
-        raise PipelineError(
-            f"schedule {schedule.name!r} has two copies of the stages and one microbatch, so that "
-            "one copy runs nothing: take 2 microbatches or more, or leave its mirror out"
-        )
-
-
-def _check_searched(schedule: Schedule) -> None:
-    if schedule.mirror is not None or not schedule.split_backward or has_moves(schedule):
-        raise PipelineError(
-            "memory_limit searches a schedule with one copy of the stages, of I and W, for which "
-            f"it chooses the moves itself; {schedule.name!r} is another: name one such as '1f1b'"
-        )
-
-
-def _check_joining(factory: StageFactory, schedule: Schedule) -> None:
-    """Refuse to concatenate over microbatches where nothing could be."""
-    if not isinstance(factory, SplitStage) or factory.accumulation != "concatenated":
-        return
-    if not schedule.split_backward:
-        raise PipelineError(
-            "accumulation='concatenated' joins weight gradients (W) of several microbatches, and a "
-            "schedule with split_backward=False has no W: use accumulation='fused', or leave "
-            "split_backward=False out"
-        )
 
 
 def choose_device(device: torch.device | str | None, layout: RankLayout) -> torch.device:
@@ -311,7 +304,7 @@ def store_for(
         OutputError: there can be no file in the folder.
         PipelineError: the option ``store`` has no effect.
     """
-    folder = options.store
+    folder = options.run.store
     if options.memory_limit is not None or offloads(schedule):
         return open_store(device, folder)
     if folder is not None:
@@ -319,3 +312,16 @@ def store_for(
             f"store={str(folder)!r} has no effect: schedule {schedule.name!r} offloads nothing"
         )
     return None
+
+
+def check_record(record: object) -> None:
+    """Refuse what is no ``Record``.
+
+    Raises:
+        PipelineError: lists what is.
+    """
+    if not isinstance(record, bool) and record != MEMORY:
+        raise PipelineError(
+            f"record is False, True (for timeline()) or {MEMORY!r} (for memory() too); "
+            f"got {record!r}"
+        )

@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autosplit.errors import BatchError, PipelineError
-from autosplit.mesh.costs import Link
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
@@ -21,50 +20,40 @@ from autosplit.pipeline.engine.mode import Mode, Modes
 from autosplit.pipeline.engine.results import Agreement
 from autosplit.pipeline.engine.shapes import Batch, Microbatches
 from autosplit.pipeline.engine.stages import (
+    ModuleStage,
     SplitStage,
     StageFactory,
     TrainableStage,
+    build_stages,
     forward_only,
 )
-from autosplit.pipeline.engine.timing import Recorder, recorder_on
+from autosplit.pipeline.engine.timing import Recorder, measure_transfer, recorder_on
 from autosplit.pipeline.ledger.call_memory import CallMemory
+from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
-from autosplit.pipeline.simulation.transfer import MoveCosts
-from autosplit.pipeline.training.agreement.batch_agreement import agree_on_batch
-from autosplit.pipeline.training.agreement.batch_contents import compare_contents, summary_of
-from autosplit.pipeline.training.memory.limited_schedule import LimitTuner
-from autosplit.pipeline.training.memory.rank_ledger import MEMORY, RankLedger, Record
-from autosplit.pipeline.training.memory.rank_prediction import RankPrediction
-from autosplit.pipeline.training.memory.rank_size import RankSize
-from autosplit.pipeline.training.replicas.gradient_completion import completion_of, publish_part
-from autosplit.pipeline.training.replicas.model_replicas import Completion
-from autosplit.pipeline.training.replicas.reduction_slices import (
-    SlicedByReductions,
-    slices_by_stage,
-)
-from autosplit.pipeline.training.state.rank_state import RankState
-from autosplit.pipeline.training.state.snapshot import ForwardState
+from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import countable
 from autosplit.torch_internals.state import distinct_storage_bytes
 
+from .agreement import agree_on_batch, compare_contents, summary_of
 from .auto_schedule import Tuner
-from .metrics import MetricFunction
-from .optimizer_step import OptimizerStep
-from .options import TrainerOptions
-from .stage_builder import StageBuilder
-from .training_setup import TrainingSetup
-from .tuning import tuner_for
-
-_Reduced = Callable[[], contextlib.AbstractContextManager[None]]
-
-
-class _Ready(NamedTuple):
-    mode: Mode
-    executor: Executor
-    inputs: Microbatches
-    targets: Microbatches
+from .memory_limit import LimitTuner
+from .optimizer_step import ForwardState, OptimizerStep
+from .options import MEMORY, Record, TrainerOptions
+from .rank_memory import RankLedger, RankPrediction, RankSize
+from .rank_state import RankState
+from .replicas import Completion, completion_of, publish_part
+from .stage_modules import (
+    LossFunction,
+    MetricFunction,
+    StageSource,
+    WithAutocast,
+    WithLoss,
+    check_trained,
+    numbers,
+)
 
 
 class Runner:
@@ -73,14 +62,15 @@ class Runner:
     Whoever calls it guards the call.
 
     Args:
-        setup: what there is to run.
+        stages: all stages.
+        loss_fn: what the last one ends with.
+        schedule: what training runs at first.
         options: how.
         held: what this rank holds; its stages are built of it when the first batch is there.
         groups: the trainer's process groups.
         guard: the trainer's guard.
         update: the optimizer's steps, which tell whether weights were right.
         device: where the stages run.
-        settled: waits until the device has done what it was given.
         store: where this rank offloads, if it does.
 
     Attributes:
@@ -88,73 +78,80 @@ class Runner:
         stages: this rank's stages of the last run in training; empty before the first.
         spans: what that run recorded.
         ledger: what this rank held in that run; None where that was not recorded.
+        size: tells this rank's bytes, and how fast its store is.
     """
 
     def __init__(
         self,
-        setup: TrainingSetup,
+        stages: StageSource,
+        loss_fn: LossFunction,
+        schedule: Schedule,
         options: TrainerOptions,
         held: RankState,
         groups: Groups,
         guard: Guard,
         update: OptimizerStep,
         device: torch.device,
-        settled: Callable[[], None],
-        store: HostStore | None = None,
+        store: HostStore | None,
     ) -> None:
-        self._held = held
-        self._settled = settled
-        self._store = store
+        self._loss_fn, self._autocast = loss_fn, options.stages.autocast
+        self._held, self._groups, self._guard, self._update = held, groups, guard, update
+        self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
         self._calls = CallMemory(device)
-        self._groups = groups
-        self._guard = guard
-        self._update = update
-        self._device = device
-        self._feeds = Feeds(setup.stages.count, setup.stages.wiring)
-        self._size = RankSize(held, groups, update, self._feeds, self._calls, store)
-        self._tuner = tuner_for(
-            setup, options, groups, self._feeds, self._size, held.replicas, device
-        )
-        first = setup.schedule if self._tuner is None else self._tuner.measured
-        self.schedule: Schedule = held.replicas.reducing_early(first)
+        self._feeds = Feeds(stages.count, stages.wiring)
+        self.size = RankSize(held, groups, update, self._calls, store)
+        self._tuner = self._tuner_for(schedule, options)
+        first = schedule if self._tuner is None else self._tuner.measured
+        replicas = held.replicas
+        self.schedule = first if replicas is None else replicas.reducing_early(first)
+        # Sums beside other messages have run over Gloo only.
+        on_cpu = device.type == "cpu"
+        reduces = on_cpu and replicas is not None and replicas.reduces_early
+        self._early = on_cpu and (schedule.mirror is not None or reduces)
+        self._factory: StageFactory = options.factory(cut=stages.cut)
+        whole = options.tunes or options.joins_weights  # what depends on whole Ws
+        if reduces and not whole and replicas and isinstance(self._factory, SplitStage):
+            self._factory = replicas.sliced(self._factory, self.schedule)
+        self._shares_tensors = groups.layout.tensor_ranks > 1
+        # A whole model is cut for one shape; of another, what is held differs.
+        static = stages.cut or options.memory_limit is not None
         source = self.schedule.placement[self._feeds.first_from_batch]
         make = partial(self._make_mode, "train", self.schedule)
-        # A whole model is cut for one shape; of another, what is held differs.
-        static = setup.stages.cut or options.memory_limit is not None
         self._train = Modes(static, groups, source, make)
         make = partial(self._make_mode, "evaluate", forward_only(self.schedule))
         self._evaluate = Modes(static, groups, source, make)
-        self._builder = StageBuilder(
-            held.modules,
-            self.schedule,
-            self._feeds,
-            setup.loss_fn,
-            self._factory(setup, options),
-            autocast=options.autocast,
-            device=device,
-            sharded=held.sharded,
-        )
+        self._metric: MetricFunction | None = None
+        self._found: list[dict[str, float]] = []
+        self._faces: dict[bool, dict[int, nn.Module]] = {}
+        self._known: dict[int, Stage] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
         self.ledger: RankLedger | None = None
-        self._parts: Mapping[tuple[int, int], Completion] = MappingProxyType({})
-        self._contents_compared = False
-        self._limited = False
+        self._parts: dict[tuple[int, int], Completion] = {}
+        self._contents_compared = self._limited = False
 
     @property
     def settled(self) -> bool:
         """Whether no more steps are measured for another schedule."""
         return self._tuner is None
 
-    def _factory(self, setup: TrainingSetup, options: TrainerOptions) -> StageFactory:
-        """That of the options; with slices for what is reduced early."""
-        factory, replicas = setup.factory, self._held.replicas
-        early = replicas.reduces and replicas.reduces_early and self._device.type == "cpu"
-        if not early or not options.cuts_weights or not isinstance(factory, SplitStage):
-            return factory
-        counts = slices_by_stage(self.schedule, self._groups.rank, replicas.reductions_by_stage)
-        return SlicedByReductions(factory, counts)
+    def _tuner_for(self, schedule: Schedule, options: TrainerOptions) -> Tuner | None:
+        """That of ``schedule="auto"`` or ``memory_limit=``; None where the schedule stays."""
+        if not options.tunes:
+            return None
+        groups, replicas = self._groups, self._held.replicas
+        known: dict[str, Any] = {
+            "links": partial(
+                measure_transfer, groups, self._device, pairs_of(schedule, self._feeds)
+            ),
+            "wiring": self._feeds.wiring,
+            "reductions": (lambda: None) if replicas is None else replicas.measured,
+        }
+        if options.memory_limit is None:
+            return Tuner(schedule, groups, **known)
+        limit = options.memory_limit
+        return LimitTuner(schedule, groups, limit=limit, size=self.size, **known)
 
     def train(
         self, batch: Batch | None, *, clipping: bool, record: Record, waits: bool
@@ -173,53 +170,58 @@ class Runner:
         """
         mode, executor, inputs, targets = self._ready(batch, waits=waits)
         parts = _tensors(inputs, targets)
-        recorder: Recorder | None = self._recorder if record or self._tuner is not None else None
-        ledger = None
+        recorder, ledger = self._recording(mode, parts, record)
+        held = self._held
+
+        def run() -> dict[int, Tensor]:
+            with contextlib.nullcontext() if held.twice is None else held.twice.steady():
+                losses = executor.run(inputs, targets, recorder)
+            if ledger is not None:
+                ledger.recorder.finish(losses.values())
+            return losses
+
+        reduced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if held.reduces:
+            self._parts = {each: self._completion(*each) for each in executor.completions}
+            timed = recorder is not None and self._device.type == "cpu"
+            reduced = held.reduced(tuple(self._parts.values()), timed=timed)
+        with contextlib.nullcontext() if ledger is None else ledger.recording():
+            losses = self._run_again(run) if self._update.early else None
+            with reduced:
+                losses = run() if losses is None else losses
+                self._publish()
+        for call in held.behind:
+            call()
+        if recorder is not None and held.replicas is not None:
+            recorder.note(held.replicas.spans)
+        self.spans = recorder.spans() if recorder is not None else []
+        self.ledger = ledger if record == MEMORY else None
+        if self._tuner is not None:
+            self.size.ledger = ledger
+            self._tune(self._tuner)
+        return self._agree(mode, losses, parts, clipping=clipping)
+
+    def _recording(
+        self, mode: Mode, batch: Sequence[Tensor | None], record: Record
+    ) -> tuple[Recorder | None, RankLedger | None]:
+        """What notes when things run in a step, and what is held."""
         weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
         if record == MEMORY or weighs:
             ledger = RankLedger(
                 mode,
                 self._held,
                 self._update.state,
-                parts,
+                batch,
                 self._recorder,
                 self._device,
-                RankPrediction(mode, parts, self._calls),
+                self._calls,
             )
-            recorder = ledger.recorder
-
-        def run() -> dict[int, Tensor]:
-            with self._held.steady():
-                losses = executor.run(inputs, targets, recorder)
-            if ledger is not None:
-                ledger.finish(losses.values())
-            return losses
-
-        self._parts = {each: self._completion(*each) for each in executor.completions}
-        timed = recorder is not None and self._device.type == "cpu"
-        reduced = partial(self._held.reduced, tuple(self._parts.values()), timed=timed)
-        with contextlib.nullcontext() if ledger is None else ledger.recording():
-            if self._update.expects_more:
-                losses = self._run_again(run, reduced)
-            else:
-                losses = self._run_once(run, reduced)
-        self._settled()
-        self._held.sharded.free_all()
-        self._held.replicas.equalise_buffers()
-        if recorder is not None:
-            recorder.note(self._held.replicas.spans)
-        self.spans = recorder.spans() if recorder is not None else []
-        self.ledger = ledger if record == MEMORY else None
-        self._size.ledger = ledger
-        self._size.times = None if mode.moves is None else mode.moves.times
-        self._size.send_seconds = mode.messages.send_seconds
-        if self._tuner is not None:
-            self._tune(self._tuner)
-        return self._agree(mode, losses, parts, clipping=clipping)
+            return ledger.recorder, ledger
+        return self._recorder if record or self._tuner is not None else None, None
 
     def _completion(self, stage: int, part: int) -> Completion:
         """What is complete with a slice of W; names are for replicas, which are rarely there."""
-        if not self._held.replicas.reduces:
+        if self._held.replicas is None:
             return stage, ()
         return completion_of(stage, part, self.stages[stage], self._held.modules[stage])
 
@@ -229,51 +231,123 @@ class Runner:
         """
         mode, _, inputs, targets = self._ready(batch)
         prediction = RankPrediction(mode, _tensors(inputs, targets), self._calls)
-        return prediction, self._size.fixed_bytes() - self._size.batch_bytes
+        return prediction, self.size.fixed_bytes() - self.size.batch_bytes
 
-    def store_costs(self) -> tuple[Link, MoveCosts]:
-        """The links to ranks' stores, and what moves take of ranks; collective."""
-        return self._size.host_link(), self._size.move_costs()
-
-    def _ready(self, batch: Batch | None, *, waits: bool = True) -> _Ready:
+    def _ready(
+        self, batch: Batch | None, *, waits: bool = True
+    ) -> tuple[Mode, Executor, Microbatches, Microbatches]:
         """A batch cut into microbatches, with what is to run it in training."""
         self._held.check()
         mode, inputs, targets = self._take(self._train, batch, waits=waits)
-        executor = mode.executor or self._builder.train(mode, batch, inputs, targets)
-        self.stages = self._size.stages = mode.stages
-        self._size.boundaries = mode.negotiation.learn
+        executor = mode.executor or self._build(mode, batch, inputs, targets)
+        self.stages = mode.stages
+        self.size.mode = mode
         if isinstance(self._tuner, LimitTuner) and not self._limited:
             self._limited = True
-            self._size.batch_bytes = distinct_storage_bytes(_tensors(inputs, targets))
+            self.size.batch_bytes = distinct_storage_bytes(_tensors(inputs, targets))
             self._adopt(self._tuner.before_step(self.stages))
             executor = mode.executor or executor
-        return _Ready(mode, executor, inputs, targets)
+        return mode, executor, inputs, targets
+
+    def _build(
+        self, mode: Mode, batch: Batch | None, inputs: Microbatches, targets: Microbatches
+    ) -> Executor:
+        """Build the stages of a training mode from its first batch, whole and cut."""
+        with mode.place("building its stages"):
+            mode.stages = build_stages(
+                self._complete(batch),
+                self.schedule.stages,
+                self._feeds,
+                mode.negotiation,
+                self._stage,
+                inputs=inputs[0] if inputs else (),
+                targets=targets[0] if targets else (),
+                device=self._device,
+            )
+        mode.compile()
+        scale = 1.0 / self.schedule.microbatches
+        loss_grad = torch.full((), scale, dtype=mode.loss_dtype, device=self._device)
+        return mode.prepare(mode.stages, loss_grad)
+
+    def _stage(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """A stage for ``module(*args)``: that of another mode where it can take them, whose graphs
+        may hold for these sizes, too.
+        """
+        known, sharded = self._known.get(index), self._held.sharded
+        with contextlib.nullcontext() if sharded is None else sharded.gathered(index):
+            if known is not None and known.takes(args):
+                known.prepare(args)
+                return known
+            made = self._factory(module, args, index=index)
+        if isinstance(made, Stage):
+            self._known[index] = made
+        return made
+
+    def _complete(self, batch: Batch | None, *, evaluates: bool = False) -> dict[int, nn.Module]:
+        """This rank's modules with the loss on the last stage, autocast on all; the first batch is
+        an example: it tells whether the loss takes a tensor or a tuple.
+        """
+        if evaluates not in self._faces:
+            whole, last = dict(self._held.modules), self.schedule.stages - 1
+            if last in whole:
+                check_trained(self._loss_fn, whole[last])
+                targets = None if batch is None else batch[1]
+                count = None if isinstance(targets, Tensor) else len(targets or ())
+                observer = self._observe if evaluates else None
+                whole[last] = WithLoss(whole[last], self._loss_fn, count, observer)
+            dtype = self._autocast
+            if dtype is not None:
+                whole = {at: WithAutocast(each, self._device, dtype) for at, each in whole.items()}
+            self._faces[evaluates] = whole
+        return self._faces[evaluates]
+
+    def _observe(self, output: Any, targets: Any) -> None:
+        """What the loss is given in evaluation, while there is a metric."""
+        if self._metric is not None:
+            self._found.append(numbers(self._metric(output, targets)))
 
     def measure(
         self, batch: Batch | None, metric_fn: MetricFunction
     ) -> tuple[Agreement, dict[int, dict[str, float]]]:
         """``evaluate``, with what the metric finds in the microbatches whose losses are here."""
-        with self._builder.observer.finding(metric_fn) as found:
+        self._metric, self._found = metric_fn, []
+        try:
             agreement = self.evaluate(batch)
+        finally:
+            self._metric = None
         last = self.schedule.stages - 1
         own = [
             microbatch
             for microbatch in range(self.schedule.microbatches)
             if self.schedule.home(last, microbatch) == self._groups.rank
         ]
-        return agreement, dict(zip(own, found, strict=True))
+        return agreement, dict(zip(own, self._found, strict=True))
 
     def evaluate(self, batch: Batch | None) -> Agreement:
         """Run the forwards only, on the modules as they are; the losses on their way."""
         mode, inputs, targets = self._take(self._evaluate, batch)
-        executor = mode.executor or self._builder.evaluate(mode, batch)
-        with self._held.steady():
+        executor = mode.executor or self._build_evaluation(mode, batch)
+        twice = self._held.twice
+        with contextlib.nullcontext() if twice is None else twice.steady():
             losses = executor.run(inputs, targets)
-        self._settled()
-        self._held.sharded.free_all()
-        self._held.replicas.equalise_buffers()
+        for call in self._held.behind:
+            call()
         mode.announce_loss(losses)
         return self._agree(mode, losses, _tensors(inputs, targets), clipping=False)
+
+    def _build_evaluation(self, mode: Mode, batch: Batch | None) -> Executor:
+        """Put the modules themselves into an evaluating mode."""
+        sharded = self._held.sharded
+        stages = {
+            index: ModuleStage(
+                module,
+                index,
+                self._feeds.shared_places(index),
+                *(() if sharded is None else (partial(sharded.gather, index),)),
+            )
+            for index, module in self._complete(batch, evaluates=True).items()
+        }
+        return mode.prepare(stages)
 
     def _take(
         self, modes: Modes, batch: Batch | None, *, waits: bool = True
@@ -298,17 +372,7 @@ class Runner:
             self._contents_compared = True
         return mode, *parts
 
-    def _run_once(
-        self, run: Callable[[], dict[int, Tensor]], reduced: _Reduced
-    ) -> dict[int, Tensor]:
-        with reduced():
-            losses = run()
-            self._publish()
-        return losses
-
-    def _run_again(
-        self, run: Callable[[], dict[int, Tensor]], reduced: _Reduced
-    ) -> dict[int, Tensor]:
+    def _run_again(self, run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
         """Run behind an optimizer step that may have been wrong, and again if it was."""
         before = ForwardState(self._held.modules.values(), self._device)
         losses = run()
@@ -316,8 +380,6 @@ class Runner:
             self._discard()
             before.restore()
             losses = run()
-        with reduced():
-            self._publish()
         return losses
 
     def _publish(self) -> None:
@@ -334,14 +396,12 @@ class Runner:
         """Forget the gradients of a run, which was on wrong weights."""
         before = [p.grad for p in self._held.parameters]
         self._publish()
-        self._held.sharded.forget()
+        if self._held.sharded is not None:
+            self._held.sharded.forget()
         for parameter, gradient in zip(self._held.parameters, before, strict=True):
             parameter.grad = gradient
 
     def _make_mode(self, name: str, schedule: Schedule, shape: str) -> Mode:
-        # Sums beside other messages have run over Gloo only.
-        several = schedule.mirror is not None or self._held.replicas.reduces_early
-        early = several and self._device.type == "cpu"
         return Mode(
             f"{name} {shape}",
             schedule,
@@ -349,7 +409,7 @@ class Runner:
             self._groups,
             self._guard.check,
             self._device,
-            finished=self._finished if early else None,
+            finished=self._finished if self._early else None,
             store=self._store,
             shards=self._held.sharded,
         )
@@ -358,15 +418,14 @@ class Runner:
         """Measure one of the first steps, and change the schedule where that says so."""
         found = tuner.after_step(self.spans, self.stages)
         if tuner.done:
-            self._tuner = self._size.ledger = None
+            self._tuner = self.size.ledger = None
         if found is not None:
             self._adopt(found)
 
     def _adopt(self, schedule: Schedule) -> None:
         """Train under another schedule from now on."""
         self.schedule = schedule
-        make = partial(self._make_mode, "train", schedule)
-        self._train.reschedule(schedule, make)
+        self._train.reschedule(schedule, partial(self._make_mode, "train", schedule))
 
     def _agree(
         self,
@@ -377,15 +436,13 @@ class Runner:
         clipping: bool,
     ) -> Agreement:
         """Start to make losses and gradient norm known to all, and what this rank took."""
-        shares_tensors = self._groups.layout.tensor_ranks > 1
-        squares = self._held.squares() if clipping else None
         return Agreement(
             self._groups,
             self._guard,
             losses,
             count=self.schedule.microbatches,
-            squares=squares,
-            batch=summary_of(batch) if shares_tensors else 0,
+            squares=self._held.squares() if clipping else None,
+            batch=summary_of(batch) if self._shares_tensors else 0,
             dtype=mode.loss_dtype,
         )
 

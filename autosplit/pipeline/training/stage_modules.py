@@ -1,22 +1,27 @@
-"""The stages that a trainer is given, and their modules completed with loss and autocast."""
+"""The stages that a trainer is given, and their modules completed with loss and autocast.
+
+Metrics: what a function of the user's finds in the last stage's outputs, beside the loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Number
+from numbers import Number, Real
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.schedule.wiring import Wiring
-from autosplit.pipeline.training.state.tied_parameters import Holder
 from autosplit.torch_internals.dtensor import dtensor_class
 
+from .shared_parameters import Holder
+
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+MetricFunction: TypeAlias = Callable[[Any, Any], Mapping[str, Any]]
+"""``metric_fn(output, targets)``: numbers, or tensors of one, by name."""
 Observer: TypeAlias = Callable[[Any, Any], None]
 _NUMBERS = (Number, torch.SymInt, torch.SymFloat, torch.SymBool)  # the latter in a capture
 StageList: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned"
@@ -100,56 +105,12 @@ def _tied(modules: Sequence[Any]) -> Sequence[Sequence[Holder]]:
     return [held for held in holders.values() if len(held) > 1]
 
 
-def own_modules(
-    stages: StageSource, own: Iterable[int], device: torch.device
-) -> dict[int, nn.Module]:
-    """The modules of the stages ``own``, built if need be, on ``device``.
+def check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
+    """Refuse a loss with parameters of its own, which nobody would train.
 
     Raises:
-        PipelineError: a stage is no module.
+        PipelineError: names one.
     """
-    modules = {}
-    for index in own:
-        module = stages.build(index)
-        if not isinstance(module, nn.Module):
-            raise PipelineError(
-                f"stage {index} must be an nn.Module; got a {type(module).__name__}"
-            )
-        modules[index] = module.to(device)
-    return modules
-
-
-def complete(
-    modules: Mapping[int, nn.Module],
-    last: int,
-    loss_fn: LossFunction,
-    targets: Part | None,
-    *,
-    autocast: torch.dtype | None,
-    device: torch.device,
-    observer: Observer | None = None,
-) -> dict[int, nn.Module]:
-    """The modules with what the trainer adds: the loss on stage ``last``, autocast on all.
-
-    ``targets`` is an example: it tells whether ``loss_fn`` takes a tensor or a tuple. The
-    ``observer`` is shown what ``loss_fn`` is given.
-
-    Raises:
-        PipelineError: the loss has parameters of its own, which nobody would train.
-    """
-    whole: dict[int, nn.Module] = {}
-    for index, module in modules.items():
-        whole[index] = module
-        if index == last:
-            _check_trained(loss_fn, module)
-            count = None if isinstance(targets, Tensor) else len(targets or ())
-            whole[index] = WithLoss(whole[index], loss_fn, count, observer)
-        if autocast is not None:
-            whole[index] = WithAutocast(whole[index], device, autocast)
-    return whole
-
-
-def _check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
     if not isinstance(loss_fn, nn.Module):
         return
     known = set(map(id, module.parameters()))
@@ -213,3 +174,47 @@ class WithAutocast(nn.Module):
     def forward(self, *args: Tensor) -> Any:
         with torch.autocast(self._device_type, dtype=self._dtype):
             return self.module(*args)
+
+
+def by_name(found: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[str, Tensor]:
+    """What each rank has found in its microbatches, as a tensor of shape [M] a name.
+
+    Raises:
+        PipelineError: other names in one microbatch than in another.
+    """
+    rows = {microbatch: each for part in found for microbatch, each in part.items()}
+    names = list(rows[0])
+    for microbatch in sorted(rows):
+        if list(rows[microbatch]) != names:
+            raise PipelineError(
+                f"metric_fn gave {', '.join(names) or 'nothing'} for microbatch 0 and "
+                f"{', '.join(rows[microbatch]) or 'nothing'} for microbatch {microbatch}: let it "
+                "give the same names for all"
+            )
+    return {
+        name: torch.tensor([rows[at][name] for at in sorted(rows)], dtype=torch.float64)
+        for name in names
+    }
+
+
+def numbers(given: Any) -> dict[str, float]:
+    """What a metric gave for one microbatch.
+
+    Raises:
+        PipelineError: that is no dictionary of numbers.
+    """
+    if not isinstance(given, Mapping):
+        raise PipelineError(
+            "metric_fn(output, targets) gives a dictionary of numbers, such as {'correct': "
+            f"...sum()}}; got a {type(given).__name__}"
+        )
+    found = {}
+    for name, value in given.items():
+        if not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
+            shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+            raise PipelineError(
+                f"metric_fn gave a {type(value).__name__}{shape} as {name!r}; expected a number, "
+                "or a tensor of one: reduce it, for example to a sum"
+            )
+        found[str(name)] = float(value)
+    return found

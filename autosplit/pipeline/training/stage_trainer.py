@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -19,27 +19,21 @@ from autosplit.pipeline.engine.first_error import Board, Guard
 from autosplit.pipeline.engine.groups import Groups, await_device
 from autosplit.pipeline.engine.results import Agreement
 from autosplit.pipeline.engine.shapes import Batch
-from autosplit.pipeline.engine.stages import SplitStage, TrainableStage, eval_mode
+from autosplit.pipeline.engine.stages import SplitStage, StageFactory, TrainableStage, eval_mode
 from autosplit.pipeline.engine.watch import watch_over
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import MoveCosts
-from autosplit.pipeline.training.agreement.option_agreement import (
-    check_layout,
-    check_unanimous,
-    factory_options,
-)
-from autosplit.pipeline.training.memory.rank_ledger import Record, check_record
-from autosplit.pipeline.training.memory.rank_prediction import RankPrediction
-from autosplit.pipeline.training.state.rank_state import RankState
-from autosplit.pipeline.training.state.tied_parameters import Holder, union_of_groups
 
-from .metrics import MetricFunction, by_name
+from .agreement import check_layout, check_unanimous, factory_options
 from .optimizer_step import OptimizerStep
-from .options import TrainerOptions, choose_device, store_for
+from .options import Record, TrainerOptions, check_record, choose_device, store_for
+from .rank_memory import RankPrediction
+from .rank_state import RankState
 from .runner import Runner
-from .training_setup import TrainingSetup
+from .shared_parameters import union_of_groups
+from .stage_modules import LossFunction, MetricFunction, StageSource, by_name
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -51,12 +45,12 @@ class StageTrainer:
     need this.
 
     Args:
-        setup: the stages and what they run.
+        stages: the stages, none of them built yet.
+        loss_fn: what the last one ends with.
         optimizer_fn: builds the optimizer of this process's parameters.
         options: how to train.
-        shared_parameters: groups of (stage, name) that are one parameter, beside those known.
+        schedule: what the stages were cut for; None builds what the options ask for.
         device: where this process's stages go, see ``PipelineTrainer``.
-        record: see ``PipelineTrainer``.
 
     Attributes:
         modules: this process's modules by stage.
@@ -66,85 +60,96 @@ class StageTrainer:
         mesh: as it was given; None: there is one pipeline.
 
     Raises:
-        PipelineError: ranks that were told different things, or a bad stage.
+        PipelineError: no process group, options that do not fit the stages or each other, ranks
+            that were told different things, or a bad stage.
+        ScheduleError: an unknown schedule, or one that is not legal.
     """
 
     def __init__(
         self,
-        setup: TrainingSetup,
+        stages: StageSource,
+        loss_fn: LossFunction,
         optimizer_fn: OptimizerFunction,
         options: TrainerOptions,
+        schedule: Schedule | None = None,
         *,
-        shared_parameters: Sequence[Sequence[Holder]] = (),
         device: torch.device | str | None = None,
-        record: Record = False,
     ) -> None:
-        self.shared_parameters = union_of_groups(setup.stages.shared, shared_parameters)
-        self.record = record
+        layout = options.layout(stages.count)
+        if schedule is None:
+            schedule = options.schedule_for(stages.count, len(layout.pipeline))
+        factory = options.factory(cut=stages.cut)
+        given = options.stages.shared_parameters
+        self.shared_parameters = union_of_groups(stages.shared, given)
+        self.record = options.run.record
         self._ends: list[Callable[[], None]] = []
-        self.device = choose_device(device, setup.layout)
+        self.device = choose_device(device, layout)
         self._clipping = options.max_grad_norm is not None
         self.mesh = options.mesh
-        check_layout(setup.layout)
-        self._connect(setup.layout, options)
-        settled = partial(await_device, self.device, self._guard, options.timeout)
+        check_layout(layout)
+        self._connect(layout, options)
+        settled = partial(await_device, self.device, self._guard, options.run.timeout)
         with self._guard("building the model"):
-            check_unanimous(self._said(setup, options), self._groups)
-            store = store_for(options, setup.schedule, self.device)
+            check_unanimous(self._said(stages, options, schedule, factory), self._groups)
+            store = store_for(options, schedule, self.device)
             self._held = RankState(
-                setup.stages,
-                self.shared_parameters,
-                setup.schedule,
-                self._groups,
-                self.device,
-                settled,
+                stages, self.shared_parameters, schedule, self._groups, self.device, settled
             )
-            if not isinstance(setup.factory, SplitStage):
-                self._held.sharded.refuse_factory(setup.factory)
+            if self._held.sharded is not None and not isinstance(factory, SplitStage):
+                self._held.sharded.refuse_factory(factory)
             self.modules = self._held.modules
             parameters = self._held.parameters
             self.optimizer = optimizer_fn(parameters) if parameters else None
-            self._update.drive(parameters, self.optimizer)
+            self._update = OptimizerStep(
+                parameters, self.optimizer, options.max_grad_norm, self.device
+            )
             # Whoever gets here knows that every other rank did.
             self._groups.everybody.meet()
         self._runner = Runner(
-            setup,
+            stages,
+            loss_fn,
+            schedule,
             options,
             self._held,
             self._groups,
             self._guard,
             self._update,
             self.device,
-            settled,
             store,
         )
 
     def _connect(self, layout: RankLayout, options: TrainerOptions) -> None:
         """Connect the ranks, and have them watch over each other."""
-        self._groups = Groups(layout, self.device, options.timeout)
+        self._groups = Groups(layout, self.device, options.run.timeout)
         everybody = self._groups.everybody
         board = Board(everybody.store) if everybody.ranks > 1 else None
-        self._update = OptimizerStep(max_norm=options.max_grad_norm, device=self.device)
         self._watch = watch_over(self._groups) if everybody.ranks > 1 else None
         if self._watch is not None:
             dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
             dropped.atexit = False  # how the process ends says more
         self._guard = Guard(everybody.rank, board, self._end, self._groups.place, self._watch)
 
-    def _said(self, setup: TrainingSetup, options: TrainerOptions) -> dict[str, Any]:
+    def _said(
+        self,
+        stages: StageSource,
+        options: TrainerOptions,
+        schedule: Schedule,
+        factory: StageFactory,
+    ) -> dict[str, Any]:
         """What all ranks must be told alike."""
+        layout = self._groups.layout
         return {
-            "stages": setup.stages.count,
+            "stages": stages.count,
             "microbatches": options.schedule.microbatches,
-            "schedule": setup.schedule,
+            "schedule": schedule,
             "memory_limit": options.memory_limit,  # first: what has one measures as "auto" does
             "schedule='auto'": options.tunes,
-            "autocast": options.autocast,
+            "autocast": options.stages.autocast,
             "max_grad_norm": options.max_grad_norm,
             "shared_parameters": [*map(list, self.shared_parameters)],
-            "wiring": setup.stages.wiring,
-            "mesh": self._groups.layout.pipelines,
-            **factory_options(setup.factory, shared=setup.layout.tensor_ranks > 1),
+            "wiring": stages.wiring,
+            "mesh": layout.pipelines,
+            **factory_options(factory, shared=layout.tensor_ranks > 1),
         }
 
     @property
@@ -209,7 +214,7 @@ class StageTrainer:
         """
         losses = self.forward_backward(batch)
         with self._guard("the optimizer step"):
-            self._update.step(self.grad_norm, self._groups.everybody.meet)
+            self._update.step(self._update.norm, self._groups.everybody.meet)
         return losses
 
     def step_async(self, batch: Batch | None) -> Agreement:
@@ -241,7 +246,9 @@ class StageTrainer:
                 before is one, too: others have not waited.
         """
         with self._guard("the forward and backward"):
-            agreement = self._run(batch, waits=False)
+            agreement = self._runner.train(
+                batch, clipping=self._clipping, record=self._record, waits=False
+            )
         with self._guard("the optimizer step"):
             if self._clipping:
                 agreement.behind = self._update.settle
@@ -257,7 +264,9 @@ class StageTrainer:
         """
         with self._guard("the forward and backward"):
             self._update.confirm()
-            agreement = self._run(batch)
+            agreement = self._runner.train(
+                batch, clipping=self._clipping, record=self._record, waits=True
+            )
         losses = agreement.wait()
         if self._clipping:
             self._update.norm = agreement.norm()
@@ -298,7 +307,10 @@ class StageTrainer:
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """This process's gradients, by stage and by parameter name within the stage."""
-        return self._held.gradients()
+        return {
+            index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+            for index, module in self.modules.items()
+        }
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """The state of this process's modules, by stage, with the names within the stage."""
@@ -329,7 +341,8 @@ class StageTrainer:
             PipelineError: no rank has a store.
         """
         with self._guard("measuring stores"):
-            return self._runner.store_costs()
+            size = self._runner.size
+            return size.host_link(), size.move_costs()
 
     def memory(self) -> StepMemory:
         """What all ranks held in the forward and backward of the last step, and the peak that was
@@ -346,7 +359,7 @@ class StageTrainer:
                     "step, then ask; predict_memory(batch) tells what a step will hold"
                 )
             predicted = self._peak(ledger.prediction)
-            rows = self._groups.gather((ledger.bands(), predicted))
+            rows = self._groups.gather((ledger.recorder.bands(), predicted))
         return StepMemory.of(rows)
 
     def predict_memory(self, batch: Batch | None) -> StepMemory:
@@ -417,7 +430,7 @@ class StageTrainer:
     def _give_back(self) -> None:
         if self._watch is not None:
             self._watch.leave("closed its trainer")
-        self._held.sharded.close()
+        self._held.close()
         self._groups.destroy()
         self._guard.close()
 
@@ -436,9 +449,6 @@ class StageTrainer:
                 self.finish()
         self.close()
 
-    def _run(self, batch: Batch | None, *, waits: bool = True) -> Agreement:
-        return self._runner.train(batch, clipping=self._clipping, record=self.record, waits=waits)
-
     def _settle(self) -> None:
         if not self._guard.ended:
             with self._guard("the end of a step"):
@@ -446,9 +456,11 @@ class StageTrainer:
 
     def _end(self) -> None:
         """What a fault leads to."""
-        self._update.take_back()
+        made = self.__dict__  # the fault may have come before
+        if "_update" in made:
+            self._update.take_back()
         if self._watch is not None:
             self._watch.stop()
-        if "_held" in self.__dict__:  # the fault may have come before
-            self._held.sharded.close()
+        if "_held" in made:
+            self._held.close()
         self._groups.close()

@@ -124,7 +124,7 @@ def levels(**options: Any) -> list[tuple[str, int, int]]:
         gc.collect()
         engine.step(batch())
         runner = engine._runner
-        replay = runner._size.replay(engine.schedule)
+        replay = runner.size.replay(engine.schedule)
         if runner.ledger is None or replay is None:
             raise AssertionError("expected a recorded step of stages of autosplit.Stage")
         measured = runner.ledger.measured()

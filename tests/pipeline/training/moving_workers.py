@@ -24,7 +24,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.host_store import HostFileStore
 from autosplit.pipeline.engine.transfers import PartnerLink
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.training.memory import limited_schedule
+from autosplit.pipeline.training import memory_limit as limited_schedule
 from tests.pipeline.training.late_transfers import late_transfers
 from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading, recomputing
 from tests.pipeline.training.parameter_workers import Tied

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.pipeline.training.optimizer_step import clip_gradients, leaves_alone
-from autosplit.pipeline.training.state.snapshot import OptimizerSnapshot
+from autosplit.pipeline.training.optimizer_step import (
+    OptimizerSnapshot,
+    clip_gradients,
+    leaves_alone,
+)
 from tests.pipeline.training import update_workers
 from tests.ranks import Ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from autosplit.errors import PipelineError, ScheduleError, SplitError
 from autosplit.passes.graph import calls
-from autosplit.pipeline import StageOptions
+from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.engine import stages
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -313,6 +314,13 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], text: str)
     with pytest.raises(error) as caught:
         workers.trainer(**options)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("face", [PipelineTrainer, StageOptions, RunOptions])
+def test_an_option_that_is_none_is_refused(face: Any) -> None:
+    assert len(inspect.signature(face).parameters) <= 14
+    with pytest.raises(TypeError, match="unexpected keyword argument 'schedul'"):
+        face(schedul="gpipe")
 
 
 def test_stages_and_their_count_must_agree() -> None:

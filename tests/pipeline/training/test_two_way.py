@@ -16,8 +16,8 @@ Results = list[dict[str, Any]]
 SAID = {
     "written buffer": "the forward of stage 1 writes its buffer '1.",
     "built differently": (
-        "stage 0 must be built alike on the ranks 0 and 1, which hold a copy each: rank 0 has "
-        "bias: float32[6], trained, rank 1 has nothing more"
+        "the ranks 0 and 1 hold copies of the same stages, which must be built alike: rank 0 has "
+        "stage 0's bias: float32[6], trained, rank 1 has nothing more"
     ),
     "one for both": (
         "the stages 0 and 1 hold one parameter, '0.weight' of stage 0: name it in shared_parameters"

@@ -1,9 +1,12 @@
-"""Replicas of a pipeline: equal weights, and gradients that are means over them."""
+"""Replicas of a pipeline: equal weights, and gradients that are means over them.
+
+Which gradients of a stage are complete with which slice of its W, and into how many slices W is cut
+so that the first gradients are reduced while others are made.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,9 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.errors import SplitError
 from autosplit.mesh.reduction import CAP, ReductionQueue
+from autosplit.passes.errors import SliceCountError
+from autosplit.pipeline.engine.executor import SlicedStage
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.results import Bucket, Member, buckets_of
+from autosplit.pipeline.engine.stages import SplitStage, StageFactory, TrainableStage
 from autosplit.pipeline.engine.timing import measure_sum
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -22,9 +29,8 @@ from autosplit.pipeline.simulation.timeline import Span
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import versions
 
-from .sharded_reduction import GroupReduction
-from .sharded_stages import ShardedStages
-from .stage_forms import check_alike
+from .sharded_stages import GroupReduction, ShardedStages
+from .stage_copies import adopt, check_alike
 
 _Reduction = Bucket | GroupReduction
 
@@ -32,6 +38,8 @@ Completion = tuple[int, tuple[str, ...]]
 """A stage, and those of its parameters whose gradients are complete at once."""
 
 _OTHERS = "the replicas of its stages"
+_MOST = 8
+"""Slices of a W: what is left to be reduced behind the last is an eighth then."""
 
 
 class ModelReplicas:
@@ -39,16 +47,16 @@ class ModelReplicas:
 
     All start with the parameters and buffers of the first replica, and optimizers get the mean of
     the gradients. Buffers that a forward writes become those of the first replica behind it, as
-    under DistributedDataParallel. With one pipeline nothing here communicates. Creating one is
-    collective over all ranks.
+    under DistributedDataParallel. Creating one is collective over all ranks, where there are
+    several pipelines.
 
     Args:
         modules: this rank's stages by index.
         groups: the trainer's process groups.
         settled: waits until the device has done what it was given.
         is_shared: whether a parameter's gradient is summed with others of the pipeline before.
-        sharded: the stages that are sharded: what reduces their gradients is among the reductions
-            here.
+        sharded: the stages that are sharded, where any are: what reduces their gradients is among
+            the reductions here.
 
     Raises:
         PipelineError: a stage is not alike in all replicas.
@@ -60,13 +68,14 @@ class ModelReplicas:
         groups: Groups,
         settled: Callable[[], None],
         is_shared: Callable[[nn.Parameter], bool],
-        sharded: ShardedStages,
+        sharded: ShardedStages | None,
     ) -> None:
         self._modules = modules
         self._groups = groups
         self._settled = settled
         self._is_shared = is_shared
         self._sharded = sharded
+        self._shards = frozenset(() if sharded is None else sharded.parameters)
         self._link = groups.of_several(groups.layout.copies)
         # Whoever has another share of the batch, also of those that have other shards.
         self._peers = self._link
@@ -78,21 +87,18 @@ class ModelReplicas:
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
         self._bytes: dict[int, int] = {}
         if self._peers is not None:
-            check_alike(modules, groups, groups.layout.peers, "replicas of the same stages")
-            self._adopt([t for t in _tensors(modules) if id(t) not in sharded.parameters])
+            check_alike(
+                modules, groups.everybody, groups.layout.peers, "replicas of the same stages"
+            )
+            self._adopt([t for t in _tensors(modules) if id(t) not in self._shards])
             self._marks = self._buffer_marks()
             for part in groups.gather({at: _trained_bytes(each) for at, each in modules.items()}):
                 self._bytes |= part
 
     @property
-    def reduces(self) -> bool:
-        """Whether gradients are averaged with those of others, or stages are sharded."""
-        return self._peers is not None or bool(self._sharded)
-
-    @property
     def reduces_early(self) -> bool:
-        """Whether that may begin while other gradients are computed."""
-        return self._sharded.reduces_early if self._sharded else self.reduces
+        """Whether reductions may begin while other gradients are computed."""
+        return self._sharded is None or self._sharded.reduces_early
 
     @contextlib.contextmanager
     def averaging(self, completions: Sequence[Completion], *, timed: bool) -> Iterator[None]:
@@ -105,9 +111,6 @@ class ModelReplicas:
         Raises:
             LostPeerError: a rank that holds a replica did not take part.
         """
-        if not self.reduces:
-            yield
-            return
         key = tuple(completions)
         if key not in self._queues:
             self._queues[key] = self._make_queue(key)
@@ -128,14 +131,37 @@ class ModelReplicas:
             return schedule
         return replace(schedule, ranks=last_weights_by_stage(schedule.ranks, self._bytes))
 
-    @property
-    def reductions_by_stage(self) -> dict[int, int]:
-        """At least so many reductions carry the gradients of each of this rank's stages."""
-        if self._sharded:
-            stages = (each.stage for each in self._sharded.reductions())
-            return dict(Counter(stage for stage in stages if stage is not None))
-        own = {at: self._bytes.get(at, 0) for at in self._modules}
-        return {at: -(-size // CAP) for at, size in own.items()}
+    def sliced(self, factory: SplitStage, schedule: Schedule) -> StageFactory:
+        """Makes stages as ``factory`` does, but the one whose W is the rank's last action in as
+        many slices as reductions carry its gradients, or as W can be cut into.
+
+        Reductions of other stages have Ws behind them already, and nothing leaves earlier than the
+        first of its reductions is complete.
+        """
+        row = [action for action in schedule.ranks[self._groups.rank] if action.kind.is_compute]
+        if not row or row[-1].kind is not ActionKind.BACKWARD_WEIGHT:
+            return factory
+        last = row[-1].stage
+        count = min(_MOST, self._reductions_of(last))
+
+        def made(module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+            if index != last or count < 2:
+                return factory(module, args, index=index)
+            try:
+                return replace(factory, slices=count)(module, args, index=index)
+            except SplitError as error:  # of a small stage
+                if not isinstance(error.__cause__, SliceCountError):
+                    raise
+                most = error.__cause__.most
+            return replace(factory, slices=most)(module, args, index=index)
+
+        return made
+
+    def _reductions_of(self, stage: int) -> int:
+        """At least so many carry the gradients of one of this rank's stages."""
+        if self._sharded is not None:
+            return sum(each.stage == stage for each in self._sharded.reductions())
+        return -(-self._bytes.get(stage, 0) // CAP)
 
     def measured(self) -> Reductions | None:
         """What replicas reduce, and how long their links take for it; collective over all ranks.
@@ -197,7 +223,7 @@ class ModelReplicas:
         known: dict[int, tuple[int, nn.Parameter]] = {}
         for stage, module in self._modules.items():
             for parameter in module.parameters():
-                if parameter.requires_grad and id(parameter) not in self._sharded.parameters:
+                if parameter.requires_grad and id(parameter) not in self._shards:
                     known.setdefault(id(parameter), (stage, parameter))
         early = [at for at in last if at in known and not self._is_shared(known[at][1])]
         found_early = {*early}
@@ -220,7 +246,7 @@ class ModelReplicas:
     ) -> list[tuple[_Reduction, set[Completion]]]:
         """The reductions of sharded stages, with what each waits for."""
         found: list[tuple[_Reduction, set[Completion]]] = []
-        for reduction in self._sharded.reductions():
+        for reduction in () if self._sharded is None else self._sharded.reductions():
             parameters = reduction.parameters
             whole = parameters <= last.keys()
             found.append((reduction, {last[at] for at in parameters} if whole else set()))
@@ -239,19 +265,11 @@ class ModelReplicas:
             at: (id(each), mark) for (at, each), mark in zip(buffers.items(), marks, strict=True)
         }
 
-    @torch.no_grad()
     def _adopt(self, tensors: Sequence[Tensor]) -> None:
         """Take over the values of the first replica."""
         own = self._groups.everybody.rank
         source = next(ranks[0] for ranks in self._groups.layout.peers if own in ranks)
-        for tensor in map(local_tensor, tensors):
-            if not tensor.numel():
-                continue
-            values = tensor.detach().clone(memory_format=torch.contiguous_format)
-            with self._groups.losing(_OTHERS):
-                # As bytes, for not every backend knows every dtype.
-                dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=self._peers)
-            tensor.copy_(values)
+        adopt(tensors, source, self._peers, self._groups, _OTHERS)
 
 
 def _buffers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[tuple[int, str], Tensor]]:
@@ -276,3 +294,36 @@ def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:
         for tensor in (*module.parameters(), *module.buffers())
     }
     return list(found.values())
+
+
+def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Module) -> Completion:
+    """The parameters of ``module`` whose gradients are complete with a slice: with the last one,
+    all that no slice before it makes.
+
+    Args:
+        index: of the stage.
+        part: which slice.
+        stage: made of the module, or of the module and what the trainer adds to it.
+        module: as the user knows it.
+    """
+    slices: Sequence[Sequence[str]] = ((),)
+    face: dict[str, nn.Parameter] = {}
+    if isinstance(stage, SlicedStage):
+        slices, face = stage.slices, dict(stage.module.named_parameters())
+    made = [{id(face[name]) for name in names if name in face} for names in slices]
+    own = [*module.named_parameters()]
+    if part < len(slices) - 1:
+        return index, tuple(name for name, parameter in own if id(parameter) in made[part])
+    before = set().union(*made[:-1])
+    return index, tuple(name for name, parameter in own if id(parameter) not in before)
+
+
+def publish_part(stage: TrainableStage, part: int) -> bool:
+    """Move the gradients of a slice into ``.grad``; whether those are the last of the stage."""
+    if isinstance(stage, SlicedStage):
+        slices = stage.slices
+        if part < len(slices) - 1:
+            stage.publish(slices[part])
+            return False
+    stage.publish()
+    return True

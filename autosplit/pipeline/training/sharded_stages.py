@@ -1,29 +1,117 @@
-"""Stages that ``fully_shard`` has sharded: gathered for a step, reduced, and freed."""
+"""Stages that ``fully_shard`` has sharded: gathered for a step, reduced, and freed.
+
+The reduce-scatter of a parameter group is one of the reductions of a step.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import PIPELINE, REPLICATE, SHARD
 from autosplit.pipeline.engine.groups import Groups
+from autosplit.torch_internals.autograd import has_accumulate_hooks
 from autosplit.torch_internals.distributed import fsdp_part
-from autosplit.torch_internals.dtensor import local_tensor
 
-from .sharded_reduction import GroupReduction, StageReductions
+from .stage_copies import adopt
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
     from autosplit.torch_internals.fsdp import ParameterGroup
 
 _SHARDS = "the ranks that have the other shards of its parameters"
+
+
+class GroupReduction:
+    """The reduction of a group's gradients into those of the sharded parameters.
+
+    Args:
+        group: the group.
+        stage: whose.
+        waits: for what was started of the stage: its reductions end together.
+        stages: all that are sharded.
+
+    Attributes:
+        timed: whether to note when it starts and ends.
+        times: seconds of ``time.perf_counter``, of the last one that was timed.
+    """
+
+    def __init__(
+        self,
+        group: ParameterGroup,
+        stage: int,
+        waits: list[Callable[[], None]],
+        stages: ShardedStages,
+    ) -> None:
+        self._group = group
+        self._waits = waits
+        self._stages = stages
+        self.stage = stage
+        self.timed = False
+        self.times: tuple[float, float] | None = None
+        self._before: list[Tensor | None] = []
+
+    @property
+    def parameters(self) -> frozenset[int]:
+        """The ``id`` of each sharded parameter that is trained."""
+        return frozenset(id(each) for each in self._group.parameters if each.requires_grad)
+
+    def begin(self) -> None:
+        """Put the gradients that are there aside."""
+        self._before = [each.grad for each in self._group.parameters]
+        for each in self._group.parameters:
+            each.grad = None
+
+    def give_back(self) -> None:
+        """Put back what ``begin`` put aside, in place of what has come since."""
+        self._waits.clear()
+        for each, gradient in zip(self._group.parameters, self._before, strict=True):
+            self._group.forget(id(each))
+            each.grad = gradient
+
+    def start(self) -> None:
+        """Start to reduce what has come, in the parameters as they were gathered.
+
+        Raises:
+            LostPeerError: a rank that shares its tensors did not take part.
+        """
+        self._stages.lay_out(self._group)
+        # Hooks are called where a group is reduced.
+        hooked = has_accumulate_hooks(self._group.parameters)
+        self._waits.append(self._stages.run(self._reduce, beside=not hooked))
+
+    def finish(self, settled: Callable[[], None]) -> None:
+        """Wait, and add what was put aside.
+
+        Raises:
+            LostPeerError: another rank did not take part.
+        """
+        waits = [*self._waits]
+        self._waits.clear()
+        if waits:
+            self._stages.finish(self.stage, waits)
+        settled()
+        for each, earlier in zip(self._group.parameters, self._before, strict=True):
+            if earlier is not None:
+                with torch.no_grad():
+                    each.grad = earlier if each.grad is None else earlier + each.grad
+        self._before = []
+
+    def _reduce(self) -> None:
+        start = time.perf_counter()
+        self._group.accumulate()
+        if self._group.unreduced:
+            # W of other microbatches, or of another slice, may still read them.
+            self._group.start_reduce(reshards=False)
+        if self.timed:
+            self.times = start, time.perf_counter()
 
 
 class ShardedStages:
@@ -75,15 +163,11 @@ class ShardedStages:
                 self._restore.close()
                 raise
 
-    def __bool__(self) -> bool:
-        return bool(self._stages)
-
     @property
     def stages(self) -> frozenset[int]:
         """Which of this rank's are."""
         return frozenset(self._stages)
 
-    @torch.no_grad()
     def _connect(self) -> None:
         """Communicate over groups of the trainer, and take over the first replica's values."""
         layout = self._groups.layout
@@ -98,14 +182,7 @@ class ShardedStages:
             self._apart = self._restore.enter_context(
                 group.communicating(gathering, reducing, copying)
             )
-            for parameter in group.parameters if copying is not None else ():
-                values = local_tensor(parameter).detach()
-                if values.numel():
-                    with self._groups.losing(_SHARDS):
-                        # As bytes, for not every backend knows every dtype.
-                        copy = values.contiguous().view(-1)
-                        dist.broadcast(copy.view(torch.uint8), src=first, group=copying)
-                    values.copy_(copy.view(values.shape))
+            adopt(group.parameters, first, copying, self._groups, _SHARDS)
 
     def close(self) -> None:
         """Let the modules communicate as before."""
@@ -183,12 +260,32 @@ class ShardedStages:
         """A reduction for each parameter group, in the order in which they start where nothing else
         says: last modules first.
         """
+        waits: dict[int, list[Callable[[], None]]] = {index: [] for index in self._stages}
         return [
-            GroupReduction(group, index, together)
+            GroupReduction(group, index, waits[index], self)
             for index, sharded in self._stages.items()
-            for together in [StageReductions(sharded, self._run, self._groups.losing)]
             for group in sharded.reduced_groups
         ]
+
+    def lay_out(self, group: ParameterGroup) -> None:
+        """Reduce what ranks that share a group's tensors have parts of.
+
+        Raises:
+            LostPeerError: one of them did not take part.
+        """
+        with self._groups.losing("the ranks that share its tensors"):
+            group.lay_gradients_out()
+
+    def finish(self, stage: int, waits: Sequence[Callable[[], None]]) -> None:
+        """Wait for the reductions of a stage.
+
+        Raises:
+            LostPeerError: another rank did not take part.
+        """
+        with self._groups.losing(_SHARDS):
+            for wait in waits:
+                wait()
+            self._stages[stage].finish_reduce()
 
     @property
     def reduces_early(self) -> bool:
@@ -197,7 +294,7 @@ class ShardedStages:
         """
         return self._apart
 
-    def _run(self, call: Callable[[], None], beside: bool) -> Callable[[], None]:
+    def run(self, call: Callable[[], None], beside: bool) -> Callable[[], None]:
         """Start a call that may wait for other ranks; gives what waits for its end.
 
         Args:

@@ -7,22 +7,22 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import TrainableStage
-from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
+from autosplit.pipeline.ledger.prediction import Evicted
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, changes_of, levels
-from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.training.auto_schedule import MEASURED, Tuner
+
+from .auto_schedule import MEASURED, Tuner
+from .rank_memory import RankSize
 
 _TRIES = 6  # searches, each with what the schedule before it turned out to hold beside
 _CORRECTIONS = 3  # schedules that held more than was known of them, before it is given up
@@ -63,12 +63,9 @@ class LimitTuner(Tuner):
         schedule: whose placement and number of microbatches are kept.
         groups: the trainer's process groups.
         limit: bytes that a rank may hold.
-        fixed: this rank's bytes of parameters, gradients, optimizer state and batch.
-        replay: plays this rank's part of a schedule; None where a stage's graphs are not known.
-        measured: what the last step held by action, see ``RankLedger.measured``; empty where that
-            was not recorded.
-        links: measures the links between ranks and to the host's store; collective.
-        wiring: who feeds whom; None: each stage the next.
+        size: tells this rank's bytes.
+        links: measures the links between ranks; collective.
+        known: further arguments of ``Tuner``.
     """
 
     def __init__(
@@ -77,19 +74,19 @@ class LimitTuner(Tuner):
         groups: Groups,
         *,
         limit: int,
-        fixed: Callable[[], int],
-        replay: Callable[[Schedule], RankReplay | None],
-        measured: Callable[[], Mapping[str, int]],
+        size: RankSize,
         links: Callable[[], Transfer],
-        wiring: Wiring | None = None,
-        reductions: Callable[[], Reductions | None] = lambda: None,
+        **known: Any,
     ) -> None:
-        super().__init__(schedule, groups, links=links, wiring=wiring, reductions=reductions)
+        super().__init__(
+            schedule,
+            groups,
+            links=lambda: replace(links(), host=size.host_link(), moves=size.move_costs()),
+            **known,
+        )
         self.measured = schedule
         self._limit = limit
-        self._fixed = fixed
-        self._replay = replay
-        self._levels = measured
+        self._size = size
         self._running = schedule
         self._fixed_by_rank: list[int] = []
         self._sizes: Sequence[StageMemory] = ()
@@ -143,10 +140,10 @@ class LimitTuner(Tuner):
         """Note what the last step held above what is known of it; per rank, the most that it held
         with all there is. Collective.
         """
-        measured = self._levels()
+        measured = self._size.measured()
         for action, level in self._played(self._running):
             _raise(self._operators, action, measured.get(str(action), 0) - level)
-        own = self._fixed() + max(measured.values(), default=0)
+        own = self._size.fixed_bytes() + max(measured.values(), default=0)
         most = [float(each) for each in self._most(own)]
         if all(self._groups.everybody.gather(bool(measured))):
             self._measured = self._running, most
@@ -178,7 +175,7 @@ class LimitTuner(Tuner):
 
     def _played(self, schedule: Schedule) -> list[tuple[Action, int]]:
         """This rank's actions with what it holds then beside the fixed; collective."""
-        replay = self._replay(schedule)
+        replay = self._size.replay(schedule)
         if replay is not None:
             replay.peak({})
         guests: Evicted = {}
@@ -232,27 +229,16 @@ class LimitTuner(Tuner):
 
     def _shortest(self, costs: Costs) -> Schedule:
         """The shortest step that is found within the limit; collective."""
-        self._fixed_by_rank = self._most(self._fixed())
+        self._fixed_by_rank = self._most(self._size.fixed_bytes())
         self._sizes = costs.memory
         # What holds too much may do so beside microbatches as well: GPipe keeps all it has sent.
         self._note_graphs(self._running, least=max(self._held(self._running)) > self._limit)
         nearest: list[tuple[float, Schedule]] = []
         weighed, aim = self._weighed(costs), float(self._limit)
         for _ in range(_TRIES):
-            try:
-                found = search_within(
-                    weighed,
-                    self._schedule.microbatches,
-                    aim,
-                    ranks=len(self._schedule.ranks),
-                    placement=self._schedule.placement,
-                    fixed=self._fixed_by_rank,
-                ).schedule
-            except LimitError as error:
-                if error.schedule is None:
-                    break
-                found = error.schedule
-            found = replace(found, crosses_step=False)
+            found = self._search(weighed, aim)
+            if found is None:
+                break
             most = max(self._held(found))
             nearest.append((most, found))
             if most <= self._limit:
@@ -268,38 +254,43 @@ class LimitTuner(Tuner):
         # The search may miss what is known to fit, or what a refusal advised a limit for.
         there = [(max(self._held(each)), each) for each in (self._running, self._schedule)]
         there += self._frugal(costs)
-        least, found = min([*nearest, *there], key=itemgetter(0))
+        least, nearest_one = min([*nearest, *there], key=itemgetter(0))
         if least > self._limit:
             self._refuse(*min(there, key=itemgetter(0)))
-        self._running = found
-        return found
+        self._running = nearest_one
+        return nearest_one
+
+    def _search(self, costs: Costs, aim: float) -> Schedule | None:
+        """What is found within ``aim`` bytes, or the nearest to that; None: nothing."""
+        schedule = self._schedule
+        try:
+            found: Schedule | None = search_within(
+                costs,
+                schedule.microbatches,
+                aim,
+                ranks=len(schedule.ranks),
+                placement=schedule.placement,
+                fixed=self._fixed_by_rank,
+            ).schedule
+        except LimitError as error:
+            found = error.schedule
+        return None if found is None else replace(found, crosses_step=False)
 
     def _frugal(self, costs: Costs) -> list[tuple[float, Schedule]]:
         """What the search has to offer for a limit that nothing keeps, with the most that a rank
         holds then; the same whatever the limit and the trainer's own schedule are, so that a limit
         that a refusal advised finds it again.
         """
-        schedule = self._schedule
         found: list[tuple[float, Schedule]] = []
         noted, self._graphs = self._graphs, {}
         seen: list[Costs] = []
         while len(seen) < _TRIES and (weighed := self._weighed(costs)) not in seen:
             seen.append(weighed)
-            try:
-                search_within(
-                    weighed,
-                    schedule.microbatches,
-                    1.0,
-                    ranks=len(schedule.ranks),
-                    placement=schedule.placement,
-                    fixed=self._fixed_by_rank,
-                )
-            except LimitError as error:
-                if error.schedule is None:
-                    break
-                frugal = replace(error.schedule, crosses_step=False)
-                found.append((max(self._held(frugal)), frugal))
-                self._note_graphs(frugal)
+            frugal = self._search(weighed, 1.0)
+            if frugal is None:
+                break
+            found.append((max(self._held(frugal)), frugal))
+            self._note_graphs(frugal)
         self._graphs = noted
         return found
 

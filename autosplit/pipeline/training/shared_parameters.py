@@ -22,6 +22,8 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.autograd import has_tensor_hooks
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
+from .stage_copies import adopt
+
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of the parameter within it."""
 
@@ -122,14 +124,10 @@ class SharedParameters:
 
     @torch.no_grad()
     def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:
-        values = local_tensor(copies[0]).detach().clone(memory_format=torch.contiguous_format)
-        if link is not None and values.numel():
-            with self._groups.losing("a rank that shares a parameter"):
-                # As bytes, for not every backend knows every dtype.
-                source = self._groups.members[owner]
-                dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=link)
-        for copy in copies:
-            local_tensor(copy).copy_(values)
+        others = "a rank that shares a parameter"
+        adopt(copies[:1], self._groups.members[owner], link, self._groups, others)
+        for copy in copies[1:]:
+            local_tensor(copy).copy_(local_tensor(copies[0]))
 
 
 def union_of_groups(

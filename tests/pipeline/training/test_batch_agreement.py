@@ -12,7 +12,7 @@ from autosplit.errors import BatchError
 from autosplit.pipeline.engine.first_error import AROUND
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline import workers
-from tests.pipeline.training.agreement import batch_workers
+from tests.pipeline.training import batch_workers
 from tests.ranks import Ranks
 
 Found = list[dict[str, Any]]

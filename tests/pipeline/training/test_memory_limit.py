@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autosplit.errors import PipelineError
-from tests.pipeline.training.memory import limit_workers
+from tests.pipeline.training import limit_workers
 from tests.ranks import Ranks
 
 

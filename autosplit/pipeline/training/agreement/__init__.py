@@ -1,1 +1,0 @@
-"""What all ranks of a trainer must have alike: batches and options."""

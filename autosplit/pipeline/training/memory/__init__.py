@@ -1,1 +1,0 @@
-"""A trainer's memory: recorded, predicted, and kept within a limit."""

@@ -1,0 +1,190 @@
+"""One rank's share of the model in training, and what keeps it equal with that of others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError
+from autosplit.mesh.exact_norm import sum_of_squares
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.torch_internals.dtensor import is_dtensor
+
+from .replicas import Completion, ModelReplicas
+from .sharded_stages import ShardedStages
+from .shared_parameters import Holder, SharedParameters
+from .stage_copies import StagesTwice, TensorParts
+from .stage_modules import StageSource
+
+
+class RankState:
+    """This rank's stage modules and trainable parameters, kept equal with their replicas.
+
+    What there is none of is None, and nobody asks it: one rank without a mesh has none of the five.
+    Creating one is collective over all ranks.
+
+    Args:
+        stages: all stages.
+        shared: groups of (stage, parameter name); every group is one parameter of the model.
+        schedule: says which rank holds which stage.
+        groups: the trainer's process groups.
+        device: where the stages go.
+        settled: waits until the device has done what it was given.
+
+    Attributes:
+        modules: by stage.
+        parameters: those that need a gradient, each once.
+        sharded: the stages that are sharded.
+        parts: of tensors that other ranks have other parts of.
+        twice: the stages that another rank of the pipeline holds a copy of.
+        shared: the parameters of which there are several copies in the pipeline.
+        replicas: makes gradients means over replicas of the pipeline.
+        behind: what follows the actions of a step, call by call.
+        reduces: whether gradients are summed with those of other copies or ranks in a step.
+        reducing: whether this is inside ``reduced``.
+
+    Raises:
+        PipelineError: a stage that is no module, or what ``ShardedStages``, ``TensorParts``,
+            ``StagesTwice`` and ``SharedParameters`` refuse; or stages are sharded of which
+            other ranks hold copies that they do not reduce with them.
+    """
+
+    def __init__(
+        self,
+        stages: StageSource,
+        shared: Sequence[Sequence[Holder]],
+        schedule: Schedule,
+        groups: Groups,
+        device: torch.device,
+        settled: Callable[[], None],
+    ) -> None:
+        self.modules: dict[int, nn.Module] = {}
+        for index in schedule.held(groups.rank):
+            module = stages.build(index)
+            if not isinstance(module, nn.Module):
+                raise PipelineError(
+                    f"stage {index} must be an nn.Module; got a {type(module).__name__}"
+                )
+            self.modules[index] = module.to(device)
+        layout, modules = groups.layout, self.modules
+        sharded = ShardedStages(modules, groups)
+        self.sharded = sharded if sharded.stages else None
+        if self.sharded is not None:
+            _refuse_beside_shards(shared, schedule)
+        self.parts: TensorParts | None = None
+        if layout.tensor_ranks > 1 or self.sharded is not None or any(_dtensors(modules.values())):
+            self.parts = TensorParts(modules, groups, sharded.parameters)
+        self.twice: StagesTwice | None = None
+        if schedule.mirror is not None:
+            self.twice = StagesTwice(modules, schedule, groups)
+        self.shared: SharedParameters | None = None
+        if shared or schedule.mirror is not None:
+            self.shared = SharedParameters(shared, modules, schedule, groups, settled)
+        self.replicas: ModelReplicas | None = None
+        if layout.shares > 1 or self.sharded is not None:
+            is_shared = (lambda _: False) if self.shared is None else self.shared.is_shared
+            self.replicas = ModelReplicas(modules, groups, settled, is_shared, self.sharded)
+        self.behind: tuple[Callable[[], None], ...] = (
+            *((settled,) if device.type == "cuda" else ()),
+            *((self.sharded.free_all,) if self.sharded is not None else ()),
+            *((self.replicas.equalise_buffers,) if layout.shares > 1 and self.replicas else ()),
+        )
+        self.reduces = (self.shared, self.replicas, self.parts) != (None, None, None)
+        self.reducing = False
+        self.parameters = _trainable(modules.values())
+        # Of replicas, the first one's are counted.
+        self._counted = [p for p in self.parameters if self._is_counted(p, groups)]
+        self._known = frozenset(map(id, self.parameters))
+
+    def _is_counted(self, parameter: nn.Parameter, groups: Groups) -> bool:
+        """Whether this rank counts a parameter in the norm of the model's gradient."""
+        place = groups.layout.place
+        if place.replicate or (self.shared is not None and self.shared.is_duplicate(parameter)):
+            return False
+        return self.parts is None or self.parts.is_counted(parameter)
+
+    def check(self) -> None:
+        """Refuse parameters that are trained now and were not when this was made: no optimizer
+        moves them, no norm counts them and no copies are kept equal.
+
+        Raises:
+            PipelineError: names one.
+        """
+        if self.sharded is not None:
+            self.sharded.check()
+            self.sharded.free_all()
+        for stage, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._known:
+                    raise PipelineError(
+                        f"parameter {name!r} of stage {stage} was unfrozen, added or replaced "
+                        "after the trainer was built, and its optimizer does not know it: build a "
+                        "new trainer, or put values into the parameters that are there "
+                        "(load_state_dict without assign=True)"
+                    )
+
+    def close(self) -> None:
+        """Let sharded modules communicate as before."""
+        if self.sharded is not None:
+            self.sharded.close()
+
+    def squares(self) -> Tensor:
+        """This rank's part of the ``sum_of_squares`` of the model's gradients."""
+        return sum_of_squares(self._counted)
+
+    @contextlib.contextmanager
+    def reduced(self, completions: Sequence[Completion], *, timed: bool) -> Iterator[None]:
+        """Give every copy of a parameter the sum of the gradients that come inside, and all
+        replicas of the pipeline their mean; see ``SharedParameters`` and ``ModelReplicas``.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.replicas is not None:
+                stack.enter_context(self.replicas.averaging(completions, timed=timed))
+            if self.shared is not None:
+                stack.enter_context(self.shared.summing())
+            self.reducing = True
+            try:
+                yield
+            finally:
+                self.reducing = False
+        if self.parts is not None:
+            self.parts.lay_gradients_out(self.parameters)
+
+    def complete(self, completion: Completion, *, last: bool) -> None:
+        """Start to reduce gradients, which are in ``.grad``.
+
+        Args:
+            completion: whose.
+            last: whether all of the stage are there.
+        """
+        if last and self.shared is not None:
+            self.shared.complete(completion[0])
+        if self.replicas is not None:
+            self.replicas.ready(completion)
+
+
+def _refuse_beside_shards(shared: Sequence[Sequence[Holder]], schedule: Schedule) -> None:
+    what = "are shared by several stages (shared_parameters)" if shared else ""
+    if schedule.mirror is not None:
+        what = f"have two copies under schedule {schedule.name!r}"
+    if what:
+        raise PipelineError(
+            f"parameters that fully_shard has sharded {what}, whose gradients would have to be "
+            "summed across both: take 'dp_replicate' in place of 'dp_shard', or stages that have "
+            "parameters of their own under a schedule with one copy of each"
+        )
+
+
+def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Parameters that need a gradient, each once."""
+    found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+    return list(found.values())
+
+
+def _dtensors(modules: Iterable[nn.Module]) -> Iterator[bool]:
+    for module in modules:
+        yield from map(is_dtensor, (*module.parameters(), *module.buffers()))

@@ -1,0 +1,234 @@
+"""Ranks that hold the same stages, or parts of them: built alike, and with the same values.
+
+Two copies of the stages on one pipeline, and tensors that several ranks have parts of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError, ShardedError
+from autosplit.mesh.dimensions import SHARD, TENSOR
+from autosplit.pipeline.engine.control import Control
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.torch_internals.dtensor import Sharding, is_dtensor, lay_gradient_out, local_tensor
+from autosplit.torch_internals.state import versions
+
+Modules = Mapping[int, nn.Module]
+"""A rank's stages by index."""
+
+
+def check_alike(
+    modules: Modules, control: Control, sets: Iterable[Sequence[int]], what: str
+) -> None:
+    """Hold names, shapes, dtypes and shardings of this rank's tensors against those of others, for
+    the stages that both hold; collective.
+
+    Args:
+        modules: this rank's.
+        control: over the ranks.
+        sets: of ranks that must have them alike, as they are numbered there.
+        what: what these ranks hold.
+
+    Raises:
+        PipelineError: names two ranks and a tensor of each.
+    """
+    own = {
+        stage: [f"stage {stage}'s {name}: {form_of(tensor)}" for name, tensor in _named(module)]
+        for stage, module in modules.items()
+    }
+    everywhere = control.gather(own)
+    for first, *others in sets:
+        for other in others:
+            for stage in sorted(everywhere[first].keys() & everywhere[other].keys()):
+                expected, came = everywhere[first][stage], everywhere[other][stage]
+                if came != expected:
+                    here = next((each for each in came if each not in expected), "nothing more")
+                    there = next((each for each in expected if each not in came), "nothing more")
+                    one, two = control.members[first], control.members[other]
+                    raise PipelineError(
+                        f"the ranks {one} and {two} hold {what}, which must "
+                        f"be built alike: rank {one} has {there}, rank {two} has {here}"
+                    )
+
+
+@torch.no_grad()
+def adopt(
+    tensors: Iterable[Tensor],
+    source: int,
+    link: dist.ProcessGroup | None,
+    groups: Groups,
+    others: str,
+) -> None:
+    """Take over the values of a rank, on all ranks that a link connects.
+
+    Args:
+        tensors: alike on all of them; of DTensors, what this rank has.
+        source: whose, as the default process group numbers it.
+        link: connects them; None does nothing.
+        groups: the trainer's process groups.
+        others: what the ranks are called in errors.
+
+    Raises:
+        LostPeerError: one of them did not take part.
+    """
+    for tensor in map(local_tensor, tensors) if link is not None else ():
+        if tensor.numel():
+            values = tensor.detach().clone(memory_format=torch.contiguous_format)
+            with groups.losing(others):
+                # As bytes, for not every backend knows every dtype.
+                dist.broadcast(values.view(-1).view(torch.uint8), src=source, group=link)
+            tensor.copy_(values)
+
+
+def form_of(tensor: Tensor) -> str:
+    """What must be the same on all ranks that hold a tensor."""
+    trains = ", trained" if tensor.requires_grad else ""
+    lies = f" over {Sharding.of(tensor)}" if is_dtensor(tensor) else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{lies}{trains}"
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+class StagesTwice:
+    """This rank's stages that another rank holds a copy of.
+
+    Each copy runs half of the microbatches. Parameters stay alike because both get the sum of the
+    gradients (see ``SharedParameters``) and their optimizers do the same with it. A buffer that the
+    forward writes would hold the statistics of one half, so none may be written. Creating one is
+    collective over all ranks.
+
+    Args:
+        modules: this rank's.
+        schedule: says who holds which stage.
+        groups: the trainer's process groups.
+
+    Raises:
+        PipelineError: a stage is not alike on its two ranks.
+    """
+
+    def __init__(self, modules: Modules, schedule: Schedule, groups: Groups) -> None:
+        self._modules = {at: each for at, each in modules.items() if len(schedule.holders(at)) > 1}
+        sets = dict.fromkeys(schedule.holders(stage) for stage in range(schedule.stages))
+        check_alike(self._modules, groups, sets, "copies of the same stages")
+
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """Refuse what writes into a buffer inside.
+
+        Raises:
+            PipelineError: names the buffer.
+        """
+        before = self._buffers()
+        marks = versions(before.values())
+        yield
+        after = self._buffers()
+        for (at, buffer), mark in zip(before.items(), marks, strict=True):
+            if after.get(at) is not buffer or versions([buffer]) != (mark,):
+                stage, name = at
+                raise PipelineError(
+                    f"the forward of stage {stage} writes its buffer {name!r}, and each of the two "
+                    "copies of the stage sees half of the microbatches: neither would have the "
+                    "statistics of all. Take a schedule with one copy of each stage, such as "
+                    "'dualpipe-v', or a layer that keeps none, such as nn.GroupNorm"
+                )
+
+    def _buffers(self) -> dict[tuple[int, str], Tensor]:
+        return {
+            (stage, name): buffer
+            for stage, module in self._modules.items()
+            for name, buffer in module.named_buffers()
+        }
+
+
+class TensorParts:
+    """What this rank's stages have to do with those that have other parts of the same tensors.
+
+    Parameters that are not shared by these ranks, of which each has a copy (or of those that are
+    sharded over others, of its shard), start with the values of the first. Creating one is
+    collective over all ranks.
+
+    Args:
+        modules: this rank's.
+        groups: the trainer's process groups.
+        sharded: by ``id``, parameters of ``fully_shard``, each with how it lies over ranks when it
+            is gathered: None where a rank has the whole then.
+
+    Raises:
+        ShardedError: a DTensor over other ranks than those of "tp" in the trainer's mesh.
+        PipelineError: no tensor of the model is shared by ranks, though the mesh has "tp"; or they
+            have not built their stages alike.
+    """
+
+    def __init__(
+        self, modules: Modules, groups: Groups, sharded: Mapping[int, Sharding | None]
+    ) -> None:
+        layout = groups.layout
+        self._place = layout.place
+        own = groups.everybody.rank
+        group = next(ranks for ranks in layout.tensor_groups if own in ranks)
+        shared = 0
+        copies: dict[int, Tensor] = {}
+        for stage, module in modules.items():
+            for name, tensor in _named(module):
+                lies = Sharding.of(tensor) if is_dtensor(tensor) else None
+                lies = sharded.get(id(tensor), lies)
+                if lies is not None:
+                    shared += 1
+                    _check_lies(f"stage {stage}'s {name}", lies, group)
+                    for each in lies.mesh.get_all_groups():
+                        groups.watch_lent(each)
+                elif isinstance(tensor, nn.Parameter):
+                    copies[id(tensor)] = tensor
+        if len(group) > 1:
+            if not any(groups.everybody.gather(shared)):
+                raise PipelineError(
+                    f"the mesh has {len(group)} ranks along {TENSOR!r}, and no parameter of any "
+                    "stage is shared by them: let each stage be parallelize_module(stage, "
+                    f"mesh[{TENSOR!r}], plan), or take a mesh without {TENSOR!r}"
+                )
+            check_alike(modules, groups.everybody, layout.tensor_groups, "parts of the same stages")
+            others = "the ranks that share its tensors"
+            adopt(
+                copies.values(), group[0], groups.of_several(layout.tensor_groups), groups, others
+            )
+
+    def is_counted(self, parameter: Tensor) -> bool:
+        """Whether this rank counts what it has of a parameter where the model's elements are
+        counted: of copies the first rank's.
+        """
+        lies = Sharding.of(parameter).by_dimension() if is_dtensor(parameter) else []
+        # What two dimensions shard has a placement of another kind along one of them.
+        sharded = {name for name, placement in lies if not placement.is_replicate()}
+        places = {SHARD: self._place.shard, TENSOR: self._place.tensor}
+        return all(name in sharded or not at for name, at in places.items())
+
+    def lay_gradients_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have the gradients of DTensors lie as these do; collective over their ranks."""
+        for parameter in parameters:
+            lay_gradient_out(parameter)
+
+
+def _check_lies(what: str, lies: Sharding, group: tuple[int, ...]) -> None:
+    names = [name for name, _ in lies.by_dimension()]
+    if names == [TENSOR] and lies.ranks == tuple(sorted(group)):
+        return
+    here = (
+        f"the ranks {list(group)} share tensors here"
+        if len(group) > 1
+        else (f"the trainer has no mesh with {TENSOR!r}")
+    )
+    raise ShardedError(
+        f"{what} is a DTensor over the ranks {list(lies.ranks)} ({lies}), and {here}: give "
+        f"parallelize_module the dimension {TENSOR!r} of the mesh that PipelineTrainer gets, "
+        f"mesh=init_device_mesh(..., mesh_dim_names=('pp', {TENSOR!r})) and mesh[{TENSOR!r}]"
+    )

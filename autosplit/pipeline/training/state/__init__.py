@@ -1,1 +1,0 @@
-"""The model and optimizer state of one rank in training."""
