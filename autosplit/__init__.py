@@ -3,9 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autosplit.dynamo.pending_weights import backward_weight
-from autosplit.mesh.costs import CollectiveCosts, DeviceSpeed, Link, measure_collectives
-
 from .errors import (
     AutosplitError,
     BatchError,
@@ -17,13 +14,15 @@ from .errors import (
     ScheduleError,
     SplitError,
 )
-from .module import SplitModule
-from .splitting import split
-from .stage import Stage
 
 if TYPE_CHECKING:
+    from .dynamo.pending_weights import backward_weight
+    from .mesh.costs import CollectiveCosts, DeviceSpeed, Link, measure_collectives
+    from .module import SplitModule
     from .planner import Plan, meta_model, partition
     from .report.pictures import draw_memory
+    from .splitting import split
+    from .stage import Stage
 
 __version__ = "0.1.0"
 
@@ -52,17 +51,27 @@ __all__ = [
     "split",
 ]
 
-
-_LATE = {
+_HOMES = {
+    "CollectiveCosts": "autosplit.mesh.costs",
+    "DeviceSpeed": "autosplit.mesh.costs",
+    "Link": "autosplit.mesh.costs",
     "Plan": "autosplit.planner",
+    "SplitModule": "autosplit.module",
+    "Stage": "autosplit.stage",
+    "backward_weight": "autosplit.dynamo.pending_weights",
     "draw_memory": "autosplit.report.pictures",
+    "measure_collectives": "autosplit.mesh.costs",
     "meta_model": "autosplit.planner",
     "partition": "autosplit.planner",
+    "split": "autosplit.splitting",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The planner needs the pipeline, which not everybody needs; so it is imported when asked."""
-    if name in _LATE:
-        return getattr(importlib.import_module(_LATE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """What needs torch is imported when it is asked for, the planner and its pipeline only by
+    whoever plans.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -12,12 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from autosplit.autograd.deferred_backward import DeferredBackward
 from autosplit.autograd.delivery import Delivery
-from autosplit.autograd.function import WeightAnchor, run_forward, run_split
+from autosplit.autograd.function import WeightAnchor, hooks_text, run_forward, run_split
 from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
-from autosplit.autograd.parameter_hooks import hooks_text
-from autosplit.autograd.pending_queue import PendingBound, PendingQueue, checked
+from autosplit.autograd.pending import PendingBound, PendingQueue
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
 from autosplit.dynamo.fallback import Fallback
@@ -28,7 +25,12 @@ from autosplit.runtime.refusals import refuse_overlap
 from autosplit.runtime.specializations import CallFlattening, Specializations
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.autograd import in_transform
-from autosplit.torch_internals.distributed import fsdp_part, is_fsdp_managed, synchronises
+from autosplit.torch_internals.distributed import (
+    data_parallel,
+    fsdp_part,
+    is_fsdp_managed,
+    synchronises,
+)
 from autosplit.torch_internals.pytree import tree_unflatten
 from autosplit.torch_internals.tracing import untraced
 
@@ -100,7 +102,7 @@ class SplitModule(ModuleProxy):
     _dynamic: bool | None
     _graphs: Specializations
     _fallback: Fallback
-    _queue: PendingQueue[DeferredBackward]
+    _queue: PendingQueue
     _flatten: CallFlattening
     _anchor: WeightAnchor
     _sharded: ShardedModule | None
@@ -148,7 +150,7 @@ class SplitModule(ModuleProxy):
         deliver: Delivery
         if sharded is None:
             deliver = Delivery(own["_accumulation"])
-            own["_queue"] = PendingQueue(deliver.all, own["_bound"])
+            own["_queue"] = PendingQueue(deliver, own["_bound"])
         else:  # FSDP's hooks do not run inside of parts
             from autosplit.autograd.sharded_delivery import ShardedDelivery, ShardedQueue
 
@@ -157,7 +159,7 @@ class SplitModule(ModuleProxy):
         dynamic = own["_dynamic"]
         by_graphs = bool(dynamic) and not options.holds_open_sizes
         own["_fallback"] = Fallback(
-            self.unsplit, options, insist, dynamic=by_graphs, bound=own["_bound"]
+            self.unsplit, options, insist, dynamic=by_graphs, queue=own["_queue"]
         )
         limit, hidden = own["_max_graphs"], own["_queue"].hidden
         own["_graphs"] = Specializations(
@@ -169,7 +171,6 @@ class SplitModule(ModuleProxy):
         weakref.finalize(self, deliver.forget)
 
     @ProxiedForward
-    @untraced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
 
@@ -187,7 +188,8 @@ class SplitModule(ModuleProxy):
             )
         if self._sharded is None and is_fsdp_managed(self.unsplit):  # by now; no guard looks for it
             self._attach()
-        self._queue.make_room()
+        if self._queue.microbatches:
+            self._queue.make_room()
         try:
             return self._call(args, kwargs)
         except ShardedError:
@@ -197,13 +199,13 @@ class SplitModule(ModuleProxy):
         return self.forward(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unsplit = synchronises()
+        parallel = data_parallel()
+        unsplit = parallel is not None and synchronises()
         if unsplit:
             self.backward_weight()
         fallback = self._fallback
-        partial = fallback.takes_over
-        if partial is not None:
-            return fallback.run_by_graphs(partial, args, kwargs)
+        if fallback.partial is not None and not fallback.captures_again:
+            return fallback.run_by_graphs(fallback.partial, args, kwargs)
         leaves, structure = self._flatten(args, kwargs)
         failing = None
         try:
@@ -218,25 +220,32 @@ class SplitModule(ModuleProxy):
             return fallback.run_by_graphs(fallback.give_up(error), args, kwargs)
         if failing is not None:  # here, so that the user's own error comes alone
             return fallback.run_unsplit(failing, args, kwargs)
-        return self._run(functions, leaves, unsplit)
+        return self._run(functions, leaves, parallel, unsplit)
 
-    def _run(self, functions: SplitFunctions, leaves: list[Any], unsplit: bool) -> Any:
-        """F of a captured graph, as autograd sees it; with ``unsplit`` its backward is I and W."""
-        with self._parameters_in_place():
+    def _run(
+        self, functions: SplitFunctions, leaves: list[Any], parallel: Any, unsplit: bool
+    ) -> Any:
+        """F of a captured graph, as autograd sees it; with ``unsplit`` its backward is I and W.
+        ``parallel``: the data parallelism around it.
+        """
+        if self._sharded is None:
             state = self._graphs.state()
+        else:
+            with self._sharded.standing_in():
+                state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
-            if not unsplit and self._anchor.deliver.leaves(functions, state).has_hooks():
-                unsplit = True  # hooks fire in backward(): an optimizer may step in one
-                self.backward_weight()
-            outputs = run_split(self._anchor, functions, state, leaves, unsplit)
+            outputs = run_split(
+                self._anchor, functions, state, leaves, unsplit, counted=parallel is not None
+            )
         else:
             with torch.no_grad():
                 outputs = run_forward(functions, state, list(leaves)).outputs
+        capture = functions.capture
         for name in reversed(functions.updated_inputs):
-            leaves[functions.capture.inputs.index(name)].copy_(outputs.pop())
-        return tree_unflatten(outputs, functions.capture.output_spec)
+            leaves[capture.inputs.index(name)].copy_(outputs.pop())
+        return tree_unflatten(outputs, capture.output_spec)
 
     @untraced
     def backward_weight(self, microbatches: int | None = None) -> None:
@@ -257,34 +266,18 @@ class SplitModule(ModuleProxy):
                 place since; or another thread computes them, and this is
                 inside a ``backward()``.
         """
-        partial = self._fallback.partial
-        if microbatches is None:
-            self._queue.compute()
-            if partial is not None:
-                partial.backward_weight()
-            return
-        # What whole graphs left is older: once in parts, always in parts.
-        whole = self._queue.pending
-        count = checked(microbatches, self.pending, self._bound)
-        if whole:
-            self._queue.compute(min(count, whole))
-        if partial is not None and count > whole:
-            partial.backward_weight(count - whole)
+        self._queue.compute(microbatches)
 
     def discard(self) -> None:
         """Forget what is pending, as if its ``backward()`` had not been: ``.grad`` of each
         parameter is what it was before, and holds what came from elsewhere meanwhile.
         """
         self._queue.discard()
-        partial = self._fallback.partial
-        if partial is not None:
-            partial.discard()
 
     @property
     def pending(self) -> int:
         """Microbatches whose weight gradients have not been computed."""
-        partial = self._fallback.partial
-        return self._queue.pending + (partial.pending if partial else 0)
+        return self._queue.pending
 
     @property
     def max_pending(self) -> float:
@@ -298,8 +291,7 @@ class SplitModule(ModuleProxy):
     @property
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
-        partial = self._fallback.partial
-        return self._queue.bytes + (partial.pending_bytes if partial else 0)
+        return self._queue.bytes
 
     @property
     def functions(self) -> tuple[SplitFunctions, ...]:
@@ -327,10 +319,6 @@ class SplitModule(ModuleProxy):
         else:  # a second microbatch's W adds into the first's gradients
             functions.compile(("backward_input", *["backward_weight"] * 2), self._accumulation)
         return functions
-
-    def _parameters_in_place(self) -> contextlib.AbstractContextManager[None]:
-        """Around what looks up the parameters that graphs read."""
-        return contextlib.nullcontext() if self._sharded is None else self._sharded.standing_in()
 
     def report(self) -> str:
         """Tables: per graph ops, FLOPs, bytes; the boundary between I and W, tensor by tensor.

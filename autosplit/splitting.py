@@ -129,7 +129,7 @@ def split(
         max_graphs=max_graphs,
         max_pending=max_pending,
     )
-    if (args or kwargs) and module._fallback.takes_over is None:
+    if (args or kwargs) and module._fallback.partial is None:
         try:
             materialise_lazy_parameters(model, args, dict(kwargs or {}))
             module._capture(args, dict(kwargs or {}))

@@ -1,22 +1,33 @@
-"""``Delivery``: runs W of pending microbatches and accumulates into ``.grad``."""
+"""``Delivery``: runs W of pending microbatches and accumulates into ``.grad``.
+
+Directly where that is the same as what autograd's engine would do, through the engine elsewhere;
+and in place, while W runs, where it may.
+"""
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.residuals import State
-from autosplit.torch_internals.autograd import Leaves, add_gradients, without_autocast
+from autosplit.runtime.gradient_accumulation import EXACT, Accumulation
+from autosplit.runtime.residuals import State, TensorSpec
+from autosplit.torch_internals.autograd import (
+    Leaves,
+    add_gradients,
+    has_gradient_hooks,
+    without_autocast,
+)
+from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
-from .deferred_backward import DeferredBackward, summed_gradients
-from .engine_delivery import deliver_through_engine
-from .inplace_accumulation import inplace_sums, note_written
+from .pending import PendingWork, summed_gradients
 
 
 class Delivery:
@@ -35,130 +46,235 @@ class Delivery:
 
     _reduced: bool | None = None  # whether data parallelism looks on, where that is known
 
-    def __init__(self, accumulation: Accumulation) -> None:
-        self._accumulation = accumulation
+    def __init__(self, accumulation: Accumulation = EXACT) -> None:
+        self.accumulation = accumulation
         self._lock = threading.Lock()  # two threads must not both find .grad empty
-        self._leaves: weakref.WeakKeyDictionary[SplitFunctions, Leaves]
-        self._leaves = weakref.WeakKeyDictionary()
+        self._leaves: dict[int, Leaves] = {}  # by their number: graphs of a module share them
 
-    def __call__(self, works: Sequence[DeferredBackward]) -> None:
-        """Compute and deliver what one ``backward()`` left, or several as one sum.
-
-        Raises:
-            SplitError: a deferred tensor was written in place since I.
-        """
-        leaves = self._added_directly(works)
-        if leaves is None:
-            self._deliver_through_engine(works)
-        else:
-            self._add(works, leaves)
-
-    def all(self, microbatches: Iterable[Sequence[DeferredBackward]]) -> None:
-        """Compute and deliver what several ``backward()`` left, in their order.
+    def __call__(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
+        """Compute and deliver what some ``backward()`` left, in their order.
 
         With concatenated accumulation, those that follow each other and ran the same graph on the
         same parameters and buffers go through one W.
 
         Raises:
-            SplitError: as for one.
+            SplitError: a deferred tensor was written in place since I.
         """
-        for together in self._groups(microbatches):
-            leaves = self._added_directly(together[0])
-            if leaves is None or len(together) == 1:
-                for works in together:
-                    self(works)
-            else:
-                self._add([work for (work,) in together], leaves)
+        waiting = list(microbatches)
+        while waiting:
+            works = waiting.pop(0)
+            leaves = self.added_directly(works)
+            if leaves is None:
+                self._deliver_through_engine(works)
+                continue
+            group = [*works]
+            while self.accumulation.concatenated and waiting and _fit(works, waiting[0]):
+                group += waiting.pop(0)
+            self._add(group, leaves)
 
-    def _groups(
-        self, microbatches: Iterable[Sequence[DeferredBackward]]
-    ) -> Iterator[list[Sequence[DeferredBackward]]]:
-        group: list[Sequence[DeferredBackward]] = []
-        for works in microbatches:
-            if group and not (self._accumulation.concatenated and _fit(group[0], works)):
-                yield group
-                group = []
-            group.append(works)
-        if group:
-            yield group
-
-    def _added_directly(self, works: Sequence[DeferredBackward]) -> Leaves | None:
+    def added_directly(self, works: Sequence[PendingWork]) -> Leaves | None:
         """The parameters, where their gradients may be added to ``.grad`` directly."""
         work = works[0]
-        if len(works) > 1 or work.skipped or not work.functions.dependence.dense:
+        graph = work.graph
+        if (
+            len(works) > 1
+            or work.skipped
+            or not isinstance(graph, SplitFunctions)
+            or not graph.dependence.dense
+        ):
             return None
-        leaves = self.leaves(work.functions, work.state)
+        leaves = self.leaves(graph, work.state)
         return leaves if leaves.allows_direct_add(reduced=self._reduced) else None
 
-    def leaves(self, functions: SplitFunctions, state: State) -> Leaves:
+    def leaves(self, graph: Any, state: State) -> Leaves:
         """The parameters of a graph."""
-        parameters = [state[name] for name in functions.parameter_names]
-        leaves = self._leaves.get(functions)
+        parameters = [state[name] for name in graph.parameter_names]
+        leaves = self._leaves.get(len(parameters))
         if leaves is None or not leaves.are(parameters):
-            leaves = self._leaves[functions] = Leaves(parameters)
+            leaves = self._leaves[len(parameters)] = Leaves(parameters)
         return leaves
 
     def forget(self) -> None:
         """Drop references to parameters and their autograd nodes."""
         self._leaves.clear()
 
-    def _deliver_through_engine(self, works: Sequence[DeferredBackward]) -> None:
-        hooked = any(self.leaves(work.functions, work.state).has_hooks() for work in works)
+    def _deliver_through_engine(self, works: Sequence[PendingWork]) -> None:
+        whole = [work for work in works if isinstance(work.graph, SplitFunctions)]
+        hooked = any(self.leaves(work.graph, work.state).has_hooks() for work in whole)
         deliver_through_engine(works, hooked=hooked)
 
-    def _add(self, works: Sequence[DeferredBackward], leaves: Leaves) -> None:
+    def _add(self, works: Sequence[PendingWork], leaves: Leaves) -> None:
         """One microbatch, or several in one W."""
-        with torch.set_grad_enabled(False), without_autocast():
-            if not self._accumulation.exact and self._add_inside(works):
-                return
-            grads = summed_gradients(works)
-            with self._lock:
-                add_gradients(leaves.parameters, grads, works[0].functions.borrowed)
+        with torch.no_grad(), without_autocast():
+            if self.accumulation.exact or not self._add_inside(works):
+                grads = summed_gradients(works)
+                with self._lock:
+                    add_gradients(leaves.parameters, grads, works[0].graph.borrowed)
 
-    def _add_inside(self, works: Sequence[DeferredBackward]) -> bool:
+    def _add_inside(self, works: Sequence[PendingWork]) -> bool:
         """Have W add into ``.grad``, and add the gradients that I made; False where W must not."""
-        functions, state = works[0].functions, works[0].state
-        late, early = functions.late_parameters, functions.early_parameters
-        specs, borrowed = functions.dependence.gradient_specs, functions.dependence.borrowed
+        graph, state = works[0].graph, works[0].state
+        early = graph.early_parameters
+        # Not held while W lets go of it.
+        read = (tensor for work in works for tensor in (*work.deferred.read, *work.early))
         with self._lock:
-            sums = inplace_sums(
-                [state[name] for name in late],
-                [specs[name] for name in late],
-                [functions.gradient_shardings.get(name) for name in late],
-                # Not held while W lets go of it.
-                (tensor for work in works for tensor in (*work.deferred.read, *work.early)),
-            )
+            sums = inplace_sums(graph, graph.late_parameters, state, read)
             if sums is None:
                 return False
             handed = [work.deferred for work in works]
-            functions.backward_weight_together(handed, sums, self._accumulation)
+            graph.backward_weight_together(handed, sums, self.accumulation)
             note_written(sums)
+            borrowed = [name in graph.dependence.borrowed for name in early]
             for work in works if early else ():
-                parameters = [state[name] for name in early]
-                add_gradients(parameters, work.early, [name in borrowed for name in early])
+                add_gradients([state[name] for name in early], work.early, borrowed)
         return True
 
 
-def weight_gradients(work: DeferredBackward) -> list[Tensor | None]:
+def weight_gradients(work: PendingWork) -> list[Tensor | None]:
     """A gradient for each of ``parameter_names``, to be handed to autograd: None where there is
     none, and each a tensor of its own.
     """
-    gradients, borrowed = work.named_gradients(), work.functions.dependence.borrowed
-    return [
-        None if name in work.skipped else grad.clone() if name in borrowed else grad
-        for name, grad in gradients.items()
-    ]
+    named = work.named_gradients().items()
+    return [None if name in work.skipped else grad for name, grad in named]
 
 
-def _fit(one: Sequence[DeferredBackward], other: Sequence[DeferredBackward]) -> bool:
+def _fit(one: Sequence[PendingWork], other: Sequence[PendingWork]) -> bool:
     """Whether W of two microbatches can run in one call."""
-    if len(one) > 1 or len(other) > 1 or one[0].skipped or other[0].skipped:
+    return len(one) == len(other) == 1 and run_together(one[0], other[0])
+
+
+def run_together(one: PendingWork, other: PendingWork) -> bool:
+    """Whether W of two pieces of work can run in one call: of one graph, on the same parameters."""
+    graph = one.graph
+    if graph is not other.graph or one.skipped or other.skipped:
         return False
-    (first,), (second,) = one, other
-    if first.functions is not second.functions:
-        return False
-    names = first.functions.parameter_names
-    pairs = ((first.state[name], second.state[name]) for name in names)
-    return all(mine is theirs for mine, theirs in pairs) and first.functions.concatenates(
-        first.deferred, second.deferred
+    same = all(one.state[name] is other.state[name] for name in graph.parameter_names)
+    return same and bool(graph.concatenates(one.deferred, other.deferred))
+
+
+def deliver_through_engine(works: Sequence[PendingWork], *, hooked: bool = False) -> None:
+    """Compute and accumulate in one pass of autograd's engine, as of one ``backward()``: a
+    parameter that several of the works have a gradient for gets one sum. No hook of a tensor fires.
+
+    A parameter may have been frozen since the backward that its gradient is of, or have got a hook,
+    which is to see the gradients of later backwards only. So where it was, the engine accumulates
+    into a leaf in its place, which has its memory and its ``.grad``.
+
+    Args:
+        works: of one backward.
+        hooked: whether autograd's nodes of their parameters may have hooks, which are not to fire.
+    """
+    # The engine runs the newest node first: gradients add up in the order of the works.
+    targets = [(work, dict(work.named_leaves())) for work in reversed(works)]
+    for work in [work for work, named in targets if work.due and not named]:
+        with torch.no_grad():
+            work.named_gradients()
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def leaf_for(parameter: Tensor) -> Tensor:
+        if parameter.requires_grad and not hooked and not has_gradient_hooks([parameter]):
+            return parameter
+        if id(parameter) not in replaced:
+            leaf = parameter.detach().requires_grad_()
+            kind = getattr(parameter, "grad_dtype", leaf.dtype)
+            if kind is not leaf.dtype:
+                leaf.grad_dtype = kind
+            leaf.grad = parameter.grad
+            replaced[id(parameter)] = parameter, leaf
+        return replaced[id(parameter)][1]
+
+    with torch.enable_grad():
+        roots = [
+            _WeightGradients.apply(work, list(named), *map(leaf_for, named.values()))  # type: ignore[no-untyped-call]
+            for work, named in targets
+            if named
+        ]
+        if roots:
+            try:
+                torch.autograd.backward(roots)
+            finally:
+                for parameter, leaf in replaced.values():
+                    parameter.grad = leaf.grad
+
+
+class _WeightGradients(torch.autograd.Function):
+    """A root whose backward is W: the engine hands the gradients straight to the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, work: PendingWork, names: list[str], *parameters: Tensor) -> Tensor:
+        ctx.work, ctx.names = work, names
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        work, ctx.work = ctx.work, None
+        gradients = work.named_gradients()
+        return (None, None, *(gradients[name] for name in ctx.names))
+
+
+def inplace_sums(
+    graph: SplitFunctions, names: Sequence[str], state: State, read: Iterable[Tensor | None]
+) -> list[Tensor] | None:
+    """The parameters' ``.grad`` as accumulators; None where W must not add into them.
+
+    A graph is compiled for sums of its gradients' own dtype, and may write one sum before it has
+    read what the others are made from. So every ``.grad`` must be there, be an ordinary tensor
+    that lies as its parameter does, and share no memory with another or with what the graph reads.
+    One that is a DTensor must lie over ranks as the graph's gradient does.
+
+    Args:
+        graph: that adds.
+        names: of the parameters; dense ones, that do not overlap themselves.
+        state: has them.
+        read: what the graph reads; storages are compared whole.
+    """
+    sums: list[Tensor] = []
+    specs, lying = graph.dependence.gradient_specs, graph.gradient_shardings
+    for name in names:
+        parameter = state[name]
+        total = parameter.grad
+        if total is None or not _lies(total, lying.get(name)):
+            return None
+        if not _fits(local_tensor(total), local_tensor(parameter), specs[name]):
+            return None
+        sums.append(total)
+    return sums if sums and _apart([*map(local_tensor, sums)], read) else None
+
+
+def note_written(sums: Sequence[Tensor]) -> None:
+    """Count a write into each sum, as what added to it may be compiled, which does not."""
+    increment_version([*sums, *(local_tensor(each) for each in sums if is_dtensor(each))])
+
+
+def _lies(total: Tensor, lies: Sharding | None) -> bool:
+    """Whether a sum lies over ranks as a gradient does, or both are of this rank alone."""
+    if lies is None:
+        return not is_dtensor(total)
+    return is_dtensor(total) and Sharding.of(total) == lies
+
+
+def _fits(total: Tensor, parameter: Tensor, spec: TensorSpec) -> bool:
+    return (
+        type(total) is Tensor
+        and total.layout is torch.strided
+        and total.dtype is spec.dtype
+        and total.shape == spec.shape
+        and total.stride() == parameter.stride()
+        and total.device == spec.device
+        and not total.requires_grad
+        and not total.is_inference()
     )
+
+
+def _apart(sums: Iterable[Tensor], read: Iterable[Tensor | None]) -> bool:
+    """Whether no sum overlaps another one, or a tensor that is read."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in sums if t.nbytes)
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        return False
+    starts = [start for start, _ in spans]
+    for storage in (tensor.untyped_storage() for tensor in read if tensor is not None):
+        begin = storage.data_ptr()
+        before = bisect_left(starts, begin + storage.nbytes())
+        if before and spans[before - 1][1] > begin:
+            return False
+    return True

@@ -1,10 +1,17 @@
-"""The autograd node of a split module: forward runs F, backward runs I and queues W."""
+"""The autograd node of a split module: forward runs F, backward runs I and queues W.
+
+And what such nodes refuse: ``torch.autograd.grad`` for parameters, and gradients of outputs that
+other outputs are computed from, where to autograd the gradient that arrives from outside of the
+module is all that they have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,27 +20,34 @@ from torch.autograd.graph import get_gradient_edge
 from autosplit.errors import SplitError
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
+from autosplit.text.figures import few
 from autosplit.torch_internals.autograd import (
+    Leaves,
     at_end_of_backward,
     current_backward,
     graph_is_kept,
     has_accumulate_hooks,
+    has_hooks_of_users,
     has_saved_tensors_hooks,
     is_asked_for,
+    is_autocast,
     will_run,
     without_autocast,
 )
-from autosplit.torch_internals.distributed import asked_by_pipelining, data_parallel
+from autosplit.torch_internals.distributed import asked_by_pipelining
 from autosplit.torch_internals.tracing import untraced
 
-from .deferred_backward import DeferredBackward
 from .delivery import Delivery, weight_gradients
-from .parameter_request import probe_sample, refuse_parameter_request
-from .partial_gradient import refuse_partial, watch
-from .pending_queue import PendingQueue
+from .pending import PendingQueue, PendingWork
 
 if TYPE_CHECKING:
-    from autosplit.sharded.module import ShardedModule, Writes
+    from autosplit.sharded.module import ShardedModule
+
+
+T = TypeVar("T")
+
+_SOME = 4
+_NONE: frozenset[str] = frozenset()
 
 _IS_LEAF = attrgetter("is_leaf")
 _NEEDS_GRAD = attrgetter("requires_grad")
@@ -63,32 +77,12 @@ class WeightAnchor:
     """
 
     def __init__(
-        self,
-        queue: PendingQueue[DeferredBackward],
-        deliver: Delivery,
-        sharded: ShardedModule | None = None,
+        self, queue: PendingQueue, deliver: Delivery, sharded: ShardedModule | None = None
     ) -> None:
         self.queue, self.deliver, self.sharded = queue, deliver, sharded
         with torch.inference_mode(False):
             self.leaf = torch.zeros((), requires_grad=True)
             self.node = get_gradient_edge(self.leaf).node
-
-    def check(self, writes: Writes) -> None:
-        """Refuse a backward on other sharded parameters than those of the forward."""
-        if self.sharded is not None:
-            self.sharded.check(writes)
-
-    @property
-    def owner(self) -> Any:
-        """What gives a leaf's parameter, where leaves are gathered ones."""
-        return None if self.sharded is None else self.sharded.owner
-
-    def compute_in_backward(self) -> None:
-        """Compute what is pending before the backward ends, where a hook waits for gradients of
-        sharded parameters: an optimizer may step in it.
-        """
-        if self.sharded is not None and has_accumulate_hooks(self.sharded.parameters):
-            at_end_of_backward(self.queue.compute)
 
 
 def run_split(
@@ -97,15 +91,23 @@ def run_split(
     state: State,
     leaves: Sequence[Any],
     unsplit: bool,
+    *,
+    counted: bool,
 ) -> list[Any]:
-    """F as a node of autograd's graph, whose backward is I, or with ``unsplit`` I and W."""
-    parameters = [state[name] for name in functions.parameter_names]
+    """F as a node of autograd's graph, whose backward is I, or with ``unsplit`` I and W. So it is
+    where a parameter has hooks: they fire in ``backward()``, and an optimizer may step in one.
+    ``counted``: whether data parallelism counts how often the engine comes by a parameter.
+    """
+    known = anchor.deliver.leaves(functions, state)
+    parameters = known.parameters
+    if not unsplit and known.has_hooks():
+        unsplit = True
+        anchor.queue.compute()
     # Computed ones (torch.func.functional_call): no .grad is to come there.
     unsplit = unsplit or not all(map(_IS_LEAF, parameters))
-    probes = parameters
-    if not unsplit:  # data parallelism counts how often the engine comes by
-        free = not data_parallel() and not anchor.deliver.leaves(functions, state).has_hooks()
-        probes = probe_sample(parameters) if free else []
+    probes: Sequence[Tensor] = parameters
+    if not unsplit:
+        probes = () if counted else probe_sample(parameters)
     return list(
         Split.apply(functions, state, anchor, unsplit, anchor.leaf, *leaves, *probes)  # type: ignore[no-untyped-call]
     )
@@ -136,7 +138,10 @@ class Split(torch.autograd.Function):
         ctx.unsplit, ctx.probes = unsplit, len(values) - len(leaves)
         # What a loop made itself (a batch) it may write into once backward() is over. What an
         # earlier module computed it has no hold of.
-        ctx.batch = {at for _, at in functions.lent if at is not None and _is_batch(leaves[at])}
+        lent = functions.lent
+        ctx.batch = (
+            {at for _, at in lent if at is not None and _is_batch(leaves[at])} if lent else ()
+        )
         del values
         outputs, _, ctx.saved = run_forward(functions, state, leaves)
         ctx.packed = has_saved_tensors_hooks()
@@ -147,7 +152,8 @@ class Split(torch.autograd.Function):
         # Tensors of their own on the same storage: a saved output would keep its own graph
         # alive, and autograd forbids writing into a view that a function returns.
         outputs = [v.detach() if isinstance(v, Tensor) else v for v in outputs]
-        ctx.watched = watch((n, outputs[at]) for n, at in functions.dependence.read_inside)
+        inside = functions.dependence.read_inside
+        ctx.watched = watch((name, outputs[at]) for name, at in inside) if inside else ()
         if functions.constant_outputs:
             constant = [outputs[at] for at in functions.constant_outputs]
             ctx.mark_non_differentiable(*[v for v in constant if isinstance(v, Tensor)])
@@ -157,32 +163,38 @@ class Split(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         functions: SplitFunctions = ctx.functions
-        _check_backward(ctx)
-        refuse_partial(ctx.watched)
-        functions.autocast_guard.check()
+        saved = ctx.saved
+        if saved is None or torch.is_grad_enabled():
+            _refuse_backward()
+        if ctx.watched:
+            refuse_partial(ctx.watched)
+        if is_autocast():
+            functions.autocast_guard.check()
         arrived = list(output_grads)
         del output_grads
-        absent = functions.dependence.absent(arrived)
-        skipped = functions.dependence.without_gradient(absent)
-        idle = functions.dependence.idle_inputs(absent)
-        saved = ctx.saved
+        skipped = _NONE
+        idle: Sequence[int] = ()
+        if any(map(is_, arrived, repeat(None))):
+            dependence = functions.dependence
+            absent = dependence.absent(arrived)
+            skipped, idle = dependence.without_gradient(absent), dependence.idle_inputs(absent)
         kept = graph_is_kept()
         ctx.saved = saved.again() if kept else None
         if ctx.packed:
             saved.bring_back(ctx.saved_tensors)
-        ctx.anchor.check(ctx.writes)
+        if ctx.anchor.sharded is not None:
+            ctx.anchor.sharded.check(ctx.writes)
         with without_autocast():
             grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None
         weights: Sequence[Tensor | None] = [None] * ctx.probes
         ordinary = will_run(ctx.anchor.node)
-        probes = [node for node, _ in ctx.next_functions[len(ctx.next_functions) - ctx.probes :]]
-        asked = not ordinary and any(node and is_asked_for(node) for node in probes)
+        asked = not ordinary and any(node and is_asked_for(node) for node in _probes(ctx))
         if asked and not ctx.unsplit:
             refuse_parameter_request()
         if ordinary or asked:
-            weights = _weights(ctx, deferred, early, skipped, probes) or weights
+            weights = _weights(ctx, deferred, early, skipped) or weights
         elif kept and asked_by_pipelining():
             _refuse_pipelining()
         elif functions.writes_late:  # whoever asks for input gradients has the backward write, too
@@ -191,12 +203,17 @@ class Split(torch.autograd.Function):
         return (None, None, None, None, None, *grads, *weights)
 
 
+def _probes(ctx: Any) -> list[Any]:
+    """Nodes of the parameters among the node's inputs."""
+    edges = ctx.next_functions
+    return [node for node, _ in edges[len(edges) - ctx.probes :]]
+
+
 def _weights(
     ctx: Any,
     deferred: Residuals,
     early: Sequence[Tensor],
     skipped: frozenset[str],
-    probes: Sequence[Any],
 ) -> Sequence[Tensor | None]:
     """Queue W, or run it now for a caller that waits for weight gradients in this backward.
 
@@ -209,27 +226,32 @@ def _weights(
     if not all(map(_NEEDS_GRAD, map(state.__getitem__, names))):
         # Frozen since the forward: autograd drops their gradients.
         skipped |= {name for name in names if not state[name].requires_grad}
-    owner, writes = anchor.owner, ctx.writes
-    work = DeferredBackward(functions, deferred, early, state, skipped, number, owner, writes)
+    work = PendingWork(functions, deferred, state, skipped, number, early)
+    sharded = anchor.sharded
+    if sharded is not None:
+        work.owner, work.writes = sharded.owner, ctx.writes
     if ctx.unsplit:
         return weight_gradients(work)
     if anchor.deliver.leaves(functions, state).has_hooks():
-        return _weights_for_late_hooks(anchor, work, [node.variable for node in probes])
-    lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
-    deferred.own(lent)
+        return _weights_for_late_hooks(anchor, work, [node.variable for node in _probes(ctx)])
+    if functions.lent:
+        lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
+        deferred.own(lent)
     anchor.queue.add(number, work)
-    anchor.compute_in_backward()
+    if sharded is not None and has_accumulate_hooks(sharded.parameters):
+        # A hook waits for gradients of sharded parameters: an optimizer may step in it.
+        at_end_of_backward(anchor.queue.compute)
     return ()
 
 
 def _weights_for_late_hooks(
-    anchor: WeightAnchor, work: DeferredBackward, probes: Sequence[Tensor]
+    anchor: WeightAnchor, work: PendingWork, probes: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """W at once, after everything pending: for hooks that came between the forward and the
     backward, which the engine calls now for ``probes``. Returns gradients of these.
     """
     anchor.queue.compute()
-    parameters = [work.state[name] for name in work.functions.parameter_names]
+    parameters = [work.state[name] for name in work.graph.parameter_names]
     grads = {id(p): (p, g) for p, g in zip(parameters, weight_gradients(work), strict=True)}
     mine = [grads.pop(id(parameter))[1] for parameter in probes]
     rest = [(parameter, grad) for parameter, grad in grads.values() if grad is not None]
@@ -242,18 +264,17 @@ def _is_batch(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_leaf
 
 
-def _check_backward(ctx: Any) -> None:
+def _refuse_backward() -> NoReturn:
     if torch.is_grad_enabled():
         raise SplitError(
             "create_graph=True: a split backward cannot be differentiated again; run the "
             "unsplit model where double backward is needed"
         )
-    if ctx.saved is None:
-        raise SplitError(
-            "backward() a second time through the same call of a split module: what the "
-            "forward saved is gone after the first. Pass retain_graph=True to the first, sum "
-            "the losses before one backward(), or call the module again"
-        )
+    raise SplitError(
+        "backward() a second time through the same call of a split module: what the "
+        "forward saved is gone after the first. Pass retain_graph=True to the first, sum "
+        "the losses before one backward(), or call the module again"
+    )
 
 
 def _refuse_pipelining() -> None:
@@ -263,3 +284,61 @@ def _refuse_pipelining() -> None:
         "not; give the module to autosplit.pipelining.SplitPipelineStage, or pass "
         "dw_builder=autosplit.pipelining.dw_builder(module) to torch's PipelineStage"
     )
+
+
+def probe_sample(found: Sequence[T]) -> list[T]:
+    """The parameters, or leaves in their place, that a split graph has edges to in autograd's graph
+    though it gives them no gradients, so that a backward that asks for them is noticed: each costs
+    the engine a visit.
+    """
+    return [*found] if len(found) <= 2 * _SOME else [*found[:_SOME], *found[-_SOME:]]
+
+
+def refuse_parameter_request() -> None:
+    """Refuse a backward that asks for gradients of parameters.
+
+    Raises:
+        SplitError: always.
+    """
+    raise SplitError(
+        "torch.autograd.grad or backward(inputs=...) asks for gradients of parameters of a split "
+        "module, which are not computed in it. Call loss.backward() and read .grad, or ask with "
+        "a loss of the unsplit model, .unsplit of the split one, which has the same parameters"
+    )
+
+
+Watched = list[tuple[str, "weakref.ref[Tensor]"]]
+
+
+def watch(named: Iterable[tuple[str, Tensor]]) -> Watched:
+    """Outputs whose gradient would be a part, to be checked when a backward comes by."""
+    return [(name, weakref.ref(tensor)) for name, tensor in named]
+
+
+def refuse_partial(watched: Watched) -> None:
+    """Check that nobody asks for the gradient of an output that is read inside.
+
+    Raises:
+        SplitError: there is a hook on one, or it is to retain its gradient.
+    """
+    for name, reference in watched:
+        tensor = reference()
+        if tensor is None or not (tensor.retains_grad or has_hooks_of_users(tensor)):
+            continue
+        raise SplitError(
+            f"{name} has a hook or retain_grad(), and the module computes other outputs from it, "
+            "whose gradients do not pass there: it would get a part of its gradient. Take the "
+            "gradient in the unsplit model (.unsplit), or split the module before and behind this "
+            "value apart"
+        )
+
+
+def hooks_text(named_parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Report section on parameters with hooks; empty where none has one."""
+    names = [name for name, parameter in named_parameters if Leaves([parameter]).has_hooks()]
+    if not names:
+        return []
+    return [
+        "backward() computes weight gradients too where a hook waits for one of them: "
+        f"{few(names, 3)}. Without hooks on parameters they are deferred."
+    ]

@@ -12,7 +12,7 @@ from torch import nn
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.state import share_state
-from autosplit.torch_internals.tracing import in_compiler, is_exported
+from autosplit.torch_internals.tracing import in_compiler, is_exported, untraced
 
 # Python looks these up on the class, past ``__getattr__``; a proxy has those that its model has.
 _CONTAINER = (
@@ -36,13 +36,14 @@ _SHARED_HOOKS = (
 
 
 class ProxiedForward:
-    """Decorator for ``forward`` of a proxy: a method with the signature of the model's forward.
+    """Decorator for ``forward`` of a proxy: a method with the signature of the model's forward,
+    which torch.compile leaves alone.
 
     A signature belongs to a function, so each proxy has a function of its own.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+        self.function = untraced(function)
 
     def __get__(self, proxy: ModuleProxy | None, kind: type | None = None) -> Any:
         if proxy is None:
@@ -194,11 +195,11 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
-    """A method of a proxy, with the signature of the model's ``forward`` where that has one."""
+    """A method of a proxy, with the signature of the model's ``forward`` where that has one, which
+    torch.compile leaves alone.
+    """
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(self, *args, **kwargs)
-
+    forward = untraced(function.__wrapped__)  # type: ignore[attr-defined]
     forward.__doc__ = model.forward.__doc__
     try:
         signature = inspect.signature(model.forward)

@@ -1,36 +1,105 @@
-"""``ShardedDelivery``: runs W of a sharded module, and has its gradients reduced."""
+"""``OverlappedReduction``: parameter groups are reduced while weight gradients are computed.
+
+``ShardedDelivery``: runs W of a sharded module, and has its gradients reduced.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from autosplit.autograd.delivery import Delivery
+from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.errors import SplitError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.weight_slices import SlicedWeight
-from autosplit.sharded.overlap import OverlappedReduction
+from autosplit.sharded.module import ShardedModule
 from autosplit.torch_internals.autograd import (
     Leaves,
     add_gradients,
     has_accumulate_hooks,
     without_autocast,
 )
-
-from .deferred_backward import DeferredBackward
-from .delivery import Delivery
-from .pending_queue import PendingBound, PendingQueue
-
-if TYPE_CHECKING:
-    from autosplit.sharded.module import ShardedModule
+from autosplit.torch_internals.fsdp import ParameterGroup
 
 
-class ShardedQueue(PendingQueue[DeferredBackward]):
+class OverlappedReduction:
+    """Reduces each group as soon as the last of its gradients is there, the groups in one order on
+    all ranks: one that is complete too early for that order waits for those before it.
+
+    On an accelerator FSDP reduces on a stream of its own. On a CPU a thread waits for the other
+    ranks that hold the shards; nothing else may communicate with these meanwhile.
+
+    Args:
+        sharded: the module.
+        gathered: the parameters, gathered, whose gradients are to come.
+    """
+
+    def __init__(self, sharded: ShardedModule, gathered: Iterable[Tensor]) -> None:
+        self._sharded = sharded
+        awaited = {id(parameter) for parameter in gathered}
+        self._groups = sharded.reduced_groups
+        self._missing = [awaited & {id(whole) for _, whole in g.pairs} for g in self._groups]
+        self._begun: list[Future[None]] = []
+        self._thread = ThreadPoolExecutor(1) if sharded.blocks else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Reduce what is left, and wait; after an error only wait."""
+        if error is None:
+            for missing in self._missing:
+                missing.clear()
+            self._start()
+        if self._thread is not None:
+            self._thread.shutdown()
+        for each in self._begun:
+            if error is None or each.exception() is None:
+                each.result()
+        if error is None:
+            self._sharded.finish_reduce()
+
+    def arrived(self, gathered: Iterable[Tensor]) -> None:
+        """The gradients of these parameters are in ``.grad``."""
+        keys = {id(parameter) for parameter in gathered}
+        for missing in self._missing:
+            missing -= keys
+        self._start()
+
+    def _start(self) -> None:
+        while len(self._begun) < len(self._groups) and not self._missing[len(self._begun)]:
+            group = self._groups[len(self._begun)]
+            group.lay_gradients_out()
+            if self._thread is None:
+                future: Future[None] = Future()
+                _reduce(group)
+                future.set_result(None)
+            else:
+                future = self._thread.submit(_reduce, group)
+            self._begun.append(future)
+
+
+def _reduce(group: ParameterGroup) -> None:
+    group.accumulate()
+    if group.unreduced:
+        group.start_reduce()
+
+
+class ShardedQueue(PendingQueue):
     """Pending microbatches of a sharded module.
 
     Args:
@@ -39,7 +108,7 @@ class ShardedQueue(PendingQueue[DeferredBackward]):
     """
 
     def __init__(self, delivery: ShardedDelivery, bound: PendingBound) -> None:
-        super().__init__(delivery.all, bound)
+        super().__init__(delivery, bound)
         self._sharded = delivery.sharded
         delivery.queue = weakref.ref(self)
 
@@ -72,33 +141,33 @@ class ShardedDelivery(Delivery):
         self._counts: weakref.WeakKeyDictionary[SplitFunctions, int]
         self._counts = weakref.WeakKeyDictionary()
 
-    def all(self, microbatches: Iterable[Sequence[DeferredBackward]]) -> None:
+    def __call__(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
         given = list(microbatches)
         queue = self.queue() if self.queue is not None else None
         ends = queue is not None and not queue.pending
         last = given.pop() if ends and given and self._overlaps(given[-1]) else None
-        super().all(given)
+        super().__call__(given)
         if last is not None:
             self._reduce_beside(last[0])
         elif ends:
             self.sharded.reduce()
 
-    def _overlaps(self, works: Sequence[DeferredBackward]) -> bool:
+    def _overlaps(self, works: Sequence[PendingWork]) -> bool:
         """Whether gradients can be reduced while W of this microbatch computes others."""
         work = works[0]
         return (
-            self._accumulation.exact
+            self.accumulation.exact
             and len(works) == 1
             and len(self.sharded.reduced_groups) > 1
             and not self._reads_parameters(work)
-            and self._added_directly(works) is not None
+            and self.added_directly(works) is not None
             # They are called where a group is reduced, which may be another thread.
             and not has_accumulate_hooks(self.sharded.parameters)
         )
 
-    def _reduce_beside(self, work: DeferredBackward) -> None:
+    def _reduce_beside(self, work: PendingWork) -> None:
         """The last microbatch: W in slices, and behind each the reduction of what is complete."""
-        functions, state = work.functions, work.state
+        functions, state = work.graph, work.state
         names = functions.parameter_names
         weight = self._sliced(functions)
         with (
@@ -111,13 +180,13 @@ class ShardedDelivery(Delivery):
             deferred, count = work.deferred, len(weight.parameter_names)
             for index, late in enumerate(weight.parameter_names):
                 found, deferred = functions.weight_slice(
-                    count, index, deferred, None, self._accumulation
+                    count, index, deferred, None, self.accumulation
                 )
                 self._arrived(work, late, found, weight.borrowed(index), reduction)
 
     def _arrived(
         self,
-        work: DeferredBackward,
+        work: PendingWork,
         names: Sequence[str],
         gradients: Sequence[Tensor],
         borrowed: Collection[str],
@@ -128,23 +197,23 @@ class ShardedDelivery(Delivery):
             add_gradients(parameters, gradients, [name in borrowed for name in names])
         reduction.arrived(parameters)
 
-    def _deliver_through_engine(self, works: Sequence[DeferredBackward]) -> None:
+    def _deliver_through_engine(self, works: Sequence[PendingWork]) -> None:
         self._check(works)
         super()._deliver_through_engine(works)
         self.sharded.accumulate()
 
-    def _add(self, works: Sequence[DeferredBackward], leaves: Leaves) -> None:
+    def _add(self, works: Sequence[PendingWork], leaves: Leaves) -> None:
         self._check(works)
         super()._add(works, leaves)
         self.sharded.accumulate()
 
-    def _check(self, works: Sequence[DeferredBackward]) -> None:
+    def _check(self, works: Sequence[PendingWork]) -> None:
         """Refuse to run a W that reads parameters, as few do, on others than its forward's."""
         for work in works:
             if self._reads_parameters(work):
                 self.sharded.check(work.writes)
 
-    def _reads_parameters(self, work: DeferredBackward) -> bool:
+    def _reads_parameters(self, work: PendingWork) -> bool:
         deferred = work.deferred
         return bool(deferred.state) or self.sharded.lies_in_parameters(deferred.tensors)
 

@@ -1,4 +1,6 @@
-"""``History``: which weight gradients of one forward call W computes, and which autograd does.
+"""``Part``: one graph that Dynamo found, and whether it was split.
+
+``History``: which weight gradients of one forward call W computes, and which autograd does.
 
 Compiled graphs, and operators that ran outside any, are nodes of one graph behind the
 outputs. A parameter that is reached there gets its gradient from an ordinary backward.
@@ -13,14 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, fx, nn
 
 from autosplit.passes import Kind, Role, SplitGraphs
-from autosplit.passes.analysis.operator_cost import flops
+from autosplit.passes.analysis.operator_cost import flops, weight_flops
 from autosplit.passes.graph import (
     FORWARD_OUTPUT,
     PRIMAL,
@@ -28,6 +31,7 @@ from autosplit.passes.graph import (
     outputs,
     placeholders,
     role_of,
+    source_line,
     tensor_of,
 )
 from autosplit.torch_internals.dynamo import (
@@ -38,11 +42,65 @@ from autosplit.torch_internals.dynamo import (
     python_function,
 )
 
-from .compiled_call import call_of
-from .graph_outcome import Part
+from .compiled_backward import call_of
 
-if TYPE_CHECKING:
-    from .graph_outcome import Part
+
+class Part:
+    """One graph of a model, compiled.
+
+    Attributes:
+        parameters: names of the parameters that need a gradient. Where modules share code,
+            they share the graph; the names are those of the first.
+        graphs: the split graphs; None where the graph has no backward or was not split.
+        reason: why it was not split; empty where it was, or has no backward.
+        lines: ``file.py:3-9`` for the user's lines that the graph holds.
+        node: the class of autograd's nodes for calls of the graph; None until one is known.
+    """
+
+    def __init__(self, module: fx.GraphModule, parameters: Sequence[str]) -> None:
+        self.parameters = tuple(parameters)
+        self.graphs: SplitGraphs | None = None
+        self.reason = ""
+        self.lines = _lines(module.graph)
+        self.node: type | None = None
+
+    def give_up(self, reason: str) -> None:
+        """Record why the graph cannot be split; its backward is an ordinary one."""
+        self.reason = reason
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is a W."""
+        weight = None if self.graphs is None else self.graphs.backward_weight
+        return weight is not None and bool(outputs(weight.graph))
+
+    @property
+    def state(self) -> str:
+        """``split``, or why not."""
+        if self.is_split or self.reason:
+            return self.reason or "split"
+        return "no backward" if self.graphs is None else "no parameters"
+
+    @property
+    def weight_flops(self) -> tuple[int, int]:
+        """Floating-point operations of weight gradients in W, and in I all the same."""
+        return (0, 0) if self.graphs is None else weight_flops(self.graphs)
+
+
+def _lines(graph: fx.Graph) -> str:
+    """The user's lines behind the graph, file by file."""
+    found: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        place = source_line(node).partition(" ")[0]
+        path, _, number = place.rpartition(":")
+        if path and number.isdigit():
+            found.setdefault(os.path.basename(path), set()).add(int(number))
+    return ", ".join(f"{name}:{_span(numbers)}" for name, numbers in found.items())
+
+
+def _span(numbers: set[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"
 
 
 class WeightProducts:

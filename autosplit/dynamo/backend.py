@@ -1,4 +1,8 @@
-"""``torch.compile(model, backend="autosplit")``: every graph that Dynamo finds is split.
+"""``Compilation``: a graph that Dynamo found, split, compiled and callable in its place.
+
+Names and roles of the inputs of a graph that Dynamo found.
+
+``torch.compile(model, backend="autosplit")``: every graph that Dynamo finds is split.
 
 The backward of each graph computes the gradients of its inputs; those of its parameters wait
 until ``autosplit.backward_weight(model)``.
@@ -6,20 +10,194 @@ until ``autosplit.backward_weight(model)``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx, nn
 
-from autosplit.autograd.pending_queue import PendingBound
-from autosplit.capture.aot_session import traced_modules
+from autosplit.autograd.function import probe_sample
+from autosplit.autograd.pending import PendingBound
+from autosplit.backends.backend import Boxed
+from autosplit.backends.compiled_graph import backend_named, compile_graph, hand_over, prepare_joint
+from autosplit.capture.aot_convention import AotGraphs
+from autosplit.capture.aot_session import (
+    Splitter,
+    compile_dynamo_graph,
+    frozen_parameters,
+    input_sources,
+    refuse_thawed,
+    traced_modules,
+)
+from autosplit.dynamo.compiled_backward import Call, DeferredGraphOwner, SplitBackward, WeightGraph
+from autosplit.dynamo.pending_weights import PendingOnParameters
 from autosplit.errors import SplitError
+from autosplit.mesh.costs import passes_overlap
+from autosplit.passes import Kind, Role
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.torch_internals.distributed import refuse_sharded
+from autosplit.torch_internals.autograd import has_gradient_hooks
+from autosplit.torch_internals.distributed import data_parallel, refuse_sharded
+from autosplit.torch_internals.dtensor import is_dtensor
+from autosplit.torch_internals.dynamo import compiled_node, linked_leaves
 
-from .compilation import Compilation
-from .compiled_backward import DeferredGraphOwner
-from .pending_weights import PendingOnParameters
+from .autograd_history import Part
+
+
+def input_roles(
+    sources: list[str],
+    example_inputs: Sequence[Any],
+    name_of: Callable[[nn.Parameter], str | None],
+) -> list[Role]:
+    """PARAMETER for parameters that need a gradient, INPUT for the rest, with distinct names.
+
+    Args:
+        sources: where Dynamo found each input, as Python.
+        example_inputs: values of the inputs.
+        name_of: name of a parameter, where it is known.
+    """
+    roles: list[Role] = []
+    taken: set[str] = set()
+    for source, value in zip(sources, example_inputs, strict=True):
+        trained = isinstance(value, nn.Parameter) and value.requires_grad
+        name = (name_of(value) if trained else None) or _readable(source)
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        roles.append(Role(Kind.PARAMETER if trained else Kind.INPUT, name))
+    return roles
+
+
+def _readable(source: str) -> str:
+    """``L['self']._modules['a']._parameters['weight']`` -> ``a.weight``."""
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
+    # After a graph break, Dynamo finds what was on the stack there in ___stack0, ___stack1, ...
+    return re.sub(r"^(?:self|___stack\d+)\.", "", re.sub(r"^L\['(\w+)'\]", r"\1", text)) or "input"
+
+
+def is_batch(value: Any) -> bool:
+    """Whether the training loop made the tensor, and may write into it after ``backward()``."""
+    return isinstance(value, Tensor) and value.is_leaf and not isinstance(value, nn.Parameter)
+
+
+class Compilation:
+    """One graph of Dynamo, compiled.
+
+    Which of its inputs are parameters is known from the ``nn.Parameter`` objects that Dynamo
+    calls it with.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        owner: DeferredGraphOwner,
+        options: SplitOptions,
+    ) -> None:
+        self._owner = owner
+        self._backend = backend_named(options.backend)
+        self._frozen = frozen_parameters(example_inputs)
+        self._split: SplitBackward | None = None
+        roles = input_roles(input_sources(module), example_inputs, owner.name_of)
+        self._names = {role.name: index for index, role in enumerate(roles)}
+        self._part = Part(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
+        splitter = Splitter(
+            compile=self._compile,
+            prepare=partial(prepare_joint, backend=self._backend),
+            give_up=self._part.give_up,
+            infer=self._infer,
+            decompositions=self._backend.decompositions,
+            overlap=passes_overlap(options.overlap),
+        )
+        self._meshes = {
+            at: value.device_mesh for at, value in enumerate(example_inputs) if is_dtensor(value)
+        }
+        if self._meshes:
+            # AOTAutograd puts every gradient of a DTensor together when the backward returns.
+            self._part.give_up(
+                "AOTAutograd wants the gradients of DTensors from the backward; weight gradients "
+                "run there while collectives are under way"
+            )
+            roles = [Role(Kind.INPUT, role.name) for role in roles]
+        self._run = compile_dynamo_graph(module, example_inputs, roles, splitter)
+        owner.compiled(self._part)
+
+    def __call__(self, *args: Any) -> Any:
+        refuse_thawed(args, self._frozen)
+        indices = self._split.parameters if self._split is not None else ()
+        parameters = {index: args[index] for index in indices}
+        token = self._owner.entered(self._part, [*parameters.values()])
+        if self._split is None:
+            return self._known(self._run(*args))
+        call = Call(
+            parameters,
+            token,
+            frozenset(index for index in self._split.lenders if is_batch(args[index])),
+        )
+        given = list(args)
+        if not token.unsplit:
+            for index in call.parameters:
+                given[index] = call.leaf(index)
+            _link(given, call)
+        results = self._run(*given)
+        self._split.watch(call, results)
+        return self._known(results)
+
+    def _known(self, results: Any) -> Any:
+        """Note, once, which of autograd's nodes are calls of this graph."""
+        if self._part.node is None and self._part.graphs is not None:
+            self._part.node = compiled_node(results)
+        return results
+
+    def _compile(self, aot: AotGraphs) -> tuple[Boxed, Boxed]:
+        """F and I for AOTAutograd."""
+        forward = compile_graph("forward", aot.forward, self._backend)
+        hand_over(forward.strides, aot.backward_input)
+        backward_input = compile_graph("backward_input", aot.backward_input, self._backend)
+        hand_over(backward_input.strides, aot.graphs.backward_weight)
+        backward = backward_input.call
+        self._part.graphs = aot.graphs
+        if aot.parameters and aot.graphs.backward_weight is not None:
+            weight = WeightGraph(aot.graphs.backward_weight, self._backend)
+            self._split = SplitBackward(aot, backward, weight, self._owner, self._names)
+            backward = self._split
+        return forward.call, self._with_meshes(backward, aot.meshes)
+
+    def _with_meshes(self, backward: Boxed, slots: Mapping[int, int]) -> Boxed:
+        """A backward that also returns the meshes of DTensors' gradients."""
+        if not slots:
+            return backward
+        meshes = {slot: self._meshes[index] for slot, index in slots.items()}
+
+        def run(args: list[Any]) -> list[Any]:
+            results = backward(args)
+            for slot, mesh in meshes.items():
+                results[slot] = mesh
+            return results
+
+        return run
+
+    def _infer(self, module: fx.GraphModule) -> Boxed:
+        prepare_joint(module, self._backend)
+        return compile_graph("forward", module, self._backend).call
+
+
+def _link(given: list[Any], call: Call) -> None:
+    """Link some of the leaves among a graph's inputs to their parameters."""
+    if data_parallel():  # it counts how often the engine comes by
+        return
+    some = [
+        index
+        for index in probe_sample([*call.parameters])
+        if not has_gradient_hooks([call.parameters[index]])
+    ]
+    if not some:
+        return
+    leaves = [given[index] for index in some]
+    made = linked_leaves(leaves, [call.parameters[index] for index in some])
+    for index, tensor in zip(some, made, strict=True):
+        given[index] = tensor
+
 
 __all__ = ["SplittingBackend", "backend"]
 

@@ -1,36 +1,130 @@
-"""``SplitBackward``: runs I of one compiled graph and queues its W."""
+"""``SplitBackward``: runs I of one compiled graph and queues its W.
+
+At each call the graph gets, in place of a parameter whose gradient is deferred, a leaf that
+shares its data. Autograd then knows nothing of the parameter until its gradient is there: no
+hook fires early, no reducer counts it. The leaf remembers the call, and with it the
+parameter, until the graph's backward runs.
+
+A backward through a compiled model leaves pending work for each graph that took part. All that
+belongs to one microbatch is delivered in one pass of the autograd engine, so that a parameter used
+in several graphs gets one summed gradient, as from an ordinary ``backward()``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from autosplit.autograd.parameter_request import refuse_parameter_request
-from autosplit.autograd.partial_gradient import refuse_partial, watch
-from autosplit.backends.compiled_graph import Boxed
+from autosplit.autograd.function import refuse_parameter_request, refuse_partial, watch
+from autosplit.autograd.pending import PendingWork
+from autosplit.backends.backend import Backend, Boxed
+from autosplit.backends.compiled_graph import compile_graph
 from autosplit.capture.aot_convention import AotGraphs
 from autosplit.errors import SplitError
-from autosplit.passes import Role
-from autosplit.passes.graph import GRADIENT, inputs, outputs
+from autosplit.passes import Kind, Role
+from autosplit.passes.graph import GRADIENT, STATE, inputs, outputs
 from autosplit.passes.lowering.buffers import lent
-from autosplit.runtime.gradient_dependence import gradient_sources, outputs_read_inside
-from autosplit.runtime.refusals import AutocastGuard
-from autosplit.runtime.residuals import is_shared
-from autosplit.torch_internals.autograd import has_gradient_hooks
-from autosplit.torch_internals.dynamo import (
-    RunningBackward,
-    running_backward,
-    watch_gradients,
+from autosplit.runtime.gradient_dependence import (
+    borrowed_gradients,
+    gradient_sources,
+    outputs_read_inside,
 )
+from autosplit.runtime.refusals import AutocastGuard
+from autosplit.runtime.residuals import Residuals, is_shared
+from autosplit.torch_internals.autograd import has_gradient_hooks
+from autosplit.torch_internals.dynamo import RunningBackward, running_backward, watch_gradients
 
-from .compiled_call import Call, call_of
-from .deferred_graph_backward import DeferredGraphBackward, WeightGraph
-from .graph_outcome import Part
+if TYPE_CHECKING:
+    from .autograd_history import Part
+
+_CALL = "_autosplit_call"
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a graph.
+
+    Attributes:
+        parameters: index of the graph's input -> parameter.
+        token: what the owner gave when the graph was entered.
+        batch: indices of other inputs that no earlier operator computed.
+        absent: outputs that the backward brings no gradient for, by name.
+    """
+
+    parameters: dict[int, nn.Parameter]
+    token: Any
+    batch: frozenset[int] = frozenset()
+    absent: frozenset[str] = frozenset()
+
+    def leaf(self, index: int) -> Tensor:
+        """A leaf that the graph gets in place of a parameter."""
+        leaf = self.parameters[index].detach().requires_grad_()
+        setattr(leaf, _CALL, (self, index))
+        return leaf
+
+
+def call_of(leaf: Tensor | None) -> tuple[Call, int] | None:
+    """The call that a leaf was made for, and its index among the graph's inputs; None for other
+    tensors.
+    """
+    found: tuple[Call, int] | None = getattr(leaf, _CALL, None)
+    return found
+
+
+class WeightFacts(NamedTuple):
+    """What is known of a graph's weight gradients.
+
+    Attributes:
+        dense: whether all are known to be strided.
+        borrowed: names of those that are not tensors of their own.
+    """
+
+    dense: bool
+    borrowed: Collection[str]
+
+
+class WeightGraph:
+    """W of one graph, compiled.
+
+    Attributes:
+        handed: what I leaves for it: tensors and integers.
+        state: parameters and buffers that it reads.
+        names: those of both.
+        parameter_names: names of the gradients that it makes; all are late.
+        dependence: what is known of them.
+    """
+
+    early_parameters: Sequence[str] = ()
+    writes_late = False  # what the backward writes, I has written
+
+    def __init__(self, module: fx.GraphModule, backend: Backend) -> None:
+        compiled = compile_graph("backward_weight", module, backend)
+        made = [value.meta["val"] for _, value in outputs(module.graph)]
+        dense = all(each.layout is torch.strided for each in made)
+        self.dependence = WeightFacts(dense, borrowed_gradients(module.graph))
+        self.handed = tuple(inputs(module.graph, Kind.DEFERRED))
+        self.state = tuple(inputs(module.graph, *STATE))
+        self.names = tuple([role.name for role in (*self.handed, *self.state)])
+        self._call = compiled.taking([*self.handed, *self.state], compiled.outputs)
+        self.parameter_names = self.late_parameters = [role.name for role in compiled.outputs]
+
+    def backward_weight_together(self, deferred: Sequence[Residuals]) -> Sequence[Tensor]:
+        """W of one microbatch."""
+        (residuals,) = deferred
+        return self._call(residuals.take())
+
+    def deferred(self, values: Mapping[Role, Any], lent: Collection[Role] = ()) -> Residuals:
+        """What I left, of all that it left and the state; what is in ``lent`` is copied."""
+        state = tuple([values[role] for role in self.state])
+        left = Residuals(self.names, [values[role] for role in self.handed], state, late=True)
+        left.own([at for at, role in enumerate(self.handed) if role in lent])
+        return left
 
 
 class ForwardCall(Protocol):
@@ -58,7 +152,7 @@ class DeferredGraphOwner(Protocol):
             parameters: those whose gradients would be deferred.
         """
 
-    def deferred(self, work: DeferredGraphBackward, call: Any) -> None:
+    def deferred(self, work: PendingWork, call: Any) -> None:
         """Queue the W of a graph whose I has run."""
 
 
@@ -131,26 +225,28 @@ class SplitBackward:
         values |= zip(self._left, results[len(self._slots) :], strict=True)
         del results[len(self._slots) :]
         targets = {
-            self.parameters[index]: weakref.ref(call.parameters[index])
+            self.parameters[index]: call.parameters[index]
             for index in wanted
             if call.parameters[index].requires_grad  # frozen since the forward: as autograd does
             and not self._is_absent(self.parameters[index], call)
         }
         linked = [found[1] for leaf in running.linked if (found := call_of(leaf)) is not None]
         if targets and has_gradient_hooks([call.parameters[index] for index in wanted]):
-            self._weights_for_late_hooks(
-                values, results, targets, {self.parameters[index] for index in linked}
-            )
+            named = {self.parameters[index] for index in linked}
+            self._weights_for_late_hooks(values, results, targets, named)
         elif targets:
-            work = DeferredGraphBackward.of(
+            shared = [
+                role
+                for role, at in self._lent.items()
+                if at in call.batch or is_shared(values[role])
+            ]
+            work = PendingWork(
                 self._weight,
-                values,
-                targets,
-                backward=running.number,
+                self._weight.deferred(values, shared),
+                weakref.WeakValueDictionary(targets),  # Dynamo keeps the graph, and this with it
+                frozenset(self._weight.parameter_names) - targets.keys(),
+                running.number,
                 sequence=running.sequence,
-                lent=[
-                    r for r, at in self._lent.items() if at in call.batch or is_shared(values[r])
-                ],
             )
             self._owner.deferred(work, call.token)
         pairs = zip(self._slots, results, strict=True)
@@ -160,27 +256,32 @@ class SplitBackward:
         self,
         values: dict[Role, Any],
         results: list[Any],
-        targets: Mapping[str, weakref.ref[nn.Parameter]],
+        targets: Mapping[str, nn.Parameter],
         linked: Collection[str],
     ) -> None:
         """W at once, for hooks that came between the forward and the backward: the engine calls
         those of ``linked`` parameters now, whose gradients go into ``results``.
         """
-        found = self._weight.run(values)
+        found = self._run_weight(values)
         for at, role in enumerate(self._slots):
             if role.name in linked and role.name in targets:
                 results[at] = found.pop(role.name)
-        rest = [(targets[name](), grad) for name, grad in found.items() if name in targets]
-        alive = [(parameter, grad) for parameter, grad in rest if parameter is not None]
-        if alive:
-            torch.autograd.backward([each for each, _ in alive], [grad for _, grad in alive])
+        rest = [(targets[name], grad) for name, grad in found.items() if name in targets]
+        if rest:
+            torch.autograd.backward([each for each, _ in rest], [grad for _, grad in rest])
+
+    def _run_weight(self, values: dict[Role, Any]) -> dict[str, Tensor]:
+        """W now. Empties ``values``."""
+        work = PendingWork(self._weight, self._weight.deferred(values), {})
+        values.clear()
+        return work.named_gradients()
 
     def _run_unsplit(self, args: list[Any], call: Call) -> list[Any]:
         """I and W, for parameters that are inputs of the node themselves."""
         values = {role: args[at] for role, at in self._state.items()}
         results = self._backward_input(args)
         values |= zip(self._left, results[len(self._slots) :], strict=True)
-        found = self._weight.run(values)
+        found = self._run_weight(values)
         pairs = zip(self._slots, results, strict=False)
         grads = [found.get(role.name) if grad is None else grad for role, grad in pairs]
         named = zip(self._slots, grads, strict=True)

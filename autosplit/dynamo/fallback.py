@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autosplit.autograd.pending_queue import PendingBound
+from autosplit.autograd.pending import PendingQueue
 from autosplit.device import GeneratorStates
 from autosplit.errors import AutosplitError, CaptureError, FailingCallError
 from autosplit.runtime.split_options import SplitOptions
@@ -26,10 +26,12 @@ class Fallback:
         options: how it is split; models split graph by graph have no memory setting.
         fullgraph: whether to raise instead.
         dynamic: whether every call is split graph by graph.
-        bound: how many microbatches may wait for W.
+        queue: of the microbatches that wait for W.
 
     Attributes:
-        partial: the model split graph by graph; None until it is needed.
+        partial: the model split graph by graph; None until it is needed. Calls go to it without a
+            try to capture them, unless
+        captures_again: whether the next call is to be captured whole all the same.
     """
 
     def __init__(
@@ -39,24 +41,19 @@ class Fallback:
         fullgraph: bool,
         *,
         dynamic: bool,
-        bound: PendingBound,
+        queue: PendingQueue,
     ) -> None:
-        self._model, self._bound = model, bound
+        self._model, self._queue = model, queue
         self._options, self._fullgraph = options, fullgraph
         self.partial: Partial | None = self._by_graphs("dynamic=True") if dynamic else None
-        self._captures_again = False  # whether the next call is to be captured whole all the same
+        self.captures_again = False
         self._unproven: AutosplitError | None = None  # why by graphs, until a call was looked at
         self._failing: FailingCallError | None = None  # why no graph is tried any more
         self._unsplit: dict[str, int] = {}
 
-    @property
-    def takes_over(self) -> Partial | None:
-        """The model split graph by graph, where calls go to it without a try to capture them."""
-        return None if self._captures_again else self.partial
-
     def is_in_use(self, has_graphs: bool) -> bool:
         """Whether reports are to be about the model split graph by graph."""
-        whole = self._captures_again and has_graphs
+        whole = self.captures_again and has_graphs
         return self.partial is not None and not whole and self._failing is None
 
     def give_up(self, error: AutosplitError) -> Partial:
@@ -77,7 +74,7 @@ class Fallback:
             because = error.because if isinstance(error, CaptureError) else str(error)
             self.partial = self._by_graphs(str(error), because)
             self._unproven = error
-        self._captures_again = False
+        self.captures_again = False
         return self.partial
 
     def run_by_graphs(self, partial: Partial, args: Any, kwargs: Any) -> Any:
@@ -90,9 +87,10 @@ class Fallback:
             return self.run_unsplit(self._failing, args, kwargs)
         if unproven is None:
             return partial(*args, **kwargs)
-        from autosplit.capture.joint_graph import AttributeSnapshot, PythonStateError
+        from autosplit.capture.side_effects import AttributeSnapshot, PythonStateError
 
         before, restore = AttributeSnapshot(self._model), _restoring(self._model)
+        waiting = self._queue.works()
         failing = None
         try:
             result = partial(*args, **kwargs)
@@ -101,7 +99,7 @@ class Fallback:
             raise
         except Exception as error:
             failing = FailingCallError(f"{type(error).__name__} in parts: {error}")
-            partial.discard()
+            self._queue.forget([w for w in self._queue.works() if w not in waiting])
         if failing is not None:
             restore()
             self.partial = None
@@ -110,13 +108,13 @@ class Fallback:
             return result
         self._unproven = None
         outside = isinstance(unproven, PythonStateError) and not unproven.inside
-        self._captures_again = outside or before.differs
+        self.captures_again = outside or before.differs
         return result
 
     def run_first_call(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
         """One call without graphs, for first-call effects that later calls do not have."""
         self.partial = self.partial or self._by_graphs(str(error))
-        self._captures_again = True
+        self.captures_again = True
         return self.partial.run_without_graphs(args, kwargs)
 
     def run_unsplit(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
@@ -144,7 +142,7 @@ class Fallback:
     def _by_graphs(self, reason: str, because: str = "") -> Partial:
         from .partial_model import Partial  # Dynamo takes over a second to import
 
-        return Partial(self._model, self._options, reason, because, self._bound)
+        return Partial(self._model, self._options, reason, because, self._queue)
 
 
 def _restoring(model: nn.Module) -> Callable[[], None]:

@@ -22,10 +22,13 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from autosplit.autograd.parameter_hooks import hooks_text
-from autosplit.autograd.pending_queue import PendingBound, PendingQueue
+from autosplit.autograd.delivery import Delivery
+from autosplit.autograd.function import hooks_text
+from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.capture.aot_session import compile_model
 from autosplit.dump.tables import share_text, short_source
+from autosplit.dynamo.autograd_history import History, Part
+from autosplit.dynamo.backend import SplittingBackend
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.specializations import calls_itself
@@ -36,11 +39,6 @@ from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.distributed import synchronises
 from autosplit.torch_internals.dynamo import BreakReason, BreakWatch
 from autosplit.torch_internals.pytree import tree_flatten
-
-from .autograd_history import History
-from .backend import SplittingBackend
-from .deferred_graph_backward import DeferredGraphBackward, deliver
-from .graph_outcome import Part
 
 
 def partial_report(partial: Partial, title: str) -> str:
@@ -134,7 +132,7 @@ class Partial:
         options: how graphs are split and run; each is split as ``memory="balanced"``.
         reason: why no single graph holds it, for the report.
         because: the same in a line, for a warning.
-        bound: how many microbatches may wait for W; any number where None.
+        queue: of microbatches that wait for W, maybe others, too; None for one without a bound.
     """
 
     def __init__(
@@ -143,10 +141,9 @@ class Partial:
         options: SplitOptions | None = None,
         reason: str = "",
         because: str = "",
-        bound: PendingBound | None = None,
+        queue: PendingQueue | None = None,
     ) -> None:
         self._model = model
-        self._bound = bound or PendingBound(math.inf)
         self._options = options or SplitOptions()
         self.reason = reason
         self._because = because
@@ -158,7 +155,7 @@ class Partial:
         self._names: dict[nn.Parameter, str] = {}
         self._running = threading.local()
         self._latest = Microbatch()
-        self._queue: PendingQueue[DeferredGraphBackward] = PendingQueue(deliver, self._bound)
+        self._queue = queue or PendingQueue(Delivery(), PendingBound(math.inf))
         self._warned = False
         self._passed = False  # the history is of a call unlike those after it
 
@@ -296,7 +293,7 @@ class Partial:
                 "nothing captured yet: call the module, which is split graph by graph" + because
             )
         text = partial_report(self, type(self._model).__name__)
-        return "\n\n".join([text, *self._bound.text()])
+        return "\n\n".join([text, *self._queue.bound.text()])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
         """Write the graphs of every part as readable, runnable code, a folder each.
@@ -334,7 +331,7 @@ class Partial:
         microbatch.calls[part] += 1
         return microbatch
 
-    def deferred(self, work: DeferredGraphBackward, call: Microbatch) -> None:
+    def deferred(self, work: PendingWork, call: Microbatch) -> None:
         self.begin(call)
         self._queue.add(call, work)
 
@@ -343,7 +340,7 @@ class Partial:
         self._latest = microbatch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = (self._model, self._options, self.reason, self._because, self._bound)
+        given = (self._model, self._options, self.reason, self._because)
         return Partial, given
 
 

@@ -6,7 +6,6 @@ deferred work waits on the parameters that it is for.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
@@ -15,24 +14,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autosplit.autograd.lazy.gradient_slot import GradientSlot
-from autosplit.autograd.pending_queue import PendingBound, PendingQueue, checked
+from autosplit.autograd.delivery import deliver_through_engine
+from autosplit.autograd.lazy_gradient import GradientSlot
+from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork, compute_pending
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded, synchronises
 from autosplit.torch_internals.state import distinct_storage_bytes
 
-from .deferred_graph_backward import DeferredGraphBackward, deliver
-
 if TYPE_CHECKING:
-    from .graph_outcome import Part
+    from .autograd_history import Part
 
 
-class PendingOnParameters(PendingQueue[DeferredGraphBackward]):
+class PendingOnParameters(PendingQueue):
     """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
 
     def __init__(self, bound: PendingBound) -> None:
-        super().__init__(deliver, bound)
+        super().__init__(_deliver, bound)
 
     def name_of(self, parameter: nn.Parameter) -> None:
         """No name: parameters are known by Dynamo's source only."""
@@ -52,13 +50,12 @@ class PendingOnParameters(PendingQueue[DeferredGraphBackward]):
         self.make_room()
         return GraphCall(unsplit)
 
-    def deferred(self, work: DeferredGraphBackward, call: GraphCall) -> None:
+    def deferred(self, work: PendingWork, call: GraphCall) -> None:
         self.add(work.backward, work)
 
     def compute(self, microbatches: int | None = None) -> None:
         """Compute pending work of these parameters, that of other graphs too."""
-        parameters = [parameter for _, parameter in self.named_parameters()]
-        Deferral(parameters).backward_weight(microbatches)
+        Deferral(self.parameters()).backward_weight(microbatches)
 
     def compute_for(self, parameter: Tensor) -> None:
         """Compute all pending work of a parameter, of any graph."""
@@ -125,20 +122,19 @@ class Deferral:
             SplitError: fewer than asked for are pending.
         """
         owners = self._owners()
-        with contextlib.ExitStack() as stack:
-            for owner in owners:
-                stack.enter_context(owner.computing())
+
+        def take() -> list[list[PendingWork]]:
             waiting = self._microbatches(owners)
             if microbatches is not None:
                 bounds = [owner.bound for owner in owners] or [PendingBound(math.inf)]
-                checked(microbatches, len(waiting), max(bounds, key=lambda each: each.early))
+                max(bounds, key=lambda each: each.early).checked(microbatches, len(waiting))
             taken = waiting[:microbatches]
             works = list(chain.from_iterable(taken))
-            for owner in owners if taken else ():
-                lifted = owner.lazies.lift()
+            for owner in owners:
                 owner.forget(works)
-                stack.enter_context(owner.settling(lifted))
-            deliver(taken)
+            return taken
+
+        compute_pending(owners, take, _deliver)
 
     def discard(self) -> None:
         """Forget what is pending, as ``SplitModule.discard`` does, for these parameters and others
@@ -156,15 +152,19 @@ class Deferral:
             owner.sweep()
         return owners
 
-    def _microbatches(
-        self, owners: Iterable[PendingOnParameters]
-    ) -> list[list[DeferredGraphBackward]]:
+    def _microbatches(self, owners: Iterable[PendingOnParameters]) -> list[list[PendingWork]]:
         """Pending work by backward, oldest first."""
         wanted = set(map(id, self._parameters))
         works = [work for owner in owners for work in owner.works()]
         found = [work for work in works if wanted.intersection(map(id, work.parameters))]
         found.sort(key=lambda work: (work.backward, -work.sequence))
         return [list(group) for _, group in groupby(found, lambda work: work.backward)]
+
+
+def _deliver(microbatches: Iterable[Sequence[PendingWork]]) -> None:
+    """Without a ``Delivery``, as Dynamo keeps the graph, and would keep the parameters with it."""
+    for works in microbatches:
+        deliver_through_engine(works)
 
 
 def backward_weight(

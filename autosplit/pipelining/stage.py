@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.autograd.function import run_forward
+from autosplit.autograd.pending import PendingWork
 from autosplit.errors import CaptureError, SplitError
 from autosplit.mesh.costs import Overlap
 from autosplit.runtime.functions import SplitFunctions
@@ -36,7 +37,7 @@ from .refusals import (
 )
 from .results import LossBoundary, Results, as_received
 from .step import StageStep, StepGradients
-from .weight_gradients import DeferredWeights, WeightGradients
+from .weight_gradients import WeightGradients
 
 T = TypeVar("T")
 
@@ -150,7 +151,7 @@ class SplitPipelineStage(RuntimeStage):
     def _forget(self) -> None:
         """Drop every microbatch in flight."""
         self._saved: dict[int, InFlightMicrobatch] = {}
-        self._deferred: dict[int, DeferredWeights] = {}
+        self._deferred: dict[int, PendingWork] = {}
         self._roots: dict[int, list[tuple[int, Tensor]]] = {}
         self._losses: dict[int, LossBoundary] = {}
         self._untrained: set[int] = set()
@@ -201,7 +202,8 @@ class SplitPipelineStage(RuntimeStage):
         if chunk == 0:
             refuse_difference(self._owner, "output", "output_args", self._promised, examples)
         if functions.has_backward:
-            functions.compile(self._step.calls(), self._weights.accumulation)
+            calls = self._weights.calls(functions, self._step.calls())
+            functions.compile(calls, self._weights.accumulation)
         return examples, made.structure
 
     def without_gradient(self, absent: Sequence[int]) -> Sequence[int]:
@@ -355,6 +357,8 @@ class SplitPipelineStage(RuntimeStage):
         """Inputs that the caller of ``step`` gave and the module writes into, by their paths; those
         that need a gradient are kept for the backward.
         """
+        if not self.is_first and not kwargs:
+            return {}
         received = 0 if self.is_first else len(leaves) - self._given_by_keyword(kwargs)
         named = enumerate(zip(functions.capture.inputs, leaves, strict=True))
         mine = [(at, name, leaf) for at, (name, leaf) in named if at >= received]

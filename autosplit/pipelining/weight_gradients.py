@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
-from operator import is_
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from autosplit.autograd.inplace_accumulation import inplace_sums, note_written
+from autosplit.autograd.delivery import Delivery, inplace_sums, note_written, run_together
+from autosplit.autograd.pending import PendingWork
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.gradient_graphs import Call
 from autosplit.runtime.in_flight import InFlightMicrobatch
 from autosplit.runtime.residuals import Residuals, State
-from autosplit.torch_internals.autograd import Leaves, add_gradients
+from autosplit.torch_internals.autograd import add_gradients
 
-Compute = Callable[[Sequence[Tensor] | None], Sequence[Tensor]]
-"""Runs a graph: gradients, added into what it is given."""
-
-
-class DeferredWeights(NamedTuple):
-    """What I left of a microbatch for W.
-
-    Attributes:
-        flight: its graphs, what I deferred, and parameters and buffers of its forward.
-        skipped: parameters that get no gradient, because no output that depends on them has one.
-    """
-
-    flight: InFlightMicrobatch
-    skipped: frozenset[str]
+_SMALL = 2**20  # bytes of all weight gradients of a microbatch
 
 
 class WeightGradients:
@@ -39,13 +26,14 @@ class WeightGradients:
 
     Hooks fire once for each microbatch, as in a loop that calls ``backward()`` for each; where a
     parameter has one, autograd's engine hands the gradients over. Elsewhere the graph adds them
-    itself, so that one gradient at a time is held, or they are added behind it.
+    itself, so that one gradient at a time is held, or, where they are small, they are added behind
+    it all at once.
     """
 
     def __init__(self, accumulation: Accumulation) -> None:
         self.accumulation = accumulation
-        self._leaves: weakref.WeakKeyDictionary[SplitFunctions, Leaves]
-        self._leaves = weakref.WeakKeyDictionary()
+        self._leaves_of = Delivery(accumulation).leaves
+        self._large: weakref.WeakKeyDictionary[SplitFunctions, bool] = weakref.WeakKeyDictionary()
 
     @property
     def joins(self) -> bool:
@@ -54,145 +42,111 @@ class WeightGradients:
 
     def input(
         self, flight: InFlightMicrobatch, grads: list[Tensor | None], skipped: frozenset[str]
-    ) -> tuple[list[Tensor | None], DeferredWeights]:
+    ) -> tuple[list[Tensor | None], PendingWork]:
         """I: gradients of the inputs, and what is left for W. Empties ``grads``."""
         functions, saved, state = flight.functions, flight.residuals, flight.state
-        kept: list[Any] = []
+        target = self._target(functions, functions.early_parameters, state, skipped, [saved])
+        sums, how = target.sums, self.accumulation
+        found, deferred, early = functions.backward_input(saved, grads, sums, how)
+        target.add(early)
+        return found, PendingWork(functions, deferred, state, skipped)
 
-        def compute(sums: Sequence[Tensor] | None) -> Sequence[Tensor]:
-            found, deferred, early = functions.backward_input(saved, grads, sums, self.accumulation)
-            kept.extend((found, deferred))
-            return early
-
-        names = functions.early_parameters
-        self._add(flight, names, skipped, lambda: saved.read, compute)
-        found, deferred = kept
-        return found, DeferredWeights(InFlightMicrobatch(functions, deferred, state), skipped)
-
-    def deferred(self, works: Sequence[DeferredWeights]) -> None:
+    def deferred(self, works: Sequence[PendingWork]) -> None:
         """W of some microbatches, in one call where they are to be one and can."""
-        for group in self._groups(works):
-            flight, skipped = group[0]
-            functions = flight.functions
-            residuals = [work.flight.residuals for work in group]
-            compute = partial(_weights, functions, residuals, self.accumulation)
+        waiting = list(works)
+        while waiting:
+            work = waiting.pop(0)
+            residuals, functions = [work.deferred], work.graph
+            while waiting and run_together(work, waiting[0]):
+                residuals.append(waiting.pop(0).deferred)
             names = functions.late_parameters
-            self._add(flight, names, skipped, partial(_read, residuals), compute)
+            target = self._target(functions, names, work.state, work.skipped, residuals)
+            how = self.accumulation
+            target.add(functions.backward_weight_together(residuals, target.sums, how))
 
     def whole(
-        self,
-        flight: InFlightMicrobatch,
-        grads: list[Tensor | None],
-        skipped: frozenset[str],
+        self, flight: InFlightMicrobatch, grads: list[Tensor | None], skipped: frozenset[str]
     ) -> list[Tensor | None]:
         """B: gradients of the inputs. Empties ``grads``."""
-        functions, saved = flight.functions, flight.residuals
-        found: list[Tensor | None] = []
-
-        def compute(sums: Sequence[Tensor] | None) -> Sequence[Tensor]:
-            made, weights = functions.backward(saved, grads, sums, self.accumulation)
-            found.extend(made)
-            return weights
-
-        names = functions.parameter_names
-        self._add(flight, names, skipped, lambda: saved.read, compute)
+        functions, saved, state = flight.functions, flight.residuals, flight.state
+        target = self._target(functions, functions.parameter_names, state, skipped, [saved])
+        found, weights = functions.backward(saved, grads, target.sums, self.accumulation)
+        target.add(weights)
         return found
 
-    def _groups(self, works: Sequence[DeferredWeights]) -> Iterator[list[DeferredWeights]]:
-        group: list[DeferredWeights] = []
-        for work in works:
-            if group and not _fit(group[0], work):
-                yield group
-                group = []
-            group.append(work)
-        if group:
-            yield group
-
-    def _add(
-        self,
-        flight: InFlightMicrobatch,
-        names: Sequence[str],
-        skipped: Collection[str],
-        read: Callable[[], Iterable[Tensor | None]],
-        compute: Compute,
-    ) -> None:
-        """Run a graph and add what it makes.
-
-        Args:
-            flight: whose graph.
-            names: whose gradients it makes, in its order.
-            skipped: parameters that get none.
-            read: what the graph reads.
-            compute: runs it.
-        """
-        functions, state = flight.functions, flight.state
-        direct = not skipped and self._adds_directly(functions, state)
-        if direct and names:
-            sums = self._sums(functions, state, names, read)
-            if sums is not None:
-                compute(sums)
-                note_written(sums)
-                return
-        found = compute(None)
-        wanted = [
-            (state[name], gradient, name in functions.dependence.borrowed)
-            for name, gradient in zip(names, found, strict=True)
-            if name not in skipped and state[name].requires_grad
-        ]
-        if not wanted:
-            return
-        parameters, gradients, borrowed = map(list, zip(*wanted, strict=True))
-        del found, wanted
-        if direct:
-            add_gradients(parameters, gradients, borrowed)
-            return
-        given = [g.clone() if b else g for g, b in zip(gradients, borrowed, strict=True)]
-        del gradients
-        torch.autograd.backward(parameters, given)
-
-    def _sums(
+    def _target(
         self,
         functions: SplitFunctions,
-        state: State,
         names: Sequence[str],
-        read: Callable[[], Iterable[Tensor | None]],
-    ) -> list[Tensor] | None:
-        specs, lying = functions.dependence.gradient_specs, functions.gradient_shardings
-        return inplace_sums(
-            [state[name] for name in names],
-            [specs[name] for name in names],
-            [lying.get(name) for name in names],
-            read(),
-        )
+        state: State,
+        skipped: Collection[str],
+        read: Sequence[Residuals],
+    ) -> _Target:
+        """Where the gradients of a graph go.
+
+        Args:
+            functions: the graph's.
+            names: whose gradients it makes, in its order.
+            state: has the parameters.
+            skipped: those that get none.
+            read: what the graph reads.
+        """
+        direct = not skipped and self._adds_directly(functions, state)
+        sums = None
+        if direct and names and self._adds_inside(functions):
+            tensors = (tensor for residuals in read for tensor in residuals.read)
+            sums = inplace_sums(functions, names, state, tensors)
+        return _Target(names, state, skipped, functions.dependence.borrowed, direct, sums)
+
+    def calls(self, functions: SplitFunctions, calls: Sequence[Call]) -> Sequence[Call]:
+        """Of a step's calls those whose graphs differ."""
+        return calls if self._adds_inside(functions) else [*dict.fromkeys(calls)]
 
     def _adds_directly(self, functions: SplitFunctions, state: State) -> bool:
         if not functions.dependence.dense:
             return False
-        parameters = [state[name] for name in functions.parameter_names]
-        leaves = self._leaves.get(functions)
-        if leaves is None or not leaves.are(parameters):
-            leaves = self._leaves[functions] = Leaves(parameters)
+        leaves = self._leaves_of(functions, state)
         return leaves.allows_direct_add(reduced=False) and not leaves.has_hooks()
 
-
-def _weights(
-    functions: SplitFunctions,
-    residuals: Sequence[Residuals],
-    accumulation: Accumulation,
-    sums: Sequence[Tensor] | None,
-) -> Sequence[Tensor]:
-    return functions.backward_weight_together(residuals, sums, accumulation)
-
-
-def _read(residuals: Sequence[Residuals]) -> Iterator[Tensor]:
-    return (tensor for each in residuals for tensor in each.read)
+    def _adds_inside(self, functions: SplitFunctions) -> bool:
+        """Whether graphs add gradients themselves: small ones are added faster all at once."""
+        if not self.accumulation.exact:
+            return True
+        if functions not in self._large:
+            specs = functions.dependence.gradient_specs.values()
+            bytes = sum(each.shape.numel() * each.dtype.itemsize for each in specs)
+            self._large[functions] = bytes > _SMALL
+        return self._large[functions]
 
 
-def _fit(one: DeferredWeights, other: DeferredWeights) -> bool:
-    """Whether W of two microbatches can run in one call."""
-    mine, theirs = one.flight, other.flight
-    if mine.functions is not theirs.functions or one.skipped or other.skipped:
-        return False
-    names = mine.functions.parameter_names
-    same = map(is_, map(mine.state.__getitem__, names), map(theirs.state.__getitem__, names))
-    return all(same) and mine.functions.concatenates(mine.residuals, theirs.residuals)
+class _Target(NamedTuple):
+    """Where the gradients of one call of a graph go.
+
+    Attributes:
+        names: of the parameters, in the graph's order.
+        state: has them.
+        skipped: those that get none.
+        borrowed: those whose gradient is not a tensor of its own.
+        direct: whether adding is all that there is to do.
+        sums: what the graph adds them into itself; None where it makes new ones.
+    """
+
+    names: Sequence[str]
+    state: State
+    skipped: Collection[str]
+    borrowed: Collection[str]
+    direct: bool
+    sums: list[Tensor] | None
+
+    def add(self, found: Sequence[Tensor]) -> None:
+        """Add what the graph has made."""
+        names, state, own = self.names, self.state, self.borrowed
+        if self.sums is not None:
+            note_written(self.sums)
+        elif self.direct:
+            add_gradients([state[n] for n in names], found, [n in own for n in names])
+        else:
+            pairs = [(n, g) for n, g in zip(names, found, strict=True) if n not in self.skipped]
+            pairs = [(n, g.clone() if n in own else g) for n, g in pairs if state[n].requires_grad]
+            if pairs:
+                torch.autograd.backward([state[n] for n, _ in pairs], [g for _, g in pairs])

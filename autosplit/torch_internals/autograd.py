@@ -26,6 +26,9 @@ from .dtensor import is_dtensor, like, local_tensor
 without_autocast = torch._C._DisableAutocast
 """Context in which no operator is autocast: for graphs whose casts are operators already."""
 
+is_autocast = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any device."""
+
 graph_is_kept = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward that is under way has ``retain_graph=True``."""
 
@@ -77,6 +80,7 @@ _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _NEEDS_GRAD = attrgetter("requires_grad")
 _IS_SPARSE = attrgetter("is_sparse")
 _IS_LEAF = attrgetter("is_leaf")
+_PLAIN = {Tensor}
 
 
 class Leaves:
@@ -187,8 +191,8 @@ def add_gradients(
     """
     sums = [parameter.grad for parameter in parameters]
     present = [total for total in sums if total is not None]
-    apart = any(map(is_dtensor, grads)) or any(map(_IS_SPARSE, present))
-    if len(present) == len(sums) and not apart:
+    together = len(present) == len(sums) and not any(map(_IS_SPARSE, present))
+    if together and (_PLAIN.issuperset(map(type, grads)) or not any(map(is_dtensor, grads))):
         torch._foreach_add_(present, list(grads))
         return
     for parameter, total, grad, copied in zip(parameters, sums, grads, borrowed, strict=True):

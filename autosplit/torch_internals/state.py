@@ -8,7 +8,8 @@ import contextlib
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
-from operator import attrgetter, is_not
+from itertools import repeat
+from operator import attrgetter, getitem, is_, is_not
 from typing import Any
 
 import torch
@@ -97,18 +98,21 @@ class StateReader:
             for space in spaces:
                 for name in space:
                     slots[f"{prefix}.{name}" if prefix else name] = (space, name)
-        self._names, self._slots, self._children = list(slots), list(slots.values()), children
-        self._found = self._present()
-
-    def _present(self) -> list[Any]:
-        return [modules.get(name) for modules, name in self._children]
+        # As columns, to be looked up without a call of Python for each.
+        self._names = list(slots)
+        self._spaces = [space for space, _ in slots.values()]
+        self._keys = [name for _, name in slots.values()]
+        self._tables = [modules for modules, _ in children]
+        self._children = [name for _, name in children]
+        self._found = list(map(dict.get, self._tables, self._children))
 
     def __call__(self) -> dict[str, torch.Tensor]:
-        if any(map(is_not, self._present(), self._found)):
+        if any(map(is_not, map(dict.get, self._tables, self._children), self._found)):
             self._index()  # a submodule was replaced
-        tensors = [space[name] for space, name in self._slots]
-        pairs = zip(self._names, tensors, strict=True)
-        return {name: tensor for name, tensor in pairs if tensor is not None}
+        found = dict(zip(self._names, map(getitem, self._spaces, self._keys), strict=True))
+        if any(map(is_, found.values(), repeat(None))):
+            return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return found
 
 
 def _table(names: Any) -> dict[str, Any]:

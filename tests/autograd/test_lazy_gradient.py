@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import autosplit
 from autosplit import SplitError
-from autosplit.autograd.lazy import gradient_slot
-from autosplit.autograd.lazy.lazy_gradient import LazyGradient
+from autosplit.autograd import lazy_gradient as gradient_slot
+from autosplit.autograd.lazy_gradient import LazyGradient
 from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.pending_weights import Deferral

@@ -1,19 +1,24 @@
-"""``LazyGradients``: installs, computes and hands over the lazy gradients of one pending queue."""
+"""``LazyGradients``: installs, computes and hands over the lazy gradients of one pending queue.
+
+Ownership of pending work by parameters, which may outlive their split module.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from sys import getrefcount
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autosplit.autograd.parameter_lifetime import Keepers
-from autosplit.autograd.pending_work import GradientSource, PendingWork, PendingWorkOwner
 from autosplit.torch_internals.autograd import UNHELD, is_held, tensor_users
 
-from .gradient_slot import ARMED, COMPUTING, IDLE, OURS, GradientSlot
-from .lazy_gradient import LazyGradient
+from .lazy_gradient import ARMED, COMPUTING, IDLE, OURS, GradientSlot, LazyGradient
+
+if TYPE_CHECKING:
+    from .pending import PendingQueue, PendingWork
 
 _FEW = 64
 
@@ -36,12 +41,12 @@ class LazyGradients:
             last reset: it is to be right when the backward is over.
     """
 
-    def __init__(self, owner: PendingWorkOwner) -> None:
+    def __init__(self, owner: PendingQueue) -> None:
         self._owner = weakref.ref(owner)
         self._slots: dict[int, GradientSlot] = {}
         self._limit = _FEW
         self.held = False
-        self._keepers: Keepers[PendingWorkOwner] = Keepers()
+        self._keeping: list[weakref.ref[Tensor]] = []
         self._hidden: list[GradientSlot] = []
         self._hiding = 0
 
@@ -109,11 +114,11 @@ class LazyGradients:
                 return slot
         if slot is not None:
             slot.lazy = None  # noticed when it is freed
-            self._keepers.add(parameters[-1], owner)
+            self._keep(parameters[-1], owner)
         return None
 
     def _promised(
-        self, slot: GradientSlot, parameter: Tensor, owner: PendingWorkOwner, dense: bool
+        self, slot: GradientSlot, parameter: Tensor, owner: PendingQueue, dense: bool
     ) -> tuple[GradientSlot, bool]:
         """Promise one gradient, whatever is in ``.grad``: the slot used, and whether it has to be
         computed first.
@@ -170,7 +175,7 @@ class LazyGradients:
         owner = self._owner()
         works = () if owner is None else owner.works()
         simply = not works and failure is None
-        waiting: dict[GradientSource, Collection[int]] = {}
+        waiting: dict[PendingQueue, Collection[int]] = {}
         for slot in lifted:
             if simply and len(slot.sources) == 1 and slot.aside is None and slot.failure is None:
                 slot.sources, slot.state = (), IDLE
@@ -191,7 +196,7 @@ class LazyGradients:
         if works:
             self._watch(works)
         else:
-            self._keepers.release()
+            self._release()
 
     def sweep(self) -> None:
         """Drop what is pending for every lazy gradient that was freed."""
@@ -207,13 +212,13 @@ class LazyGradients:
         empty = []
         for work in owner.works():
             work.drop(parameters)
-            if not any(True for _ in work.named_parameters()):
+            if not work.parameters:
                 empty.append(work)
         owner.forget(empty)
         works = owner.works()
         self._watch(works)
         if not works:
-            self._keepers.release()
+            self._release()
 
     def _present(
         self,
@@ -290,10 +295,31 @@ class LazyGradients:
         else:
             slot.hand_over(lazy, real)
 
+    def _keep(self, parameter: Tensor, owner: PendingQueue) -> None:
+        """Let the owner live at least as long as the parameter."""
+        kept = parameter.__dict__.get(_OWNERS)
+        if not isinstance(kept, _Owners):
+            kept = parameter.__dict__[_OWNERS] = _Owners()
+        if owner not in kept.queues:
+            kept.queues.add(owner)
+            self._keeping.append(weakref.ref(parameter))
+
+    def _release(self) -> None:
+        """Have no parameter keep the owner any more."""
+        owner = self._owner()
+        for reference in self._keeping:
+            parameter = reference()
+            kept = None if parameter is None else parameter.__dict__.get(_OWNERS)
+            if parameter is not None and isinstance(kept, _Owners):
+                kept.queues -= {owner}
+                if not kept.queues:
+                    del parameter.__dict__[_OWNERS]
+        self._keeping.clear()
+
     def _watch(self, works: Iterable[PendingWork]) -> None:
         """Of each work, have one lazy gradient noticed when it is freed."""
         for work in works:
-            slots = [self._slots.get(id(parameter)) for _, parameter in work.named_parameters()]
+            slots = [self._slots.get(id(parameter)) for parameter in work.parameters]
             armed = [slot for slot in slots if slot is not None and slot.state is ARMED]
             if armed and all(slot.lazy is not None for slot in armed):
                 # Whatever order they end in, half of them are then behind it, on average.
@@ -302,7 +328,7 @@ class LazyGradients:
 
 def _drop(gone: Iterable[GradientSlot]) -> None:
     """Drop what is pending for these slots."""
-    dropped: dict[GradientSource, set[int]] = {}
+    dropped: dict[PendingQueue, set[int]] = {}
     for slot in gone:
         for source in slot.sources:
             dropped.setdefault(source, set()).add(slot.key)
@@ -312,3 +338,17 @@ def _drop(gone: Iterable[GradientSlot]) -> None:
             slot.forget()
     for source, keys in dropped.items():
         source.drop(keys)
+
+
+_OWNERS = "_autosplit_pending"
+
+
+class _Owners:
+    """Attribute of a parameter: the queues that it keeps alive, which may outlive their module."""
+
+    def __init__(self) -> None:
+        self.queues: set[PendingQueue] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a parameter has no gradient; this is what any unpickler may load."""
+        return OrderedDict, ()

@@ -1,1 +1,0 @@
-"""Lazy gradients: tensors in ``.grad`` that run W when their values are first used."""

@@ -1,0 +1,395 @@
+"""``PendingWork``: W of one backward through one graph, not run yet, and the queue of it.
+
+Every face has the same: split modules, models that are split graph by graph, and compiled ones
+queue pending work in a ``PendingQueue``, behind lazy gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from autosplit.errors import SplitError
+from autosplit.runtime.residuals import Residuals, State
+from autosplit.torch_internals.autograd import (
+    at_end_of_backward,
+    current_backward,
+    without_autocast,
+)
+from autosplit.torch_internals.state import distinct_storage_bytes
+from autosplit.torch_internals.tracing import untraced
+
+from .lazy_gradient import GradientSlot
+from .lazy_gradients import LazyGradients
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PendingWork:
+    """Pending W of one backward through one graph.
+
+    Attributes:
+        graph: what runs W: ``SplitFunctions``, or W of a graph of ``torch.compile``, which has
+            those of its attributes that are read here.
+        deferred: residuals of I.
+        state: parameters and buffers as they were in the forward; of parameters that are gone
+            since it may have none.
+        skipped: parameters that get no gradient: no output that depends on them took part, or
+            the gradient was dropped.
+        backward: number of the backward in autograd's engine; later ones have higher numbers.
+        early: weight gradients that I made, in the order of ``graph.early_parameters``.
+        owner: of what the forward read as a parameter, the parameter that has its gradient in the
+            end: the sharded one of a gathered one; None where each is its own.
+        writes: how often each sharded parameter was written when the forward ran.
+        sequence: of the graph's call; a backward runs higher ones first.
+    """
+
+    graph: Any
+    deferred: Residuals
+    state: State
+    skipped: frozenset[str] = frozenset()
+    backward: int = -1
+    early: Sequence[Tensor] = ()
+    owner: Callable[[Tensor], Tensor] | None = None
+    writes: Sequence[int] = ()
+    sequence: int = 0
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Tensors that it keeps alive, parameters and buffers left out."""
+        return (*self.deferred.tensors, *self.early)
+
+    def named_leaves(self) -> list[tuple[str, Tensor]]:
+        """The leaves that W's gradients are of: those of the forward, wherever they are now."""
+        named = [
+            (n, self.state.get(n)) for n in self.graph.parameter_names if n not in self.skipped
+        ]
+        return [(name, leaf) for name, leaf in named if leaf is not None]
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters that get a gradient."""
+        own = self.owner
+        return [(n, leaf if own is None else own(leaf)) for n, leaf in self.named_leaves()]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The same without their names."""
+        if not self.skipped and self.owner is None and type(self.state) is dict:  # as a rule
+            return [self.state[name] for name in self.graph.parameter_names]
+        return [parameter for _, parameter in self.named_parameters()]
+
+    @property
+    def due(self) -> bool:
+        """Whether W is to run though nobody wants a gradient of it: it writes."""
+        return bool(self.graph.writes_late)
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """Run W. Gradients in the order of ``graph.parameter_names``, skipped ones too, each a
+        tensor of its own.
+
+        Raises:
+            SplitError: a deferred tensor was written in place since I.
+        """
+        with without_autocast():
+            gradients = summed_gradients([self])
+        named, borrowed = zip(self.graph.parameter_names, gradients, strict=True), self._borrowed
+        return {name: grad.clone() if name in borrowed else grad for name, grad in named}
+
+    @property
+    def _borrowed(self) -> Collection[str]:
+        borrowed: Collection[str] = self.graph.dependence.borrowed
+        return borrowed
+
+    def drop(self, parameters: Collection[int]) -> None:
+        """Drop the gradients of these parameters (their ``id``)."""
+        found = [name for name, each in self.named_parameters() if id(each) in parameters]
+        self.skipped = self.skipped.union(found)
+
+
+def summed_gradients(works: Sequence[PendingWork]) -> Sequence[Tensor]:
+    """Weight gradients of one microbatch, or summed over several that run as one W, in the order
+    of ``parameter_names``.
+    """
+    graph = works[0].graph
+    late: Sequence[Tensor] = graph.backward_weight_together([work.deferred for work in works])
+    if not graph.early_parameters:
+        return late
+    early = [reduce(torch.add, each) for each in zip(*(w.early for w in works), strict=True)]
+    found = dict(zip(graph.early_parameters, early, strict=True))
+    found |= zip(graph.late_parameters, late, strict=True)
+    return [found[name] for name in graph.parameter_names]
+
+
+@dataclasses.dataclass
+class PendingBound:
+    """How many microbatches may wait for W.
+
+    Attributes:
+        limit: the number; ``math.inf`` for no bound.
+        given: whether the caller chose it, who then says when W runs. Where nobody did, a W that
+            writes more than gradients runs at the end of its backward: no lazy gradient stands
+            before what it writes.
+        early: how many had W computed because of it.
+
+    Raises:
+        SplitError: the limit is less than 1 or no number.
+    """
+
+    limit: float = 1
+    given: bool = False
+    early: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.limit, bool) or not self.limit >= 1:
+            raise SplitError(
+                f"max_pending must be at least 1, or math.inf for no bound; got {self.limit!r}"
+            )
+
+    def text(self) -> list[str]:
+        """For a report."""
+        if not self.early:
+            return []
+        return [
+            f"{self.early} microbatch(es) had their weight gradients computed by the next forward, "
+            f"because {self.limit} may wait; max_pending= lets more."
+        ]
+
+    def checked(self, microbatches: int, pending: int) -> int:
+        """Validate a number of microbatches to compute, of those that are pending.
+
+        Raises:
+            SplitError: fewer are pending.
+        """
+        if not 1 <= microbatches <= pending:
+            ask = f"ask for 1 to {pending}, or for all, without a number"
+            if not pending:
+                ask = (
+                    "call loss.backward() first (each is one pending microbatch); without a "
+                    "number, backward_weight() computes what there is"
+                )
+            if self.early:
+                ask += f". max_pending={self.limit} had {self.early} computed before; raise it"
+            raise SplitError(
+                f"backward_weight(microbatches={microbatches}): {pending} pending; {ask}"
+            )
+        return microbatches
+
+
+Deliver = Callable[[Sequence[Sequence[PendingWork]]], None]
+"""Computes the gradients of microbatches, in their order, and adds them to ``.grad``."""
+
+
+class PendingQueue:
+    """Microbatches between I and W, oldest first, behind lazy gradients. Several threads may add
+    and compute.
+
+    Args:
+        deliver: computes.
+        bound: how many may wait.
+
+    Attributes:
+        bound: as given.
+        microbatches: what ``backward()`` left of each; some of it may not be wanted any more.
+    """
+
+    def __init__(self, deliver: Deliver, bound: PendingBound) -> None:
+        self._deliver = deliver
+        self.bound = bound
+        self._lock = threading.RLock()  # never held while anything is computed
+        self._computing = threading.RLock()
+        self.microbatches: dict[Hashable, list[PendingWork]] = {}
+        self._guarded = False
+        self.lazies = LazyGradients(self)
+
+    @property
+    def pending(self) -> int:
+        """Number of pending microbatches."""
+        if self.microbatches:
+            self.sweep()
+        return len(self.microbatches)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of distinct storage that they hold."""
+        self.sweep()
+        return distinct_storage_bytes(t for each in self.works() for t in each.tensors)
+
+    def works(self) -> list[PendingWork]:
+        """All pending work, oldest first."""
+        with self._lock:
+            return [each for works in self.microbatches.values() for each in works]
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that gradients are pending for."""
+        return [*{id(p): p for each in self.works() for p in each.parameters}.values()]
+
+    def add(self, microbatch: Hashable, work: PendingWork) -> None:
+        """Queue work, after earlier work of this microbatch."""
+        while True:
+            with self._lock:
+                blocking = self.lazies.promise(work.parameters, dense=work.graph.dependence.dense)
+                if blocking is None:
+                    self.microbatches.setdefault(microbatch, []).append(work)
+                    if not self._guarded:
+                        self._guard()
+                    held, self.lazies.held = self.lazies.held, False
+                    break
+            blocking.compute()
+        if held or (work.graph.writes_late and not self.bound.given):  # read without asking us
+            at_end_of_backward(self.compute)
+        elif len(self.microbatches) > self.bound.limit:
+            at_end_of_backward(lambda: self._leave(self.bound.limit))
+
+    def _guard(self) -> None:
+        """Compute what is pending for an optimizer's parameters before its ``step()``, in which
+        compiled code, or kernels in C++, could meet a lazy gradient.
+
+        torch keeps such hooks in one global list; this one goes when the queue is collected.
+        """
+        self._guarded, reference = True, weakref.ref(self)
+
+        @untraced
+        def compute(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            queue = reference()
+            if queue is not None and queue.pending:
+                stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                if not stepped.isdisjoint(map(id, queue.parameters())):
+                    queue.compute()
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(compute).remove)
+
+    def make_room(self) -> None:
+        """Before a forward: compute the oldest microbatches, so that its own may wait."""
+        if self.microbatches and torch.is_grad_enabled() and current_backward() < 0:
+            self._leave(self.bound.limit - 1)
+
+    def _leave(self, waiting: float) -> None:
+        """Compute the oldest microbatches until so many wait, unless another thread computes."""
+        if self._computing.acquire(blocking=False):
+            try:
+                excess = self.pending - waiting
+                if excess > 0:
+                    self.compute(int(excess))
+                    self.bound.early += int(excess)
+            finally:
+                self._computing.release()
+
+    def compute(self, microbatches: int | None = None) -> None:
+        """Compute the oldest microbatches, all where None, and accumulate them into ``.grad``.
+
+        Raises:
+            SplitError: fewer than asked for are pending; they cannot be computed; or another
+                thread is at it, and waiting for it from inside a ``backward()`` could block both.
+        """
+        compute_pending([self], lambda: self._take(microbatches), self._deliver)
+
+    @contextlib.contextmanager
+    def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Take lazy gradients out of ``.grad`` while parameters are traced."""
+        with self._lock:
+            self.lazies.hide(parameters)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.lazies.show()
+
+    def compute_for(self, parameter: Tensor) -> None:
+        """Compute everything: hooks and sums then see microbatches in their order."""
+        self.compute()
+
+    def waiting(self) -> set[int]:
+        """The parameters (their ``id``) that something is pending for."""
+        return {id(parameter) for work in self.works() for parameter in work.parameters}
+
+    def discard(self) -> None:
+        """Forget all pending work and restore every ``.grad``."""
+        with self._lock:
+            self.microbatches.clear()
+            self.lazies.discard()
+
+    def sweep(self) -> None:
+        """Drop what is pending for every lazy gradient that was freed."""
+        with self._lock:
+            self.lazies.sweep()
+
+    def drop(self, parameters: Collection[int]) -> None:
+        """Drop the pending gradients of these parameters (their ``id``)."""
+        with self._lock:
+            self.lazies.drop(parameters)
+
+    def forget(self, works: Collection[PendingWork]) -> None:
+        """Remove work of which no gradient is wanted any more, unless it is due all the same."""
+        with self._lock:
+            for key, queued in [*self.microbatches.items()]:
+                left = [each for each in queued if each not in works or each.due]
+                if left:
+                    self.microbatches[key] = left
+                else:
+                    del self.microbatches[key]
+
+    def _take(self, microbatches: int | None) -> list[list[PendingWork]]:
+        """The oldest microbatches, all where None; they are not pending any more.
+
+        Raises:
+            SplitError: fewer than asked for are pending.
+        """
+        with self._lock:
+            keys = list(self.microbatches)
+            if microbatches is not None:
+                keys = keys[: self.bound.checked(microbatches, len(keys))]
+            return [self.microbatches.pop(key) for key in keys]
+
+
+def compute_pending(
+    queues: Sequence[PendingQueue], take: Callable[[], list[list[PendingWork]]], deliver: Deliver
+) -> None:
+    """Compute microbatches of some queues, one thread at a time. Where that fails, ``.grad`` raises
+    when it is used.
+
+    Args:
+        queues: in which they may wait.
+        take: removes them from there.
+        deliver: computes.
+
+    Raises:
+        SplitError: another thread computes, and this is inside a ``backward()``; or as the others.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return compute_pending(queues, take, deliver)
+    entered: list[PendingQueue] = []
+    lifted: list[list[GradientSlot]] = []
+    begun, failure = False, None
+    try:
+        for queue in queues:
+            if not queue._computing.acquire(blocking=current_backward() < 0):
+                raise SplitError(
+                    "a pending weight gradient is used inside a backward() while another thread "
+                    "computes it; call backward_weight() before the threads part"
+                )
+            entered.append(queue)
+        for queue in queues:
+            with queue._lock:
+                lifted.append(queue.lazies.lift())
+        taken = take()
+        begun = True
+        deliver(taken)
+    except BaseException as error:
+        failure = error if begun else None
+        raise
+    finally:
+        for queue, slots in zip(entered, lifted, strict=False):
+            with queue._lock:
+                queue.lazies.settle(slots, failure)
+        for queue in entered:
+            queue._computing.release()
+    return None
