@@ -36,7 +36,8 @@ for line in sys.stdin:
 LIGHT = "import autosplit"
 STAGES = "import autosplit.pipeline, autosplit.checkpoint"
 OLD, OLDEST_THERE_IS = (
-    f"torch.__version__ = {version!r}; import autosplit" for version in ("2.10.1+cpu", "2.11.0a0")
+    f"torch.__version__ = {version!r}; import autosplit; autosplit.split"
+    for version in ("2.10.1+cpu", "2.11.0a0")
 )
 
 
@@ -70,7 +71,7 @@ def test_training_stages_that_are_there_needs_no_planner(
     assert not [name for name in loaded if name.startswith("autosplit.planner")]
 
 
-def test_importing_autosplit_refuses_a_torch_that_is_too_old(
+def test_autosplit_refuses_a_torch_that_is_too_old(
     done: dict[str, tuple[list[str], str]],
 ) -> None:
     assert "autosplit needs torch 2.11 or later and found 2.10.1+cpu" in done[OLD][1]

@@ -191,7 +191,7 @@ def add_gradients(
     """
     sums = [parameter.grad for parameter in parameters]
     present = [total for total in sums if total is not None]
-    together = len(present) == len(sums) and not any(map(_IS_SPARSE, present))
+    together = present and len(present) == len(sums) and not any(map(_IS_SPARSE, present))
     if together and (_PLAIN.issuperset(map(type, grads)) or not any(map(is_dtensor, grads))):
         torch._foreach_add_(present, list(grads))
         return

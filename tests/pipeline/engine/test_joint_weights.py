@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import autosplit
 from autosplit.errors import PipelineError
+from autosplit.passes import manager
 from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.executor import join_adjacent_weights
@@ -22,7 +23,6 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, memory_over_time
 from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.runtime import functions
 from autosplit.runtime.functions import SplitFunctions
 from tests.pipeline.engine import joining_workers
 from tests.pipeline.engine.joining_workers import (
@@ -302,13 +302,13 @@ def test_replaced_parameters_do_not_go_together() -> None:
 def test_what_an_accumulating_schedule_compiles_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled within a step, where other ranks would wait for it."""
     made: list[int] = []
-    original = functions.concatenate_microbatches
+    original = manager.concatenate_microbatches
 
     def noted(module: fx.GraphModule, count: int) -> Any:
         made.append(count)
         return original(module, count)
 
-    monkeypatch.setattr(functions, "concatenate_microbatches", noted)
+    monkeypatch.setattr(manager, "concatenate_microbatches", noted)
     row = build("gpipe", 1, 3, weights="2bp").ranks
     mine = Schedule("mine", 1, 3, row, (0,), True)
     stage = autosplit.Stage(_linear(), [torch.randn(2, 6)], accumulation="concatenated")
