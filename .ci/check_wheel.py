@@ -18,7 +18,7 @@ WANTED = (
     "autosplit/passes/manager.py",
     "autosplit/pipeline/builders/families.py",
     "autosplit/py.typed",
-    "autosplit/report/timeline_page.html",
+    "autosplit/report/timelines.html",
 )
 PROBE = """
 import pathlib, sys
