@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 import torch._dynamo
 from torch import Tensor, fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
 
 Value = Callable[["int | torch.SymInt"], int]
 """What a size is in one call."""
+
+Within: TypeAlias = "Callable[[int | torch.SymInt], int | torch.SymInt]"
+"""What a size of a graph is in a graph that calls it."""
 
 _READ: Mapping[str, Callable[[Tensor, int], Any]] = {
     "size": lambda tensor, at: tensor.shape[at],
@@ -37,6 +43,21 @@ def is_open(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(hasattr(leaf, "_dynamo_weak_dynamic_indices") for leaf in leaves)
 
 
+def sizes_around(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:
+    """What sizes of a graph are in the graph that calls it with these fake leaves.
+
+    Raises:
+        CaptureError: what was assumed of the sizes does not hold in the call.
+    """
+    if sizes is not None:
+        return sizes.within(leaves)
+    given = [n for leaf in leaves if isinstance(leaf, Tensor) for _, _, n in _sizes(leaf)]
+    for size in given:
+        if isinstance(size, torch.SymInt):
+            int(size)  # and is no longer open
+    return int
+
+
 class InputSizes:
     """Where in a call's inputs each symbol of a graph is found.
 
@@ -54,12 +75,14 @@ class InputSizes:
         codegen: Any = exported.graph._codegen
         given = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
         self._env = exported.meta["fake_mode"].shape_env
+        self._tensors: dict[int, Tensor] = {}
         self._found: dict[sympy.Symbol, tuple[int, str, int]] = {}
         self._traced: dict[sympy.Symbol, int] = {}
         holes = exported.graph.find_nodes(op="placeholder")
         for node, value in zip(holes, given, strict=True):
             traced = node.meta.get("val", node.meta.get("example_value"))
             if isinstance(traced, Tensor) and id(value) in places:
+                self._tensors[places[id(value)]] = traced
                 for kind, at, size in _symbols(traced):
                     self._found.setdefault(size, (places[id(value)], kind, at))
                     self._traced.setdefault(size, int(_READ[kind](value, at)))
@@ -94,6 +117,48 @@ class InputSizes:
 
         return value
 
+    def within(self, leaves: Sequence[Any]) -> Within:
+        """What sizes of this graph are in one that calls it. What was assumed of them while this
+        graph was made is assumed there from now on.
+
+        Args:
+            leaves: of the call, fake ones.
+
+        Raises:
+            CaptureError: what was assumed does not hold in the call.
+        """
+        sizes = {
+            symbol: _READ[kind](leaves[leaf], at)
+            for symbol, (leaf, kind, at) in self._found.items()
+        }
+
+        def interpreted(expression: sympy.Basic) -> Any:
+            known = self._env.replace(expression)
+            return sympy_interp(PythonReferenceAnalysis, sizes, known)
+
+        def within(size: int | torch.SymInt) -> int | torch.SymInt:
+            if not isinstance(size, torch.SymInt):
+                return size
+            found = interpreted(size.node.expr)
+            if not isinstance(found, torch.SymInt):
+                return int(found)
+            # A trace finds a size by its node, and would find that of another tensor by one of its
+            # own: of a gradient, perhaps.
+            return torch.SymInt(found.node.with_shape_env(found.node.shape_env))
+
+        same = (
+            within(size) == _READ[kind](leaves[place], at)
+            for place, traced in self._tensors.items()
+            for kind, at, size in _sizes(traced)
+        )
+        ranges = ((symbol, self._env.var_to_range[symbol]) for symbol in sizes)
+        bounds = (bound for n, known in ranges for bound in (n >= known.lower, n <= known.upper))
+        guards = (guard.expr for guard in self._env.guards)
+        assumed = map(interpreted, chain(bounds, guards))
+        if not all(map(bool, chain(same, assumed))):
+            raise CaptureError("its graph is for other sizes")
+        return within
+
     def larger(self, leaves: Sequence[Any]) -> bool:
         """Whether a size in this call is larger than in the one that was traced."""
         return any(
@@ -102,11 +167,15 @@ class InputSizes:
         )
 
 
+def _sizes(traced: Tensor) -> Iterator[tuple[str, int, Any]]:
+    """Sizes, strides and the offset of a tensor, with their kinds and dimensions."""
+    yield from (("size", at, size) for at, size in enumerate(traced.shape))
+    yield from (("stride", at, step) for at, step in enumerate(traced.stride()))
+    yield "offset", 0, traced.storage_offset()
+
+
 def _symbols(traced: Tensor) -> Iterator[tuple[str, int, sympy.Symbol]]:
-    """Sizes, strides and the offset of a traced input that are symbols by themselves."""
-    sizes: list[tuple[str, int, Any]] = [("size", at, n) for at, n in enumerate(traced.shape)]
-    sizes += [("stride", at, step) for at, step in enumerate(traced.stride())]
-    sizes.append(("offset", 0, traced.storage_offset()))
-    for kind, at, size in sizes:
+    """Those of a traced input that are symbols by themselves."""
+    for kind, at, size in _sizes(traced):
         if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
             yield kind, at, size.node.expr

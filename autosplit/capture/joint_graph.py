@@ -213,15 +213,13 @@ def capture(
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
     with user_errors(module), _same_tensors(module), unobserved():
-        if split is not None and regions_wanted() and not is_open(args, kwargs):
+        if split is not None and regions_wanted():
             around = _around_regions(module, args, kwargs, decompositions, by_value, split)
             if around is not None:
                 return around
         exported, guards = export(module, args, kwargs, by_value=by_value)
         _prepare(module, exported)
-        open_sizes = InputSizes(exported, args, kwargs) if is_open(args, kwargs) else None
-        traced = _traced(module, exported, guards, (args, kwargs), decompositions)
-    return dataclasses.replace(traced, sizes=open_sizes or None)
+        return _traced(module, exported, guards, (args, kwargs), decompositions)
 
 
 def _around_regions(
@@ -279,12 +277,14 @@ def _traced(
     decompositions: Decompositions,
 ) -> Capture:
     """The joint graph of what Dynamo exported."""
+    open_sizes = InputSizes(exported, *given) if is_open(*given) else None
     traced = trace_joint(module, exported, given, decompositions)
     inputs = _input_names(*given)
     roles = ModuleRoles(canonical_names(module), inputs, traced.names)
     lying = {roles.of(desc): each for desc, each in traced.shardings.items()}
     joint = with_roles(traced.graph, roles)
-    return Capture(joint, inputs, traced.names, traced.spec, guards, shardings=lying)
+    sizes = open_sizes or None  # what is open is known once it was traced
+    return Capture(joint, inputs, traced.names, traced.spec, guards, lying, sizes)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from autosplit.passes.subgraph import Subgraph
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .guards import BlockGuards
+from .input_sizes import Within
 
 if TYPE_CHECKING:
     from .joint_graph import Capture
@@ -47,23 +48,21 @@ def new_token() -> Tensor:
 
 
 def _forward(call: int, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
-    return [*_like(_CALLS.get()[call].region.returned), new_token()]
+    region = _CALLS.get()[call].region
+    return [*_like(region, region.returned), new_token()]
 
 
 def _backward_input(call: int, saved: Tensor, grads: list[Tensor]) -> list[Tensor]:
-    return [*_like(_CALLS.get()[call].region.input_grads), new_token()]
+    region = _CALLS.get()[call].region
+    return [*_like(region, region.input_grads), new_token()]
 
 
 def _backward_weight(call: int, deferred: Tensor) -> Tensor:
     return new_token()
 
 
-def _like(nodes: Mapping[Role, fx.Node]) -> list[Tensor]:
-    values = [node.meta["val"] for node in nodes.values()]
-    return [
-        torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
-        for each in values
-    ]
+def _like(region: Region, nodes: Mapping[Role, fx.Node]) -> list[Tensor]:
+    return [region.empty(node.meta["val"]) for node in nodes.values()]
 
 
 for _name, _fake in (
@@ -98,6 +97,7 @@ class Region:
         kwargs: keyword inputs likewise.
         capture: of a block of this kind.
         graphs: what its joint graph was split into.
+        within: what sizes in these graphs are in the graph around.
     """
 
     name: str
@@ -105,6 +105,12 @@ class Region:
     kwargs: dict[str, Any]
     capture: Capture
     graphs: SplitGraphs
+    within: Within
+
+    def empty(self, value: Tensor) -> Tensor:
+        """A tensor that lies in memory as one of the graphs does, by the sizes around them."""
+        shape, strides = (map(self.within, each) for each in (value.shape, value.stride()))
+        return torch.empty_strided([*shape], [*strides], dtype=value.dtype, device=value.device)
 
     @cached_property
     def parts(self) -> dict[str, Subgraph]:
@@ -216,18 +222,17 @@ class RegionCall:
         Refused is one that is not there, as zeros in its place could become NaN in the block, and
         one that lies otherwise in memory, as kernels would round otherwise.
         """
+        # Made anew: the value that the block was traced with is unknown to this trace.
+        made = self.region.empty(traced)
         if gradient is None:
             self.refusal = "nobody computes the gradient of one of its results"
-        elif gradient.stride() == traced.stride():
+        elif gradient.stride() == made.stride():
             return gradient
         elif gradient.is_contiguous() and traced.is_contiguous():
-            return gradient.as_strided(traced.shape, traced.stride())
+            return gradient.as_strided(made.shape, made.stride())
         else:
             self.refusal = "the gradient of one of its results is not laid out as that is"
-        # Made anew: the value that the block was traced with is unknown to this trace.
-        return torch.empty_strided(
-            traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device
-        )
+        return made
 
 
 class _Call(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role
 from autosplit.passes.graph import ORIGIN, outputs, placeholders, role_of
-from autosplit.passes.subgraph import Subgraph, call_subgraph
+from autosplit.passes.subgraph import call_subgraph
 
 from .region import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, STATE_TOKEN, Region, RegionCall
 
@@ -79,7 +79,7 @@ class _Expansion:
             if outer in taken:
                 raise CaptureError(f"{outer.name} is used in several places")
             known[role] = taken[outer] = self._placeholder(outer, region, role)
-        found = self._call(node, call.name, region.parts["forward"], known)
+        found = self._call(node, call, "forward", known)
         known |= found
         self._updates |= {
             Role(role.kind, self._names[id(tensors[role.name])]): found[role]
@@ -94,7 +94,7 @@ class _Expansion:
         with self._graph.inserting_before(first):
             node = self._graph.placeholder(traced.name)
         node.target = node.name
-        node.meta = {"role": role, "val": self._shared(region, inner, traced.meta["val"])}
+        node.meta = {"role": role, "val": self._shared(region, inner, traced.meta["val"], region)}
         return node
 
     def _backward_input(self, node: fx.Node) -> None:
@@ -102,13 +102,13 @@ class _Expansion:
         call, known = self._calls[number], self._known[number]  # type: ignore[index]
         region = call.region
         known |= dict(zip(region.tangents, grads, strict=True))  # type: ignore[arg-type]
-        known |= self._call(node, call.name, region.parts["backward_input"], known)
+        known |= self._call(node, call, "backward_input", known)
         self._hand_out(node, [known[role] for role in region.input_grads])
 
     def _backward_weight(self, node: fx.Node) -> None:
         number, _ = node.args
         call, known = self._calls[number], self._known[number]  # type: ignore[index]
-        found = self._call(node, call.name, call.region.parts["backward_weight"], known)
+        found = self._call(node, call, "backward_weight", known)
         tensors = dict(call.block.named_parameters())
         known |= found
         made = {
@@ -118,16 +118,18 @@ class _Expansion:
         self._gradients[f"{call.name}.{STATE_TOKEN}"] = made
 
     def _call(
-        self, node: fx.Node, block: str, part: Subgraph, known: Mapping[Role, fx.Node]
+        self, node: fx.Node, call: RegionCall, half: str, known: Mapping[Role, fx.Node]
     ) -> dict[Role, fx.Node]:
-        """A call of a graph in place of a node; its results by role."""
+        """A call of F, I or W in place of a node; its results by role."""
+        region = call.region
+        part = region.parts[half]
         with self._graph.inserting_before(node):
             given = [known[role] for role in part.given]
-            values = [self._shared(part, at, value) for at, value in enumerate(part.values)]
+            values = [self._shared(part, at, each, region) for at, each in enumerate(part.values)]
             made = call_subgraph(self._graph, part, given, values)
         roles = {at: role for role, at in part.results.items() if isinstance(at, int)}
         for at, each in enumerate(made):
-            name = f"{block}_{roles[at].name}"
+            name = f"{call.name}_{roles[at].name}"
             each.name = self._graph._graph_namespace.create_name(_NO_WORD.sub("_", name), None)
         for each in made:
             maker = each.args[0]
@@ -140,17 +142,20 @@ class _Expansion:
             for role, at in part.results.items()
         }
 
-    def _shared(self, of: object, at: Any, traced: Tensor) -> Tensor:
-        """A fake tensor of this trace, in memory as large as there: one for all calls, as tensors
-        without data are told apart by nodes.
+    def _shared(self, of: object, at: Any, traced: Any, region: Region) -> Any:
+        """A fake tensor of this trace, in memory as large as in the region: one for all calls, as
+        tensors without data are told apart by nodes. What the region counts, by the sizes here.
         """
+        if not isinstance(traced, Tensor):
+            return region.within(traced)
         key = id(of), at
         if key not in self._values:
-            size = traced.untyped_storage().nbytes() // traced.element_size()
+            size = region.within(traced.untyped_storage().nbytes()) // traced.element_size()
+            offset = region.within(traced.storage_offset())
             with self._mode:
+                lying = region.empty(traced)
                 memory = torch.empty(size, dtype=traced.dtype, device=traced.device)
-                made = memory.as_strided(traced.shape, traced.stride(), traced.storage_offset())
-            self._values[key] = made
+                self._values[key] = memory.as_strided(lying.shape, lying.stride(), offset)
         return self._values[key]
 
     @staticmethod

@@ -21,15 +21,17 @@ from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autosplit.device import accelerator_kind
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, SplitGraphs
 from autosplit.passes.analysis.aliasing import storage_root
-from autosplit.passes.graph import inputs, outputs
+from autosplit.passes.graph import concrete, inputs, outputs
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .guards import BlockGuards
+from .input_sizes import leave_open, sizes_around
 from .key_value_cache import cache_argument, caching
 from .region import STATE_TOKEN, Region, RegionCall, stand_in
 
@@ -62,9 +64,10 @@ def refuse_what_cannot_be_called(region: Region) -> None:
             raise CaptureError(f"it writes into {role.name}")
     if not _is_plain(capture.output_spec):
         raise CaptureError("it returns an object that is no tuple or list")
-    crossing = [*inputs(graphs.joint.graph).values(), *region.returned.values()]
-    crossing += [value for part in region.parts.values() for value in _results(part.module)]
-    if not all(isinstance(node.meta["val"], Tensor) for node in crossing):
+    around = [*inputs(graphs.joint.graph).values(), *region.returned.values()]
+    inside = [value for part in region.parts.values() for value in _results(part.module)]
+    only_tensors = all(isinstance(node.meta["val"], Tensor) for node in around)
+    if not (only_tensors and all(map(_crosses, inside))):
         raise CaptureError("numbers that depend on data go in or out")
     if _are_copied(list(region.returned.values())):
         raise CaptureError("it returns what it was given, or a view of it")
@@ -84,6 +87,13 @@ def _are_copied(values: list[fx.Node]) -> bool:
 
 def _results(module: fx.GraphModule) -> list[fx.Node]:
     return [value for _, value in outputs(module.graph) if isinstance(value, fx.Node)]
+
+
+def _crosses(node: fx.Node) -> bool:
+    """Whether a value may go from F to I, or from I to W: a tensor, or a size of inputs."""
+    value = node.meta["val"]
+    size = isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)
+    return size or isinstance(value, Tensor)
 
 
 def _is_plain(spec: Any) -> bool:
@@ -256,7 +266,9 @@ class RegionSession:
         trained = {role.name for role in region.tangents}
         paths = zip(region.capture.outputs, region.results, strict=True)
         found = [
-            _computed(each.meta["val"], path in trained) if isinstance(each, fx.Node) else each
+            _computed(region.empty(each.meta["val"]), path in trained)
+            if isinstance(each, fx.Node)
+            else each
             for path, each in paths
         ]
         return tree_unflatten(found, region.capture.output_spec)
@@ -278,7 +290,7 @@ class RegionSession:
             own = vars(self._blocks[name]).pop("forward", None)
             try:
                 found = self._known_match(block, signature) or self._new(
-                    name, block, signature, tree_unflatten([*map(_blank, leaves)], spec)
+                    name, block, signature, leaves, spec
                 )
             finally:
                 if own is not None:
@@ -296,11 +308,17 @@ class RegionSession:
         return None
 
     def _new(
-        self, name: str, block: nn.Module, signature: Hashable, given: Any
+        self,
+        name: str,
+        block: nn.Module,
+        signature: Hashable,
+        leaves: list[Any],
+        spec: TreeSpec,
     ) -> tuple[Region, BlockGuards]:
-        args, kwargs = given
+        args, kwargs = tree_unflatten([*map(_blank, leaves)], spec)
         kind = f"{type(self._blocks[name]).__name__}_{len(self.regions)}"
-        region = Region(kind, args, kwargs, *self._split(kind, block, args, kwargs))
+        capture, graphs = self._split(kind, block, args, kwargs)
+        region = Region(kind, args, kwargs, capture, graphs, sizes_around(capture.sizes, leaves))
         refuse_what_cannot_be_called(region)
         self._known.setdefault(signature, []).append(region)
         return region, BlockGuards(region.capture.guards, block, args, kwargs)
@@ -424,7 +442,7 @@ def _traced_value(node: fx.Node) -> Any:
 def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
     """What is equal for calls of blocks that may have the same graph."""
     described = tuple(
-        (each.shape, each.stride(), each.dtype, each.device, each.requires_grad)
+        (_sizes(each.shape), _sizes(each.stride()), each.dtype, each.device, each.requires_grad)
         if isinstance(each, Tensor)
         else (type(each), each)
         for each in leaves
@@ -434,19 +452,25 @@ def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
     return type(block), torch.is_grad_enabled(), str(spec), described
 
 
+def _sizes(sizes: Sequence[int | torch.SymInt]) -> tuple[int | str, ...]:
+    """Sizes to compare; open ones by their expressions."""
+    return tuple(n if isinstance(n, int) else str(n) for n in sizes)
+
+
 def _blank(leaf: Any) -> Any:
-    """A tensor without memory like a fake one, of an earlier operator where it has a gradient."""
+    """A tensor without memory like a fake one, of an earlier operator where it has a gradient; its
+    sizes are open where those are.
+    """
     if not isinstance(leaf, Tensor):
         return leaf
-    blank = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    shape, strides = (map(concrete, each) for each in (leaf.shape, leaf.stride()))
+    blank = torch.empty_strided([*shape], [*strides], dtype=leaf.dtype, device=leaf.device)
     blank.untyped_storage().resize_(0)
+    leave_open(blank, [at for at, n in enumerate(leaf.shape) if isinstance(n, torch.SymInt)])
     return blank.requires_grad_(leaf.requires_grad)
 
 
-def _computed(value: Tensor, trained: bool) -> Tensor:
-    """A fake tensor like this one, which no operator in place may take for a leaf."""
+def _computed(made: Tensor, trained: bool) -> Tensor:
+    """A fake tensor, which no operator in place may take for a leaf."""
     with torch.enable_grad():
-        made = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
         return made.requires_grad_().clone() if trained else made

@@ -126,7 +126,9 @@ def _split_block(
     from autosplit.capture.joint_graph import capture
 
     traced = capture(block, args, kwargs, compiler.decompositions)
-    return traced, _split(traced, compiler, memory, dump and dump / kind)
+    graphs = _split(traced, compiler, memory, dump and dump / kind)
+    traced.guards.settle()
+    return traced, graphs
 
 
 def _split(

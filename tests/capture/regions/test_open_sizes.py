@@ -1,0 +1,106 @@
+"""Blocks in graphs for any size: captured once a kind, with what they assume of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
+from tests.semantics.against_autograd import assert_equals_autograd
+
+
+def batches(*lengths: int) -> list[tuple[Tensor]]:
+    return [(torch.randn(2, length, WIDTH).requires_grad_(),) for length in lengths]
+
+
+class Attending(Residual):
+    """Attention before the products, for any length."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        heads = x.view(rows, length, 2, width // 2).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return super().forward(x + attended.transpose(1, 2).reshape(rows, length, width))
+
+
+class Branching(Residual):
+    """Another product for an even length, and none for a long one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] % 2 == 0:
+            x = self.norm(x)
+        return x * 2 if x.shape[1] > 10 else super().forward(x)
+
+
+class Halving(Residual):
+    """Half as long each time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, ::2])
+
+
+class Positions(Residual):
+    """Positions up to the length, made in the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.arange(x.shape[1])[:, None] / x.shape[1])
+
+
+class OfOneLength(Residual):
+    """What it computes with is for one length."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.bias = nn.Parameter(torch.randn(6, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.bias if x.shape[1] == len(self.bias) else x)
+
+
+@pytest.mark.parametrize(
+    ("block", "lengths", "captures", "called"),
+    [
+        (Residual, (5, 7, 6, 2, 30), 2, [4]),
+        (Attending, (5, 7, 6, 9, 30), 2, [4]),
+        (Positions, (5, 7, 6, 9, 30), 2, [4]),
+        (Branching, (5, 7, 9, 6, 8, 12, 14, 11, 15), 5, [4]),
+        # Where the first block found that its length cannot be open, it no longer is.
+        (OfOneLength, (5, 7, 6, 9, 30), 3, [1, 3]),
+        (Halving, (50, 70, 64, 33), 2, [1, 1, 1, 1]),
+    ],
+)
+def test_sizes_are_open_around_blocks(
+    block: type[Residual], lengths: Sequence[int], captures: int, called: list[int]
+) -> None:
+    split = assert_equals_autograd(Stack(block), batches(*lengths))
+    assert (len(split.functions), kinds(split)) == (captures, called)
+
+
+class TwoLengths(nn.Module):
+    """Blocks for two inputs of lengths of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Stack(Attending, 2), Stack(Attending, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.left(x).sum() * self.right(y).sum()
+
+
+def test_lengths_that_were_alike_may_differ() -> None:
+    pairs = [(5, 5), (7, 7), (6, 9), (8, 3), (30, 30)]
+    given = [tuple(batches(each)[0][0] for each in pair) for pair in pairs]
+    split = assert_equals_autograd(TwoLengths(), given)
+    assert kinds(split)
+    assert len(split.functions) < len(pairs)
+
+
+def test_rows_and_lengths_are_open() -> None:
+    shapes = ((2, 5), (3, 7), (4, 9), (7, 4))
+    given = [(torch.randn(*shape, WIDTH).requires_grad_(),) for shape in shapes]
+    split = assert_equals_autograd(Stack(Attending, 3), given)
+    assert (len(split.functions), kinds(split)) == (2, [3])
