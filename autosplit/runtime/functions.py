@@ -549,7 +549,7 @@ class SplitFunctions:
         if count not in self._slices:
             self._input.compile()  # decides how what the slices get lies in memory
             self._slices[count] = SlicedWeight(
-                inline(self._module("backward_weight")),
+                self._module("backward_weight"),
                 self._handed.roles,
                 count,
                 borrowed=self.dependence.borrowed,

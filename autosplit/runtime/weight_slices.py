@@ -55,6 +55,9 @@ class SlicedWeight:
         constants_of: the constants that graphs read.
         backend: how graphs are compiled.
 
+    Attributes:
+        modules: the slices' graphs.
+
     Raises:
         SplitError: W cannot be cut into so many.
     """
@@ -70,7 +73,7 @@ class SlicedWeight:
         backend: Backend,
     ) -> None:
         try:
-            modules = slice_weight_graph(module, count)
+            self.modules = modules = slice_weight_graph(module, count)
             for part in modules:
                 verify_graph("backward_weight_slice", part, "slices")
         except PassError as error:

@@ -17,8 +17,11 @@ from torch import fx
 from ..analysis.aliasing import is_free
 from ..analysis.operator_cost import flops
 from ..errors import SliceCountError
-from ..graph import Kind, Role, calls, is_size, outputs, role_of
+from ..graph import SUBGRAPH, Kind, Role, calls, is_size, outputs, role_of
 from ..partition.extract import extract
+from ..subgraph import inline, inner_calls
+
+_CALLS = 2  # of other graphs in a slice; with fewer, slices would differ too much
 
 
 def slice_weight_graph(module: fx.GraphModule, count: int) -> list[fx.GraphModule]:
@@ -30,6 +33,9 @@ def slice_weight_graph(module: fx.GraphModule, count: int) -> list[fx.GraphModul
     Raises:
         PassError: there are fewer matrix products and convolutions than slices.
     """
+    calling = sum(1 for node in calls(module.graph) if _flops(node))
+    if calling < _CALLS * count:
+        module = inline(module)
     place = _places(module.graph, count)
     gradients: list[list[tuple[Role, fx.Node]]] = [[] for _ in range(count)]
     for role, value in outputs(module.graph):
@@ -74,7 +80,7 @@ def _slice(
 def _places(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
     """Slice of every node that does work. Views are recomputed wherever they are read."""
     work = [node for node in calls(graph) if not _is_redone(node)]
-    costs = {node: cost for node in work if (cost := flops(node))}
+    costs = {node: cost for node in work if (cost := _flops(node))}
     if not 1 <= count <= max(len(costs), 1):
         raise SliceCountError(len(costs), count)
     first = [list(costs)[at] for at in _cuts(list(costs.values()), count)]
@@ -86,6 +92,12 @@ def _places(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
         place[node] = place.get(node.args[0], index) if _is_item(node) else index  # type: ignore[arg-type]
     _wait_for_readers(graph, place, costs)
     return place
+
+
+def _flops(node: fx.Node) -> int:
+    """Of an operator, or of all in the graph that a node calls."""
+    called = node.meta.get(SUBGRAPH)
+    return flops(node) if called is None else sum(map(flops, inner_calls(called.module.graph)))
 
 
 def _cuts(costs: Sequence[int], count: int) -> list[int]:

@@ -97,3 +97,25 @@ def assert_gradients_of_two(model: nn.Module) -> None:
     (2 * model(BATCH)).sum().backward()
     pairs = zip(mine, model.parameters(), strict=True)
     assert all(torch.allclose(one, other.grad, atol=1e-6) for one, other in pairs)
+
+
+@pytest.mark.parametrize(("depth", "calling"), [(8, 8), (2, 0)], ids=["many", "few"])
+def test_slices_of_w_call_blocks(depth: int, calling: int) -> None:
+    """Where they are many: with few, slices of whole blocks would differ too much."""
+    model = Stack(count=depth)
+    twin = copy.deepcopy(model)
+    batches = [torch.randn(2, 3, WIDTH) for _ in range(2)]
+    grads = [torch.randn(2, 3, 3) for _ in batches]
+    stage = Stage(model, [batches[0].clone().requires_grad_()], slices=3)
+    sliced = stage.functions.sliced(3)
+    found = [node for part in sliced.modules for node in calls(part.graph) if SUBGRAPH in node.meta]
+    assert len(found) == calling
+    for microbatch, batch in enumerate(batches):
+        stage.forward(microbatch, [batch.clone()])
+        stage.backward_input(microbatch, [grads[microbatch]])
+        for index in range(3):
+            stage.backward_weight(microbatch, slice=index)
+    stage.publish()
+    reference(twin, batches, grads)
+    pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
+    assert not [name for (name, mine), other in pairs if not torch.equal(mine.grad, other.grad)]
