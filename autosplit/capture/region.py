@@ -216,11 +216,12 @@ class RegionCall:
         results = [found.get(path, leaf) for path, leaf in paths]
         return tree_unflatten(results, region.capture.output_spec)
 
-    def laid_out(self, gradient: Tensor | None, traced: Tensor) -> Tensor:
+    def laid_out(self, gradient: Tensor | None, traced: Tensor, result: Tensor) -> Tensor:
         """A gradient of a result with the strides that the block was traced with.
 
         Refused is one that is not there, as zeros in its place could become NaN in the block, and
-        one that lies otherwise in memory, as kernels would round otherwise.
+        one that lies otherwise in memory, as kernels would round otherwise: unless the result does,
+        too, whose operators were decomposed after it was settled how its gradient is to lie.
         """
         # Made anew: the value that the block was traced with is unknown to this trace.
         made = self.region.empty(traced)
@@ -230,6 +231,8 @@ class RegionCall:
             return gradient
         elif gradient.is_contiguous() and traced.is_contiguous():
             return gradient.as_strided(made.shape, made.stride())
+        elif traced.is_contiguous() and not result.is_contiguous():
+            return gradient.contiguous()
         else:
             self.refusal = "the gradient of one of its results is not laid out as that is"
         return made
@@ -257,8 +260,10 @@ class _Call(torch.autograd.Function):
         region: Region = ctx.call.region
         (saved,) = ctx.saved_tensors
         arrived = dict(zip([role.name for role in region.returned], grads, strict=True))
+        returned = {role.name: node.meta["val"] for role, node in region.returned.items()}
         given = [
-            ctx.call.laid_out(arrived[r.name], n.meta["val"]) for r, n in region.tangents.items()
+            ctx.call.laid_out(arrived[role.name], node.meta["val"], returned[role.name])
+            for role, node in region.tangents.items()
         ]
         *made, deferred = BACKWARD_INPUT(ctx.call.number, saved, given)
         found = dict(zip([role.name for role in region.input_grads], made, strict=True))

@@ -44,7 +44,10 @@ def build_resnet(settings: ResNetSettings) -> nn.Module:
 
 def _seeded(seed: int, kind: Callable[[Any], nn.Module], config: Any) -> nn.Module:
     with seeded(seed, _WEIGHTS):
-        return kind(config).train()
+        model: Any = kind(config)
+    model.tie_weights()  # as transformers 5.0 does not where parameters have no memory
+    made: nn.Module = model.train()
+    return made
 
 
 def llama_config(settings: LlamaSettings) -> Any:

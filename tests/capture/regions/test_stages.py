@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autosplit
 from autosplit import Stage
 from autosplit.passes.graph import SUBGRAPH, calls
 from autosplit.torch_internals import inductor
-from tests.capture.regions.blocks import WIDTH, Stack
+from tests.capture.regions.blocks import WIDTH, Stack, kinds
 from tests.microbatches import reference
 
 BATCH = torch.randn(2, 3, WIDTH)
@@ -119,3 +120,17 @@ def test_slices_of_w_call_blocks(depth: int, calling: int) -> None:
     reference(twin, batches, grads)
     pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
     assert not [name for (name, mine), other in pairs if not torch.equal(mine.grad, other.grad)]
+
+
+def test_decomposed_results_may_lie_otherwise() -> None:
+    """Keys lie otherwise than AOTAutograd has asked of their gradients, once they are decomposed
+    for Inductor.
+    """
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=4)
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(20, (2, 8))
+    split = autosplit.split(model, backend="inductor")
+    split.capture(input_ids=ids, labels=ids)
+    assert kinds(split) == [2]
