@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autosplit.torch_internals.version import TORCH
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
@@ -77,6 +78,8 @@ def test_sizes_are_open_around_blocks(
     block: type[Residual], lengths: Sequence[int], captures: int, called: list[int]
 ) -> None:
     split = assert_equals_autograd(Stack(block), batches(*lengths))
+    if TORCH < (2, 12) and block is Halving:
+        called = []  # its slices of gradients lie otherwise there: captured with the model
     assert (len(split.functions), kinds(split)) == (captures, called)
 
 
