@@ -23,7 +23,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, SkipFrame
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.utils import counters
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
@@ -217,7 +216,6 @@ class _AotSession:
             self._splitter.prepare(labelled)
             aot = assemble(labelled, num_fwd_outputs, parameters, self._splitter.overlap)
             self._split = self._splitter.compile(aot)
-            counters["autosplit"]["graph_bypass"] += 1  # of the cache, which has whole models only
         except PassError as error:
             raise _GivenUpError(str(error)) from error
         self._size = len(aot.forward.graph.nodes)
