@@ -157,6 +157,8 @@ DYNAMO = {
     "automatic_dynamic_shapes": False,
     "assume_static_by_default": True,
     "allow_rnn": True,
+    # A function's backward may ask autograd for gradients.
+    "trace_autograd_ops": True,
     # What the forward does to Python is looked at afterwards; the graph does not repeat it.
     "replay_side_effects": False,
     "side_effect_replay_policy": "warn",
