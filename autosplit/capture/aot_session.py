@@ -26,7 +26,10 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
 
-from autosplit.capture.workarounds.dynamo import refuse_absent_gradients
+from autosplit.capture.workarounds.dynamo import (
+    inline_compile_regions,
+    refuse_absent_gradients,
+)
 from autosplit.capture.workarounds.operators import (
     AS_IN_EAGER,
     as_eager,
@@ -96,6 +99,7 @@ def compile_dynamo_graph(
         partition_fn=session.partition,
         decompositions=splitter.decompositions,
     )
+    inline_compile_regions(module)
     divide_layers(module)
     try:
         with as_eager(module, splitter.decompositions):

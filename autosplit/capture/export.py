@@ -22,6 +22,7 @@ from autosplit.capture.workarounds.dynamo import (
     compiled_not_exported,
     function_modes_known,
     graph_put_aside,
+    inline_compile_regions,
     install_output_hooks,
     lists_sliced_at_once,
     refuse_absent_gradients,
@@ -119,6 +120,7 @@ def _export(
         _return_something(captured)
         with graph_put_aside(module, captured.backend_input):
             exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
+        inline_compile_regions(exported)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
     _find_class_tensors(module, exported)
     if TORCH < (2, 12):

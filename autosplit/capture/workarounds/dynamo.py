@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import operator
 import os
 import sys
 from collections import Counter
@@ -370,3 +371,33 @@ def _collects(part: nn.Module, file: str) -> bool:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
+
+
+def inline_compile_regions(module: fx.GraphModule) -> None:
+    """Put the operators of ``torch.compiler.nested_compile_region`` in place of its calls: each
+    would be one operator in the backward, whose weight gradients could not wait.
+    """
+    # Bodies before what calls them.
+    for graphs in reversed([each for each in module.modules() if isinstance(each, fx.GraphModule)]):
+        calls = graphs.graph.find_nodes(op="call_function", target=_REGION)
+        for node in calls:
+            _inline(graphs, node, graphs.get_submodule(node.args[0].target))
+        if calls:
+            graphs.recompile()
+
+
+_REGION = torch.ops.higher_order.invoke_subgraph
+
+
+def _inline(module: fx.GraphModule, node: fx.Node, body: Any) -> None:
+    copies = dict(zip(body.graph.find_nodes(op="placeholder"), node.args[2:], strict=True))
+    with module.graph.inserting_before(node):
+        results: Any = module.graph.graph_copy(body.graph, copies)
+    for inner in body.graph.find_nodes(op="get_attr"):
+        name = f"{node.name}_{inner.target}".replace(".", "_")
+        copies[inner].target = name
+        setattr(module, name, operator.attrgetter(inner.target)(body))
+    for item in list(node.users):
+        item.replace_all_uses_with(results[item.args[1]])
+        module.graph.erase_node(item)
+    module.graph.erase_node(node)
