@@ -30,6 +30,7 @@ from autosplit.capture.workarounds.dynamo import (
     unrolling_limited,
     without_trace_log_headers,
 )
+from autosplit.capture.workarounds.operators import grouped_products_of_any_dtype
 from autosplit.torch_internals.version import TORCH
 
 from .guards import DYNAMO, ForwardScope, Guards
@@ -110,6 +111,7 @@ def _export(
                 function_modes_known(),
                 refuse_lost_hooks(),
                 lists_sliced_at_once(),
+                grouped_products_of_any_dtype(),
                 masks_decided(by_value) as answers,
                 opaque(),
             ):

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from torch import Tensor, fx, nn
+from torch import Tensor, _meta_registrations, fx, nn
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._higher_order_ops import effects
 from torch._subclasses import fake_impls
@@ -283,6 +283,27 @@ def products_by_twos() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def grouped_products_of_any_dtype() -> Iterator[None]:
+    """While something is traced, grouped products (``torch._grouped_mm``) are there for float32 and
+    float16, too, as their kernels are; torch's meta function has bfloat16 only (to torch 2.13).
+    """
+    original = _meta_registrations._meta_grouped_mm_common
+
+    def common(mat_a: Tensor, mat_b: Tensor, **options: Any) -> Tensor:
+        other = options["scale_a"] is None and mat_a.dtype == mat_b.dtype != torch.bfloat16
+        # Else the kernel pads its rows, but torch's function not in builds for CPUs.
+        whole = mat_b.shape[-1] * mat_b.element_size() % 16 == 0
+        if not (other and whole):
+            return original(mat_a, mat_b, **options)
+        # The kernel checks the rest where it runs.
+        made = _meta_registrations._create_grouped_mm_output_tensor
+        return made(mat_a, mat_b, options["offs"], options["out_dtype"])
+
+    with patch.object(_meta_registrations, "_meta_grouped_mm_common", common):
+        yield
+
+
 # numpy.random draws what it draws in eager; torch's generator would draw instead.
 AS_IN_EAGER: dict[str, Any] = {"use_numpy_random_stream": True}
 """Settings of Dynamo."""
@@ -307,6 +328,7 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
     - recurrent layers are traced without the fused kernel, which its fake does not match;
     - gradients of outputs that overlap themselves do not;
     - sizes that are symbols are multiplied by twos;
+    - grouped products are there for float32;
     - kernels that somebody registered for torch's operators are traced through.
     """
     drawing = {} if decompositions is not None else {"fallback_random": True}
@@ -317,6 +339,7 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
         without_tokens(),
         gradients_apart(),
         products_by_twos(),
+        grouped_products_of_any_dtype(),
         traced_as_registered(),
     ):
         yield

@@ -1,0 +1,33 @@
+"""Products of groups of rows, each with a matrix of its own: what experts do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.semantics.against_autograd import assert_equals_autograd
+
+GROUPED = torch.ops.aten._grouped_mm.default
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 16, width) / 4)
+        self.down = nn.Parameter(torch.randn(3, 16, width) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([4, 5, 12], dtype=torch.int32)
+        hidden = torch._grouped_mm(x, self.up, offs=ends).tanh()
+        return torch._grouped_mm(hidden, self.down.transpose(1, 2), offs=ends).tanh()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 24])
+def test_all_weight_gradients_wait(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(12, 16, dtype=dtype).requires_grad_()
+    split = assert_equals_autograd(Experts(width).to(dtype), [(x,)] * 2)
+    weight = split.functions[0].graphs.backward_weight
+    assert weight is not None
+    assert len(weight.graph.find_nodes(op="call_function", target=GROUPED)) == 2
