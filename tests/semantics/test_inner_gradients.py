@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autosplit.torch_internals.version import TORCH
 from tests.semantics.against_autograd import assert_equals_autograd
 
 
@@ -90,4 +91,5 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("model", [Forces, Penalty, InnerStep, Recomputed])
 def test_gradients_inside_are_part_of_the_graph(model: type[nn.Module]) -> None:
     split = assert_equals_autograd(model(), [(torch.randn(4, 8).requires_grad_(),)] * 2)
-    assert len(split.functions) == 1
+    if TORCH >= (2, 12) or model is not Recomputed:  # which runs in parts there
+        assert len(split.functions) == 1

@@ -288,19 +288,20 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
     """While something is traced, grouped products (``torch._grouped_mm``) are there for float32 and
     float16, too, as their kernels are; torch's meta function has bfloat16 only (to torch 2.13).
     """
-    original = _meta_registrations._meta_grouped_mm_common
+    registered: Any = _meta_registrations
+    original = registered._meta_grouped_mm_common
 
-    def common(mat_a: Tensor, mat_b: Tensor, **options: Any) -> Tensor:
+    def common(mat_a: Tensor, mat_b: Tensor, **options: Any) -> Any:
         other = options["scale_a"] is None and mat_a.dtype == mat_b.dtype != torch.bfloat16
         # Else the kernel pads its rows, but torch's function not in builds for CPUs.
         whole = mat_b.shape[-1] * mat_b.element_size() % 16 == 0
         if not (other and whole):
             return original(mat_a, mat_b, **options)
         # The kernel checks the rest where it runs.
-        made = _meta_registrations._create_grouped_mm_output_tensor
+        made = registered._create_grouped_mm_output_tensor
         return made(mat_a, mat_b, options["offs"], options["out_dtype"])
 
-    with patch.object(_meta_registrations, "_meta_grouped_mm_common", common):
+    with patch.object(registered, "_meta_grouped_mm_common", common):
         yield
 
 
