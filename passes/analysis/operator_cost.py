@@ -102,12 +102,23 @@ def is_cheap(node: fx.Node) -> bool:
     return torch.Tag.pointwise in op.tags or torch.Tag.reduction in op.tags or op in _CHEAP
 
 
+def _of_grouped_product(first: Any, second: Any, *_: Any, out_val: Any, **options: Any) -> int:
+    """Each element of the result is of one group; of two matrices, a sum is over one group's."""
+    groups = len(out_val) if first.dim() == second.dim() == 2 else 1
+    return int(2 * out_val.numel() * first.shape[-1] // groups)
+
+
+_FORMULAS = {aten._grouped_mm: _of_grouped_product}  # that torch's table has not
+
+
 def flops(node: fx.Node) -> int:
     """Floating-point operations of a node by torch's own table (matrix products, attention,
-    convolutions; everything else counts 0), as ``torch.utils.flop_counter`` counts them.
+    convolutions; everything else counts 0), as ``torch.utils.flop_counter`` counts them, and of
+    grouped products.
     """
     op = overload(node)
-    formula = None if op is None else flop_registry.get(op.overloadpacket)
+    packet: Any = None if op is None else op.overloadpacket
+    formula = flop_registry.get(packet, _FORMULAS.get(packet))
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg(

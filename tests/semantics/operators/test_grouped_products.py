@@ -28,6 +28,8 @@ class Experts(nn.Module):
 def test_all_weight_gradients_wait(width: int, dtype: torch.dtype) -> None:
     x = torch.randn(12, 16, dtype=dtype).requires_grad_()
     split = assert_equals_autograd(Experts(width).to(dtype), [(x,)] * 2)
+    # Twelve rows with a matrix of 16 x width, twice.
+    assert f"({2 * 2 * 12 * 16 * width / 1e9:.1e} of" in split.report()
     weight = split.functions[0].graphs.backward_weight
     assert weight is not None
     assert len(weight.graph.find_nodes(op="call_function", target=GROUPED)) == 2
