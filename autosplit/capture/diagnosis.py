@@ -119,7 +119,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
             kind = FailingCallError
         elif any(frame.name == "__init__" for frame in getattr(error, "real_stack", None) or ()):
             kind = ConstructionError
-        reason, advice = _reason(error), _advice(error)
+        reason, advice = _reason(error), _advice(module, where, error)
         raise kind(
             f"{type(module).__name__} cannot be captured in one graph.\n"
             f"  at {where}\n  because {reason}\n  {advice}",
@@ -178,7 +178,12 @@ def _user_line(error: Exception) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-def _advice(error: Exception) -> str:
+def _advice(module: nn.Module, where: str, error: Exception) -> str:
+    if any(_loops_over_experts(part, where) for part in module.modules()):
+        return (
+            "Have the experts be one operator, experts_implementation='grouped_mm' of the model's "
+            "configuration, instead of a loop over those that have tokens."
+        )
     if isinstance(error, TorchRuntimeError):
         return (
             "Run the model on these inputs without autosplit: where this operator fails, too, they "
@@ -205,6 +210,13 @@ def _advice(error: Exception) -> str:
         "values or changes objects outside of the forward), or split the parts of the model "
         "around it separately."
     )
+
+
+def _loops_over_experts(part: nn.Module, where: str) -> bool:
+    """Whether a line is of experts of transformers that are told to run one after another."""
+    told = getattr(getattr(part, "config", None), "_experts_implementation", None)
+    experts = type(part).__name__.endswith("Experts") and told == "eager"
+    return experts and definition(part).rpartition(":")[0] == where.rpartition(":")[0]
 
 
 def definition(module: nn.Module) -> str:
