@@ -22,6 +22,11 @@ def _accelerator() -> Accelerator | None:
     return None if found is None else (found.type, torch.get_device_module(found))
 
 
+def has_accelerator() -> bool:
+    """Whether there may be another device than the CPU."""
+    return _accelerator() is not None
+
+
 def accelerator_kind() -> str:
     """The kind of device that may be here beside the CPU."""
     found = _accelerator()
@@ -45,7 +50,7 @@ def has_streams(device: torch.device) -> bool:
 
 def stream_under(tensors: Iterable[Tensor | None]) -> torch.Stream | None:
     """The stream on which tensors are being made; None where none is on an accelerator."""
-    if _accelerator() is None or (found := _in_use()) is None:
+    if (found := _in_use()) is None:
         return None
     kind, module = found
     lie_on = (t.device for t in tensors if isinstance(t, Tensor) and t.device.type == kind)

@@ -24,7 +24,7 @@ from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.refusals import refuse_overlap
 from autosplit.runtime.specializations import CallFlattening, Specializations
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.torch_internals.autograd import in_transform
+from autosplit.torch_internals.autograd import in_transform, untraced
 from autosplit.torch_internals.distributed import (
     data_parallel,
     fsdp_part,
@@ -32,7 +32,6 @@ from autosplit.torch_internals.distributed import (
     synchronises,
 )
 from autosplit.torch_internals.pytree import tree_unflatten
-from autosplit.torch_internals.tracing import untraced
 
 from .errors import (
     BackendError,
@@ -168,7 +167,7 @@ class SplitModule(ModuleProxy):
         own["_anchor"] = WeightAnchor(own["_queue"], deliver, sharded)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
         # if no node of autograd's holds them.
-        weakref.finalize(self, deliver.forget)
+        weakref.finalize(self, deliver.leaves.forget)
 
     @ProxiedForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,6 +200,8 @@ class SplitModule(ModuleProxy):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parallel = data_parallel()
         unsplit = parallel is not None and synchronises()
+        if parallel is not None:
+            self._anchor.deliver.reduced = True
         if unsplit:
             self.backward_weight()
         fallback = self._fallback

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autosplit.device import follow, stream_under
-from autosplit.runtime.residuals import Residuals
+from autosplit.runtime.residuals import HandOver, Residuals
 
 CUDA = torch.device("cuda", 0)
 
@@ -69,7 +69,9 @@ def test_residuals_are_taken_on_the_stream_of_who_takes_it(
     monkeypatch.setattr("autosplit.runtime.residuals.stream_under", lambda tensors: made)
     monkeypatch.setattr("autosplit.runtime.residuals.follow", followed)
     tensor = torch.ones(2)
-    residuals = Residuals(("a",), [tensor], ())
+    known = HandOver(("a",))
+    known.on_streams = True
+    residuals = Residuals(known, [tensor], ())
     taken = (residuals.again() if again else residuals).take()
     followed.assert_called_once()
     stream, tensors = followed.call_args.args

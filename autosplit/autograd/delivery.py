@@ -20,6 +20,7 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import EXACT, Accumulation
 from autosplit.runtime.residuals import State, TensorSpec
 from autosplit.torch_internals.autograd import (
+    KnownLeaves,
     Leaves,
     add_gradients,
     has_gradient_hooks,
@@ -42,14 +43,18 @@ class Delivery:
         accumulation: how they are added. In any form but the exact one W adds into ``.grad``
             itself where it may (see ``inplace_sums``), one thread at a time. In the concatenated
             one, W of several microbatches runs in one call.
-    """
 
-    _reduced: bool | None = None  # whether data parallelism looks on, where that is known
+    Attributes:
+        accumulation: as given.
+        leaves: the parameters.
+        reduced: whether data parallelism looks on: set once a forward was inside of it.
+    """
 
     def __init__(self, accumulation: Accumulation = EXACT) -> None:
         self.accumulation = accumulation
+        self.leaves = KnownLeaves()
+        self.reduced = False
         self._lock = threading.Lock()  # two threads must not both find .grad empty
-        self._leaves: dict[int, Leaves] = {}  # by their number: graphs of a module share them
 
     def __call__(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
         """Compute and deliver what some ``backward()`` left, in their order.
@@ -78,29 +83,21 @@ class Delivery:
         graph = work.graph
         if (
             len(works) > 1
+            or self.reduced
             or work.skipped
             or not isinstance(graph, SplitFunctions)
             or not graph.dependence.dense
         ):
             return None
-        leaves = self.leaves(graph, work.state)
-        return leaves if leaves.allows_direct_add(reduced=self._reduced) else None
+        leaves = self._leaves_of(work)
+        return leaves if leaves.allows_direct_add() else None
 
-    def leaves(self, graph: Any, state: State) -> Leaves:
-        """The parameters of a graph."""
-        parameters = [state[name] for name in graph.parameter_names]
-        leaves = self._leaves.get(len(parameters))
-        if leaves is None or not leaves.are(parameters):
-            leaves = self._leaves[len(parameters)] = Leaves(parameters)
-        return leaves
-
-    def forget(self) -> None:
-        """Drop references to parameters and their autograd nodes."""
-        self._leaves.clear()
+    def _leaves_of(self, work: PendingWork) -> Leaves:
+        return self.leaves.of([*map(work.state.__getitem__, work.graph.parameter_names)])
 
     def _deliver_through_engine(self, works: Sequence[PendingWork]) -> None:
         whole = [work for work in works if isinstance(work.graph, SplitFunctions)]
-        hooked = any(self.leaves(work.graph, work.state).has_hooks() for work in whole)
+        hooked = any(self._leaves_of(work).has_hooks() for work in whole)
         deliver_through_engine(works, hooked=hooked)
 
     def _add(self, works: Sequence[PendingWork], leaves: Leaves) -> None:

@@ -31,11 +31,11 @@ from autosplit.torch_internals.autograd import (
     has_saved_tensors_hooks,
     is_asked_for,
     is_autocast,
+    untraced,
     will_run,
     without_autocast,
 )
 from autosplit.torch_internals.distributed import asked_by_pipelining
-from autosplit.torch_internals.tracing import untraced
 
 from .delivery import Delivery, weight_gradients
 from .pending import PendingQueue, PendingWork
@@ -98,7 +98,7 @@ def run_split(
     where a parameter has hooks: they fire in ``backward()``, and an optimizer may step in one.
     ``counted``: whether data parallelism counts how often the engine comes by a parameter.
     """
-    known = anchor.deliver.leaves(functions, state)
+    known = anchor.deliver.leaves.of([*map(state.__getitem__, functions.parameter_names)])
     parameters = known.parameters
     if not unsplit and known.has_hooks():
         unsplit = True
@@ -109,7 +109,7 @@ def run_split(
     if not unsplit:
         probes = () if counted else probe_sample(parameters)
     return list(
-        Split.apply(functions, state, anchor, unsplit, anchor.leaf, *leaves, *probes)  # type: ignore[no-untyped-call]
+        Split.apply(functions, state, anchor, known, unsplit, anchor.leaf, *leaves, *probes)  # type: ignore[no-untyped-call]
     )
 
 
@@ -128,11 +128,12 @@ class Split(torch.autograd.Function):
         functions: SplitFunctions,
         state: State,
         anchor: WeightAnchor,
+        known: Leaves,
         unsplit: bool,
         _leaf: Tensor,
         *values: Any,
     ) -> tuple[Any, ...]:
-        ctx.anchor, ctx.functions, ctx.state = anchor, functions, state
+        ctx.anchor, ctx.functions, ctx.state, ctx.known = anchor, functions, state, known
         ctx.writes = () if anchor.sharded is None else anchor.sharded.writes()
         leaves = list(values[: len(functions.capture.inputs)])
         ctx.unsplit, ctx.probes = unsplit, len(values) - len(leaves)
@@ -200,7 +201,7 @@ class Split(torch.autograd.Function):
         elif functions.writes_late:  # whoever asks for input gradients has the backward write, too
             with without_autocast():
                 functions.backward_weight(deferred)
-        return (None, None, None, None, None, *grads, *weights)
+        return (None, None, None, None, None, None, *grads, *weights)
 
 
 def _probes(ctx: Any) -> list[Any]:
@@ -222,17 +223,17 @@ def _weights(
     """
     anchor: WeightAnchor = ctx.anchor
     functions: SplitFunctions = ctx.functions
-    state, number, names = ctx.state, current_backward(), functions.parameter_names
-    if not all(map(_NEEDS_GRAD, map(state.__getitem__, names))):
+    state, number, known = ctx.state, current_backward(), ctx.known
+    if not all(map(_NEEDS_GRAD, known.parameters)):
         # Frozen since the forward: autograd drops their gradients.
-        skipped |= {name for name in names if not state[name].requires_grad}
+        skipped |= {n for n in functions.parameter_names if not state[n].requires_grad}
     work = PendingWork(functions, deferred, state, skipped, number, early)
     sharded = anchor.sharded
     if sharded is not None:
         work.owner, work.writes = sharded.owner, ctx.writes
     if ctx.unsplit:
         return weight_gradients(work)
-    if anchor.deliver.leaves(functions, state).has_hooks():
+    if known.has_hooks():
         return _weights_for_late_hooks(anchor, work, [node.variable for node in _probes(ctx)])
     if functions.lent:
         lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]

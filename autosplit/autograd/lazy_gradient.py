@@ -23,6 +23,7 @@ from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
     ZERO_ALL,
     exchanged,
+    in_compiler,
     in_transform,
     memoryless_tensor,
     outside_dispatch,
@@ -32,7 +33,6 @@ from autosplit.torch_internals.autograd import (
 )
 from autosplit.torch_internals.dtensor import dtensor_class, is_dtensor
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
-from autosplit.torch_internals.tracing import in_compiler
 
 if TYPE_CHECKING:
     from .pending import PendingQueue

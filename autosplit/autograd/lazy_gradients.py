@@ -154,6 +154,8 @@ class LazyGradients:
         lifted += held
         for slot, parameter in lifted:
             slot.state = COMPUTING
+            if slot.lazy is None:
+                slot.lazy = slot.ref()  # kept, to be used again
             parameter.grad = slot.base
             slot.base = None
         return [slot for slot, _ in lifted]

@@ -11,8 +11,8 @@ from typing import Any, Self
 from torch import nn
 
 from autosplit.errors import SplitError
+from autosplit.torch_internals.autograd import in_compiler, is_exported, untraced
 from autosplit.torch_internals.state import share_state
-from autosplit.torch_internals.tracing import in_compiler, is_exported, untraced
 
 # Python looks these up on the class, past ``__getattr__``; a proxy has those that its model has.
 _CONTAINER = (

@@ -23,10 +23,10 @@ from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.autograd import (
     at_end_of_backward,
     current_backward,
+    untraced,
     without_autocast,
 )
 from autosplit.torch_internals.state import distinct_storage_bytes
-from autosplit.torch_internals.tracing import untraced
 
 from .lazy_gradient import GradientSlot
 from .lazy_gradients import LazyGradients

@@ -132,8 +132,6 @@ class ShardedDelivery(Delivery):
         queue: what this computes.
     """
 
-    _reduced = False
-
     def __init__(self, accumulation: Accumulation, sharded: ShardedModule) -> None:
         super().__init__(accumulation)
         self.sharded = sharded

@@ -36,7 +36,7 @@ from autosplit.runtime.gradient_dependence import (
     outputs_read_inside,
 )
 from autosplit.runtime.refusals import AutocastGuard
-from autosplit.runtime.residuals import Residuals, is_shared
+from autosplit.runtime.residuals import HandOver, Residuals, is_shared
 from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.dynamo import RunningBackward, running_backward, watch_gradients
 
@@ -95,7 +95,6 @@ class WeightGraph:
     Attributes:
         handed: what I leaves for it: tensors and integers.
         state: parameters and buffers that it reads.
-        names: those of both.
         parameter_names: names of the gradients that it makes; all are late.
         dependence: what is known of them.
     """
@@ -110,7 +109,8 @@ class WeightGraph:
         self.dependence = WeightFacts(dense, borrowed_gradients(module.graph))
         self.handed = tuple(inputs(module.graph, Kind.DEFERRED))
         self.state = tuple(inputs(module.graph, *STATE))
-        self.names = tuple([role.name for role in (*self.handed, *self.state)])
+        names = tuple([role.name for role in (*self.handed, *self.state)])
+        self._known = HandOver(names, late=True)
         self._call = compiled.taking([*self.handed, *self.state], compiled.outputs)
         self.parameter_names = self.late_parameters = [role.name for role in compiled.outputs]
 
@@ -122,7 +122,7 @@ class WeightGraph:
     def deferred(self, values: Mapping[Role, Any], lent: Collection[Role] = ()) -> Residuals:
         """What I left, of all that it left and the state; what is in ``lent`` is copied."""
         state = tuple([values[role] for role in self.state])
-        left = Residuals(self.names, [values[role] for role in self.handed], state, late=True)
+        left = Residuals(self._known, [values[role] for role in self.handed], state)
         left.own([at for at, role in enumerate(self.handed) if role in lent])
         return left
 

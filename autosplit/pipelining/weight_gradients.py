@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autosplit.autograd.delivery import Delivery, inplace_sums, note_written, run_together
+from autosplit.autograd.delivery import inplace_sums, note_written, run_together
 from autosplit.autograd.pending import PendingWork
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.gradient_graphs import Call
 from autosplit.runtime.in_flight import InFlightMicrobatch
 from autosplit.runtime.residuals import Residuals, State
-from autosplit.torch_internals.autograd import add_gradients
+from autosplit.torch_internals.autograd import KnownLeaves, add_gradients
 
 _SMALL = 2**20  # bytes of all weight gradients of a microbatch
 
@@ -32,7 +32,7 @@ class WeightGradients:
 
     def __init__(self, accumulation: Accumulation) -> None:
         self.accumulation = accumulation
-        self._leaves_of = Delivery(accumulation).leaves
+        self._leaves = KnownLeaves()
         self._large: weakref.WeakKeyDictionary[SplitFunctions, bool] = weakref.WeakKeyDictionary()
 
     @property
@@ -105,8 +105,8 @@ class WeightGradients:
     def _adds_directly(self, functions: SplitFunctions, state: State) -> bool:
         if not functions.dependence.dense:
             return False
-        leaves = self._leaves_of(functions, state)
-        return leaves.allows_direct_add(reduced=False) and not leaves.has_hooks()
+        leaves = self._leaves.of([*map(state.__getitem__, functions.parameter_names)])
+        return leaves.allows_direct_add() and not leaves.has_hooks()
 
     def _adds_inside(self, functions: SplitFunctions) -> bool:
         """Whether graphs add gradients themselves: small ones are added faster all at once."""

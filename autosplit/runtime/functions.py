@@ -24,7 +24,7 @@ from autosplit.passes.lowering.buffers import donatable, donate, lent
 from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
 from autosplit.passes.manager import WeightForm, run_on_graph
 from autosplit.passes.subgraph import inline, inlined
-from autosplit.runtime.residuals import Constants, Residuals, State, TensorSpec
+from autosplit.runtime.residuals import Constants, HandOver, Residuals, State, TensorSpec
 from autosplit.torch_internals.dtensor import Sharding
 
 from .gradient_accumulation import EXACT, Accumulation
@@ -52,22 +52,18 @@ class ForwardResult(NamedTuple):
     saved: Residuals
 
 
-class HandOver(NamedTuple):
+class Handed(NamedTuple):
     """What I leaves for W.
 
     Attributes:
         roles: of all of it: what I defers, then state and what W writes into.
-        names: theirs.
         read_at: places of the state among what the backward reads.
-        constants: those that W reads.
-        loose: how many, the last, W writes into.
+        known: what is known of it.
     """
 
     roles: Sequence[Role]
-    names: tuple[str, ...]
     read_at: Sequence[int]
-    constants: Constants
-    loose: int
+    known: HandOver
 
 
 class SplitFunctions:
@@ -107,14 +103,18 @@ class SplitFunctions:
         backward = self._graphs.backward
         # Parameters and buffers that the backward reads, then what it writes into.
         self._read = [] if backward is None else fixed(backward.graph)
-        self._constants = self._constants_of([] if backward is None else [backward])
         self._taken = [*(Role(Kind.TANGENT, name) for name in self.tangent_specs), *saved]
         self._taken += self._read
-        self._saved_names = tuple([role.name for role in (*saved, *self._read)])
         places = {name: at for at, name in enumerate(traced.inputs)}
         self._read_state = [role.name for role in self._read if role.kind in STATE]
         targets = [role.name for role in self._read if role.kind is Kind.TARGET]
         self._targets = [(name, places.get(name)) for name in targets]
+        self._saves = HandOver(
+            tuple([role.name for role in (*saved, *self._read)]),
+            self._constants_of([] if backward is None else [backward]),
+            self._donated,
+            loose=len(targets),
+        )
 
     def _compile_forward(self) -> list[Role]:
         """Compile F, and tell the backward how what it saves lies in memory. Returns the roles of
@@ -137,7 +137,7 @@ class SplitFunctions:
         self._donated = [at for at, role in enumerate(saved) if role in donated]
         read = [role for role in compiled.inputs if role.kind in STATE]
         self.forward_state = [role.name for role in read]
-        given = [*(Role(Kind.INPUT, name) for name in taken), *read]
+        given = [*read, *(Role(Kind.INPUT, name) for name in taken)]
         self._forward = compiled.taking(given, [*results, *inside, *saved])
         return saved
 
@@ -265,19 +265,16 @@ class SplitFunctions:
         return self._weight if self._passes_on else self._unsplit
 
     @cached_property
-    def _handed(self) -> HandOver:
+    def _handed(self) -> Handed:
         weight = self._module("backward_weight")
         deferred = [
             role for role, _ in outputs(self._module("backward_input").graph, Kind.DEFERRED)
         ]
         read = fixed(weight.graph)
-        return HandOver(
-            [*deferred, *read],
-            tuple([role.name for role in (*deferred, *read)]),
-            positions(read, self._read),
-            self._constants_of([weight]),
-            sum(role.kind is Kind.TARGET for role in read),
-        )
+        names = tuple([role.name for role in (*deferred, *read)])
+        loose = sum(role.kind is Kind.TARGET for role in read)
+        known = HandOver(names, self._constants_of([weight]), late=True, loose=loose)
+        return Handed([*deferred, *read], positions(read, self._read), known)
 
     @cached_property
     def _input(self) -> GradientGraph:
@@ -367,7 +364,7 @@ class SplitFunctions:
     @cached_property
     def writes_late(self) -> bool:
         """Whether W writes into something, microbatch by microbatch."""
-        return self.has_backward and bool(self._handed.loose)
+        return self.has_backward and bool(self._handed.known.loose)
 
     def concatenates(self, one: Residuals, other: Residuals) -> bool:
         """Whether W of two microbatches that ran these graphs can be one call: on the same
@@ -421,20 +418,12 @@ class SplitFunctions:
         read = [*map(state.__getitem__, self._read_state)]
         if self._targets:
             read += [state[name] if at is None else leaves[at] for name, at in self._targets]
-        pool = leaves.copy()
+        pool = [*map(state.__getitem__, self.forward_state), *leaves]
         leaves.clear()
-        pool += map(state.__getitem__, self.forward_state)
         results = self._forward(pool)
         outputs = len(self.output_names)
         end = outputs + len(self.updated_state)
-        saved = Residuals(
-            self._saved_names,
-            results[end:],
-            tuple(read),
-            self._constants,
-            self._donated,
-            loose=len(self._targets),
-        )
+        saved = Residuals(self._saves, results[end:], tuple(read))
         return ForwardResult(results[:outputs], results[outputs:end], saved)
 
     def backward_input(
@@ -460,12 +449,11 @@ class SplitFunctions:
             SplitError: a gradient does not fit its output, or a saved tensor was written
                 in place since the forward.
         """
-        read, (_, names, read_at, constants, loose) = saved.state, self._handed
+        read, (_, read_at, known) = saved.state, self._handed
         pool = self._backward_pool(saved, output_grads)
         results, early = self._input.run(pool, gradients, accumulation)
         count = len(self.capture.inputs)
-        kept = tuple([read[at] for at in read_at])
-        deferred = Residuals(names, results[count:], kept, constants, late=True, loose=loose)
+        deferred = Residuals(known, results[count:], tuple([read[at] for at in read_at]))
         return results[:count], deferred, early
 
     def backward_weight(

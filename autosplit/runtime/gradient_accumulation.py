@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,12 +43,12 @@ class Accumulation:
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise SplitError(f"grad_dtype must be a floating-point dtype, got {self.dtype}")
 
-    @property
+    @cached_property
     def exact(self) -> bool:
         """Whether whole gradients are added, microbatch by microbatch."""
         return self.form == "exact"
 
-    @property
+    @cached_property
     def concatenated(self) -> bool:
         """Whether several microbatches' factors are concatenated."""
         return self.form == "concatenated"

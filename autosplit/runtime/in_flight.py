@@ -21,7 +21,16 @@ from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .fitting import fitting, longest_needed_first
-from .residuals import PlacedStorage, Residuals, State, StorageKey, is_part, is_plain, storage_of
+from .residuals import (
+    HandOver,
+    PlacedStorage,
+    Residuals,
+    State,
+    StorageKey,
+    is_part,
+    is_plain,
+    storage_of,
+)
 
 
 class InFlightMicrobatch(NamedTuple):
@@ -287,7 +296,7 @@ class KeptInputs:
         steady = [name for name in functions.forward_state if name not in self._buffers]
         names = (*functions.capture.inputs, *steady)
         read = tuple([state[name] for name in steady])
-        self._inputs = Residuals(names, list(inputs), read, functions.forward_constants)
+        self._inputs = Residuals(HandOver(names, functions.forward_constants), list(inputs), read)
         self._generators = GeneratorStates.of([*inputs, *state.values()])
 
     @property

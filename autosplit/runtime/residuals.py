@@ -4,15 +4,17 @@ Storages can be taken out from under them, as bytes, and put back."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from autosplit.device import follow, stream_under
+from autosplit.device import follow, has_accelerator, stream_under
 from autosplit.errors import SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.torch_internals.state import allows_other_memory, versions
@@ -169,7 +171,16 @@ class TensorSpec:
 
     def conform(self, tensor: Tensor) -> Tensor:
         """The tensor with these strides, copied only where they differ."""
-        return tensor if tensor.stride() == self.stride else self.copy(tensor)
+        if tensor.stride() == self.stride:
+            return tensor
+        found = tensor.contiguous() if self._contiguous else tensor
+        return found if found.stride() == self.stride else self.copy(tensor)
+
+    @cached_property
+    def _contiguous(self) -> bool:
+        """Whether a contiguous tensor has these strides."""
+        blank = torch.empty(self.shape, device="meta")
+        return 0 not in self.shape and blank.stride() == self.stride
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy with these strides."""
@@ -206,6 +217,42 @@ class Constants(NamedTuple):
         return cls(tuple(names), tuple(found.values()))
 
 
+@dataclasses.dataclass(eq=False)
+class HandOver:
+    """What is known of all that one graph leaves for the next: settled once, for every call.
+
+    Attributes:
+        names: of the tensors, and then of the state that the next graph reads.
+        constants: those that the next graph, or one after it, holds.
+        donated: places of tensors that the next graph may write over.
+        late: whether the next graph is W.
+        loose: how many of the state, the last, the next graph writes into, whoever wrote there
+            before.
+    """
+
+    names: tuple[str, ...]
+    constants: Constants = Constants()  # noqa: RUF009 (immutable)
+    donated: Sequence[int] = ()
+    late: bool = False
+    loose: int = 0
+
+    def __post_init__(self) -> None:
+        self.watched = self.names[: len(self.names) - self.loose] + self.constants.names
+        self.on_streams = has_accelerator()
+
+    @property
+    def when(self) -> str:
+        """Between which calls nothing may be written."""
+        if self.late:
+            return "backward() and backward_weight()"
+        return "the forward and its backward"
+
+    @property
+    def first(self) -> str:
+        """What comes before one may."""
+        return "Call backward_weight()" if self.late else "Run the backward"
+
+
 class Residuals:
     """Tensors, and numbers read from data, saved by one graph for the next, with the state and
     constants that it will read.
@@ -217,47 +264,26 @@ class Residuals:
 
     __slots__ = (
         "_away",
-        "_constants",
         "_counts",
-        "_donated",
-        "_late",
-        "_loose",
-        "_names",
+        "_known",
         "_places",
-        "_state",
         "_storages",
         "_stream",
         "_tensors",
         "_watched",
+        "state",
     )
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        tensors: list[Any],
-        state: tuple[Tensor, ...],
-        constants: Constants = Constants(),  # noqa: B008 (immutable)
-        donated: Sequence[int] = (),
-        *,
-        late: bool = False,
-        loose: int = 0,
-    ) -> None:
-        """``state`` is what the next graph reads besides; ``names`` name the tensors and it.
-        ``constants`` are those that the next graph, or one after it, holds. ``donated`` are the
-        places of tensors that the next graph may write over. ``late``: the next graph is W.
-        ``loose``: how many of the state, the last, it writes into, whoever wrote there before.
-        """
-        self._names = names[: len(names) - loose] + constants.names
-        self._tensors = tensors
-        self._state = state
-        self._constants = constants.tensors
-        self._donated = donated
-        self._late, self._loose = late, loose
+    def __init__(self, known: HandOver, tensors: list[Any], state: tuple[Tensor, ...]) -> None:
+        """``state`` is what the next graph reads besides: parameters and buffers."""
+        self._known, self._tensors, self.state = known, tensors, state
         # State and constants that must stay as they are.
-        self._watched = (*state[: len(state) - loose], *constants.tensors)
+        held = known.constants.tensors
+        kept = state[: len(state) - known.loose] if known.loose else state
+        self._watched = kept + held if held else kept
         self._counts = versions((*tensors, *self._watched))
         self._places = _places(self._watched)
-        self._stream = stream_under(tensors)
+        self._stream = stream_under(tensors) if known.on_streams else None
         self._away: list[_Away] = []
         self._storages: Mapping[StorageKey, PlacedStorage] | None = None
 
@@ -267,14 +293,9 @@ class Residuals:
         return [value for value in self._tensors if not isinstance(value, _NUMBERS)]
 
     @property
-    def state(self) -> tuple[Tensor, ...]:
-        """Parameters and buffers that the next graph reads."""
-        return self._state
-
-    @property
     def fixed(self) -> tuple[Tensor, ...]:
         """State and constants that the next graph, or one after it, reads."""
-        return (*self._state, *self._constants)
+        return (*self.state, *self._known.constants.tensors)
 
     @property
     def read(self) -> tuple[Tensor, ...]:
@@ -322,7 +343,7 @@ class Residuals:
 
     def name(self, place: int) -> str:
         """The name of the tensor at a place."""
-        return self._names[place]
+        return self._known.watched[place]
 
     def whole(self, place: int) -> Tensor:
         """The storage of the tensor at a place, as bytes."""
@@ -375,23 +396,19 @@ class Residuals:
         """A second set of the same residuals, for a backward that runs twice
         (``retain_graph=True``).
         """
-        twin = Residuals.__new__(Residuals)
-        twin._names, twin._state, twin._loose = self._names, self._state, self._loose
-        twin._constants, twin._donated = self._constants, self._donated
+        twin = copy.copy(self)
         twin._tensors = self._apart(self._tensors)
         counts = list(self._counts)
         for at, tensor in enumerate(twin._tensors):
             if tensor is not self._tensors[at]:
                 (counts[at],) = versions((tensor,))
-        twin._counts, twin._places = tuple(counts), self._places
-        twin._stream, twin._late, twin._away = self._stream, self._late, self._away
-        twin._storages, twin._watched = None, self._watched
+        twin._counts, twin._storages = tuple(counts), None
         return twin
 
     def _apart(self, tensors: Iterable[Any]) -> list[Any]:
         """The tensors, copied where the next graph may write over them."""
         found = list(tensors)
-        for at in self._donated if found else ():
+        for at in self._known.donated if found else ():
             if isinstance(found[at], Tensor):  # some kernels return None
                 found[at] = TensorSpec.of(found[at]).copy(found[at])
         return found
@@ -410,23 +427,25 @@ class Residuals:
         self._storages = None
         if self._stream is not None:
             follow(self._stream, tensors)
-        tensors += self._state
-        self._state = self._watched = ()
+        tensors += self.state
+        self.state = self._watched = ()
         return tensors
 
     def _check_unwritten(self) -> None:
         now = versions((*self._tensors, *self._watched))
         if now == self._counts:
             return
-        pairs = zip(self._names, self._counts, now, strict=True)
+        known = self._known
+        pairs = zip(known.watched, self._counts, now, strict=True)
         written = ", ".join(name for name, then, count in pairs if then != count)
         raise SplitError(
-            f"written in place between {self._when}: {written}. {self._first} before writing, or "
+            f"written in place between {known.when}: {written}. {known.first} before writing, or "
             "write into a clone."
         )
 
     def _check_unmoved(self) -> None:
-        names = self._names[len(self._tensors) :]
+        known = self._known
+        names = known.watched[len(self._tensors) :]
         then, now = zip(*self._places, strict=True), zip(*_places(self._watched), strict=True)
         moved = ", ".join(
             name
@@ -437,21 +456,9 @@ class Residuals:
         )
         if moved:
             raise SplitError(
-                f"moved, converted or given other data between {self._when}: {moved}. "
-                f"{self._first} before that."
+                f"moved, converted or given other data between {known.when}: {moved}. "
+                f"{known.first} before that."
             )
-
-    @property
-    def _when(self) -> str:
-        """Between which calls nothing may be written."""
-        if self._late:
-            return "backward() and backward_weight()"
-        return "the forward and its backward"
-
-    @property
-    def _first(self) -> str:
-        """What comes before one may."""
-        return "Call backward_weight()" if self._late else "Run the backward"
 
 
 def is_shared(value: Any) -> bool:
@@ -459,11 +466,16 @@ def is_shared(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.untyped_storage().resizable()
 
 
-def own(values: Sequence[Any], places: Iterable[int]) -> list[Any]:
+def own(values: Sequence[Any], places: Collection[int]) -> list[Any]:
     """The values, with copies of the tensors at these places, as they lie in memory; those over
     the same memory share one copy.
     """
     found = list(values)
+    if len(places) == 1:
+        (at,) = places
+        if isinstance(found[at], Tensor) and found[at].is_contiguous():
+            found[at] = found[at].clone()
+            return found
     copies: dict[tuple[int, int, torch.dtype], Tensor] = {}
     for at in places:
         tensor = found[at]

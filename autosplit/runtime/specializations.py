@@ -30,6 +30,7 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.refusals import autocast_state
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import few
+from autosplit.torch_internals.autograd import is_autocast
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 from autosplit.torch_internals.state import StateReader
 
@@ -124,7 +125,8 @@ def _without_sizes(leaf: Any) -> Hashable:
 
 
 def _modes() -> tuple[Hashable, ...]:
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast_state())
+    casts = autocast_state() if is_autocast() else (False, False)
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts)
 
 
 _LONGEST = 600  # characters of a reason

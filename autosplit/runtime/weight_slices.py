@@ -14,7 +14,7 @@ from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import FIXED, inputs, outputs
 from autosplit.passes.lowering.slice_weight_graph import slice_weight_graph
 from autosplit.passes.verify import verify_graph
-from autosplit.runtime.residuals import Constants, Residuals
+from autosplit.runtime.residuals import Constants, HandOver, Residuals
 
 from .gradient_accumulation import Accumulation
 from .gradient_graphs import GradientGraph
@@ -26,20 +26,16 @@ class _Slice(NamedTuple):
     Attributes:
         graph: what it runs; takes everything that is left of the hand-over.
         borrowed: gradients that are not tensors of their own.
-        names: of what it leaves for the next slice, tensors first, then state.
+        known: what is known of all that it leaves for the next slice.
         tensors_at: which of the tensors handed to it the next slice gets.
         state_at: likewise of the parameters and buffers.
-        constants: those that later slices read.
-        loose: how many of what later slices read are targets.
     """
 
     graph: GradientGraph
     borrowed: frozenset[str]
-    names: tuple[str, ...]
+    known: HandOver
     tensors_at: Sequence[int]
     state_at: Sequence[int]
-    constants: Constants
-    loose: int
 
 
 class SlicedWeight:
@@ -120,13 +116,12 @@ class SlicedWeight:
         Raises:
             SplitError: something deferred was written in place meanwhile.
         """
-        graph, _, names, tensors_at, state_at, constants, loose = self._slices[index]
+        graph, _, known, tensors_at, state_at = self._slices[index]
         read = deferred.state
         pool = deferred.take()
         kept = [pool[at] for at in tensors_at]
         made, found = graph.run(pool, gradients, accumulation)
-        left = tuple([read[at] for at in state_at])
-        return found, Residuals(names, kept + made, left, constants, late=True, loose=loose)
+        return found, Residuals(known, kept + made, tuple([read[at] for at in state_at]))
 
 
 def _slice(
@@ -165,5 +160,5 @@ def _slice(
     left = [state[at] for at in state_at]
     names = tuple([role.name for role in (*kept, *left)])
     loose = sum(role.kind is Kind.TARGET for role in left)
-    made_of = (names, tensors_at, state_at, constants, loose)
-    return _Slice(graph, frozenset(borrowed) | shared, *made_of), kept + left
+    known = HandOver(names, constants, late=True, loose=loose)
+    return _Slice(graph, frozenset(borrowed) | shared, known, tensors_at, state_at), kept + left

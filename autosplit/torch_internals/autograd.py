@@ -3,20 +3,24 @@
 Autograd ends at a node for each parameter, AccumulateGrad, which only adds to ``.grad``
 (torch/csrc/autograd/functions/accumulate_grad.h) unless the tensor or that node has
 hooks. Where none is to fire, adding here is the same and takes a tenth of the engine's time.
+
+And what is around a call: ``torch.func`` transforms, torch.compile, torch.export, torch.jit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, is_not
 from sys import getrefcount
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 from weakref import getweakrefcount
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
@@ -73,7 +77,40 @@ def in_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: ``torch.compile`` leaves the function and what it calls alone. Costs next to
+    nothing outside of it, and does not import it.
+    """
+    disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_dynamo_compiling():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def in_compiler() -> bool:
+    """Whether this is asked by torch.compile, or by what it traces, while it makes a graph."""
+    return TracingContext.try_get() is not None
+
+
+def is_exported() -> bool:
+    """Whether ``torch.export``, ``torch.onnx`` or ``torch.jit.trace`` runs this to record it."""
+    if torch._C._get_tracing_state() is not None:
+        return True
+    # The flag is the process's: another thread may be capturing a model. Asked for it by
+    # ``is_exporting()``, Dynamo of torch 2.11 says True always.
+    return torch.compiler._is_exporting_flag and (
+        torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    )
+
 
 _TENSOR_HOOKS = attrgetter("_backward_hooks")
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
@@ -106,17 +143,10 @@ class Leaves:
         self._hooks = [hooks for node in self._nodes for hooks in _python_hooks(node)]
         self._checked = -1
 
-    def are(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the parameters."""
-        mine = self.parameters
-        return len(mine) == len(parameters) and not any(map(is_not, parameters, mine))
-
-    def allows_direct_add(self, *, reduced: bool | None = None) -> bool:
+    def allows_direct_add(self) -> bool:
         """Whether adding a gradient to ``.grad`` has the same effects as accumulation by the
-        engine without hooks.
-
-        Args:
-            reduced: whether data parallelism reduces them; None where that is not known.
+        engine without hooks; but for those of data parallelism, which are in C++ and cannot be seen
+        from here.
         """
         return (
             self._plain
@@ -124,8 +154,6 @@ class Leaves:
             and all(map(_IS_LEAF, self.parameters))
             and not torch.is_inference_mode_enabled()
             and not torch.is_anomaly_enabled()
-            # Data parallelism hooks into the nodes from C++, which cannot be seen from here.
-            and not (_may_be_reduced() if reduced is None else reduced)
         )
 
     def has_hooks(self) -> bool:
@@ -138,8 +166,24 @@ class Leaves:
         return False
 
 
-def _may_be_reduced() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+class KnownLeaves:
+    """The parameters of graphs, looked at once; by their number, as graphs of a module share them.
+    They hold autograd's nodes, so parameters must not hold this.
+    """
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Leaves] = {}
+
+    def of(self, parameters: list[Tensor]) -> Leaves:
+        """These parameters."""
+        known = self._by_number.get(len(parameters))
+        if known is None or any(map(is_not, parameters, known.parameters)):
+            known = self._by_number[len(parameters)] = Leaves(parameters)
+        return known
+
+    def forget(self) -> None:
+        """Drop references to parameters and their autograd nodes."""
+        self._by_number.clear()
 
 
 def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:
