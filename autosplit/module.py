@@ -143,7 +143,7 @@ class SplitModule(ModuleProxy):
         """Start without graphs and pending work."""
         own = self.__dict__
         options, insist = own["_options"], own["_fullgraph"]
-        own["_sharded"] = sharded = _sharded(self.unsplit, options, dynamic=own["_dynamic"])
+        own["_sharded"] = sharded = _sharded(self.unsplit, dynamic=own["_dynamic"])
         own["_flatten"] = CallFlattening()
         own["_bound"] = dataclasses.replace(own["_bound"], early=0)
         deliver: Delivery
@@ -376,23 +376,20 @@ class SplitModule(ModuleProxy):
         self._attach()
 
 
-def _sharded(
-    model: nn.Module, options: SplitOptions, *, dynamic: bool | None
-) -> ShardedModule | None:
+def _sharded(model: nn.Module, *, dynamic: bool | None) -> ShardedModule | None:
     """The model as ``fully_shard`` has sharded it, or a part of it.
 
     Raises:
-        ShardedError: in a way that cannot be taken apart, or with options that it does not go with.
+        ShardedError: in a way that cannot be taken apart, or with ``dynamic=True``.
     """
     if fsdp_part(model) is None:
         return None
     from autosplit.sharded.module import ShardedModule
 
     sharded = ShardedModule(model)
-    if dynamic or options.backend == "cudagraphs":
-        asked = "dynamic=True" if dynamic else "backend='cudagraphs'"
+    if dynamic:
         raise ShardedError(
-            f"{asked} does not go with parameters that fully_shard has sharded: they are gathered "
-            "for whole graphs, into other memory each time. Leave it out"
+            "dynamic=True does not go with parameters that fully_shard has sharded: they are "
+            "gathered for whole graphs, into other memory each time. Leave it out"
         )
     return sharded

@@ -50,8 +50,6 @@ def split(
             plain autograd. ``"inductor"`` compiles each graph as ``torch.compile`` would: faster,
             rounding differently, and with random numbers of its own for a seed; what was compiled
             is kept in torch's cache on disk.
-            ``"cudagraphs"`` replays the operators of ``"eager"`` as CUDA graphs, with memory for as
-            many microbatches as are pending at once; everything must be on one CUDA device.
         memory: what one microbatch holds. ``"fast"`` does nothing twice. ``"balanced"`` does
             cheap operators again where that frees memory at a fiftieth of the step's time;
             all weight gradients wait, and between I and W only what they need is held.

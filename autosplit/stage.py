@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.mesh.costs import Overlap
+from autosplit.runtime.compiled_graph import Call
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.gradient_graphs import Call
 from autosplit.runtime.in_flight import (
     HeldStorages,
     InFlightMicrobatch,
@@ -27,7 +27,7 @@ from autosplit.sharded.stage_sharding import StageSharding
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.state import distinct_storage_bytes
 
-from .errors import ShardedError, SplitError
+from .errors import SplitError
 
 
 class Stage:
@@ -95,7 +95,7 @@ class Stage:
             SplitError: the graph cannot be split, the backend, the memory setting or the overlap
                 is unknown, or a memory budget cannot be met.
             ShardedError: ``fully_shard`` has sharded the module in a way that cannot be taken
-                apart, or CUDA graphs would read its parameters.
+                apart.
         """
         self.index = index
         self.module = module
@@ -104,11 +104,6 @@ class Stage:
         self.sharding = StageSharding(module)
         self.sharding.look()
         self._sharded = bool(self.sharding.groups)
-        if self._sharded and backend == "cudagraphs":
-            raise ShardedError(
-                f"{owner}: backend='cudagraphs' does not go with parameters that fully_shard "
-                "has sharded, which are gathered into other memory each time: leave it out"
-            )
         self._graphs = StageSpecializations(
             owner, module, args, options, slices, self.sharding if self._sharded else None
         )

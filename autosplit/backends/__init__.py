@@ -1,1 +1,1 @@
-"""GraphModule -> callable: eager, Inductor, CUDA graphs."""
+"""GraphModule -> callable: eager, Inductor."""

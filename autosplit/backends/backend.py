@@ -1,4 +1,4 @@
-"""``Backend``: the interface of what compiles graphs, and the garbage collector meanwhile."""
+"""``Backend``: what makes callables of graphs, and the garbage collector meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -39,44 +39,29 @@ def restrided(value: Any, strides: Strides | None) -> Any:
     return value.new_empty_strided(value.shape, strides)
 
 
-class Backend(Protocol):
+class Backend:
     """Makes callables of the graphs of one traced module.
 
     Attributes:
+        decompositions: operators to trace through, rather than to record; None for those of eager.
+        compiles: whether graphs are compiled, not run as they are: that takes seconds, so a second
+            variant is to be avoided; what is compiled may write into the memory of donated
+            arguments (``donate``), and not into views of arguments.
+        generated: name of a graph -> source that was generated for it, of those compiled.
         gathering: gathers the parameters that graphs read, where they are sharded.
     """
 
-    gathering: Gathering | None
-
-    @property
-    def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
-        """Operators to trace through, rather than to record; None for those of eager."""
-
-    @property
-    def generated(self) -> Mapping[str, str]:
-        """Name of a graph -> source that the backend generated for it, of those compiled."""
-
-    @property
-    def writes_views(self) -> bool:
-        """Whether a graph may write into views of its arguments."""
-
-    @property
-    def reuses_memory(self) -> bool:
-        """Whether a graph may write into the memory of donated arguments (``donate``)."""
-
-    @property
-    def compiles_slowly(self) -> bool:
-        """Whether a graph takes seconds to compile, so that a second variant is to be avoided."""
-
-    @property
-    def calls_subgraphs(self) -> bool:
-        """Whether a graph may call others (``passes.subgraph``), rather than hold all operators."""
+    decompositions: dict[Any, Callable[..., Any]] | None = None
+    compiles = False
+    generated: Mapping[str, str] = {}
+    gathering: Gathering | None = None
 
     def rewrite(self, joint: fx.GraphModule) -> None:
         """Prepare a joint graph, in place, before it is split."""
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
-        """Compile a graph, which is left as it is."""
+        """Compile a graph, which is left as it is; it may call others (``passes.subgraph``)."""
+        raise NotImplementedError
 
 
 _FROZEN = ContextVar("frozen by a context around this one", default=False)

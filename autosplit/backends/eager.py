@@ -17,7 +17,7 @@ from autosplit.passes.lowering import codegen
 from autosplit.passes.subgraph import Subgraph, subgraphs
 from autosplit.torch_internals.operators import DirectOperators
 
-from .backend import Boxed, Code
+from .backend import Backend, Boxed, Code
 
 if TYPE_CHECKING:
     from autosplit.sharded.gathering import Gathering
@@ -25,21 +25,13 @@ if TYPE_CHECKING:
 _OPERATORS = DirectOperators()
 
 
-class Eager:
+class Eager(Backend):
     """Runs the very source that ``dump`` writes.
 
     Args:
         known: compiled graphs that others call; the rest are compiled here.
         gathering: see ``Backend``.
-
     """
-
-    decompositions: dict[Any, Any] | None = None
-    writes_views = True
-    reuses_memory = False
-    compiles_slowly = False
-    calls_subgraphs = True
-    generated: Mapping[str, str] = types.MappingProxyType({})
 
     def __init__(
         self,
@@ -48,9 +40,6 @@ class Eager:
     ) -> None:
         self._called = dict(known)
         self.gathering = gathering
-
-    def rewrite(self, joint: fx.GraphModule) -> None:
-        """No rewrite: the traced operators are run."""
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
         source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"

@@ -8,7 +8,7 @@ over without the names that users gave.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -27,11 +27,8 @@ from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.buffers import is_donated
 from autosplit.passes.subgraph import Subgraph, operands, outline, subgraphs
 
-from .backend import Boxed, Code, Strides, collecting_new_objects_only, restrided
+from .backend import Backend, Boxed, Code, Strides, collecting_new_objects_only, restrided
 from .eager import Eager
-
-if TYPE_CHECKING:
-    from autosplit.sharded.gathering import Gathering
 
 aten = torch.ops.aten
 
@@ -39,28 +36,22 @@ aten = torch.ops.aten
 _CROSSING = frozenset({Kind.SAVED, Kind.DEFERRED})
 
 
-class Inductor:
+class Inductor(Backend):
     """Compiles the graphs of one module.
 
     Inductor may give a tensor that only the next graph sees other strides than were traced;
     the next graph is then to be compiled for those.
     """
 
-    writes_views = False
-    reuses_memory = True
-    compiles_slowly = True
-    calls_subgraphs = True
-    gathering: Gathering | None = None
+    compiles = True
+    generated: dict[str, str]
 
     def __init__(self) -> None:
-        self.generated: dict[str, str] = {}
-        self._called: dict[Subgraph, Code] = {}
-
-    @property
-    def decompositions(self) -> dict[Any, Callable[..., Any]]:
         from autosplit.torch_internals import inductor
 
-        return inductor.decompositions()
+        self.decompositions = inductor.decompositions()
+        self.generated = {}
+        self._called: dict[Subgraph, Code] = {}
 
     def rewrite(self, joint: fx.GraphModule) -> None:
         from autosplit.capture.roles import note_origins

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from autosplit.backends.compiled_graph import check_backend
 from autosplit.compare.run import compare as run
 from autosplit.compare.run import write_json, write_pictures
 from autosplit.compare.settings import Settings, comparison_table, durations_table
 from autosplit.compare.workload import load_workload
 from autosplit.pipeline.builders.build import build
+from autosplit.runtime.split_options import check_backend
 
 from .options import (
     backend,

@@ -39,7 +39,7 @@ backend = click.option(
     "--backend",
     default="eager",
     show_default=True,
-    help="How graphs are run: eager, inductor, cudagraphs.",
+    help="How graphs are run: eager, inductor.",
 )
 
 

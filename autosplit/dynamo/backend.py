@@ -20,7 +20,6 @@ from torch import Tensor, fx, nn
 from autosplit.autograd.function import probe_sample
 from autosplit.autograd.pending import PendingBound
 from autosplit.backends.backend import Boxed
-from autosplit.backends.compiled_graph import backend_named, compile_graph, hand_over, prepare_joint
 from autosplit.capture.aot_convention import AotGraphs
 from autosplit.capture.aot_session import (
     Splitter,
@@ -35,7 +34,8 @@ from autosplit.dynamo.pending_weights import PendingOnParameters
 from autosplit.errors import SplitError
 from autosplit.mesh.costs import passes_overlap
 from autosplit.passes import Kind, Role
-from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.compiled_graph import compile_graph, hand_over, prepare_joint
+from autosplit.runtime.split_options import SplitOptions, backend_named
 from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded
 from autosplit.torch_internals.dtensor import is_dtensor

@@ -24,12 +24,12 @@ from torch import Tensor, fx, nn
 from autosplit.autograd.function import refuse_parameter_request, refuse_partial, watch
 from autosplit.autograd.pending import PendingWork
 from autosplit.backends.backend import Backend, Boxed
-from autosplit.backends.compiled_graph import compile_graph
 from autosplit.capture.aot_convention import AotGraphs
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role
 from autosplit.passes.graph import GRADIENT, STATE, inputs, outputs
 from autosplit.passes.lowering.buffers import lent
+from autosplit.runtime.compiled_graph import compile_graph
 from autosplit.runtime.gradient_dependence import (
     borrowed_gradients,
     gradient_sources,

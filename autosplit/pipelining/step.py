@@ -30,7 +30,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.runtime.gradient_graphs import Call
+from autosplit.runtime.compiled_graph import Call
 from autosplit.torch_internals.distributed import average_gradients
 from autosplit.torch_internals.pipelining_schedules import (
     RunningSchedule,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from autosplit.autograd.delivery import inplace_sums, note_written, run_together
 from autosplit.autograd.pending import PendingWork
+from autosplit.runtime.compiled_graph import Call
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
-from autosplit.runtime.gradient_graphs import Call
 from autosplit.runtime.in_flight import InFlightMicrobatch
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.autograd import KnownLeaves, add_gradients

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.backend import collecting_new_objects_only
-from autosplit.backends.compiled_graph import Backend, backend_named, prepare_joint
+from autosplit.backends.backend import Backend, collecting_new_objects_only
 from autosplit.capture.first_call import (
     is_passing,
     is_unshaped,
@@ -29,9 +28,10 @@ from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_lost_shardings
 
+from .compiled_graph import prepare_joint
 from .dtensor_functions import DTensorFunctions
 from .functions import SplitFunctions
-from .split_options import SplitOptions
+from .split_options import SplitOptions, backend_named
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, fx
 
-from autosplit.backends.compiled_graph import Backend, compile_graph, hand_over, positions
+from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import storage_root
@@ -27,9 +27,9 @@ from autosplit.passes.subgraph import inline, inlined
 from autosplit.runtime.residuals import Constants, HandOver, Residuals, State, TensorSpec
 from autosplit.torch_internals.dtensor import Sharding
 
+from .compiled_graph import Call, GradientGraph, compile_graph, hand_over, positions
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
-from .gradient_graphs import Call, GradientGraph
 from .refusals import AutocastGuard
 from .weight_slices import SlicedWeight
 
@@ -86,7 +86,7 @@ class SplitFunctions:
 
     def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
         self.capture = traced
-        self._graphs = graphs if backend.calls_subgraphs else inlined(graphs)
+        self._graphs = graphs
         self.base = self
         self._backend = backend
         self._size: Callable[[Any], int] = concrete
@@ -125,7 +125,7 @@ class SplitFunctions:
         takers = graphs.backward, graphs.backward_input
         hand_over(compiled.strides, *takers)
         # What the backward may write over.
-        donated = donatable(graphs.forward.graph) if backend.reuses_memory else set()
+        donated = donatable(graphs.forward.graph) if backend.compiles else set()
         donate(donated, *takers)
         by_kind = {kind: [r for r in compiled.outputs if r.kind is kind] for kind in Kind}
         updated, saved = by_kind[Kind.UPDATE], by_kind[Kind.SAVED]

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from autosplit.backends.compiled_graph import check_backend, holds_open_sizes
+from autosplit.backends.backend import Backend
+from autosplit.backends.eager import Eager
 from autosplit.errors import SplitError
 from autosplit.mesh.costs import Overlap, passes_overlap
 from autosplit.passes import Memory, PassError, memory_setting
+
+
+def _inductor() -> Backend:
+    from autosplit.backends.inductor import Inductor  # torch's compiler takes seconds to import
+
+    return Inductor()
+
+
+BACKENDS: Mapping[str, Callable[[], Backend]] = {"eager": Eager, "inductor": _inductor}
+
+
+def backend_named(name: str) -> Backend:
+    """A backend of ``BACKENDS``, for one traced module."""
+    return BACKENDS[name]()
+
+
+def check_backend(name: str) -> None:
+    """Raises:
+    SplitError: the backend is unknown; lists the known ones.
+    """
+    if name not in BACKENDS:
+        known = ", ".join(map(repr, BACKENDS))
+        raise SplitError(f"unknown backend {name!r}; known backends: {known}")
 
 
 @dataclass(frozen=True)
@@ -39,8 +64,10 @@ class SplitOptions:
 
     @property
     def holds_open_sizes(self) -> bool:
-        """Whether one graph may hold for many sizes of inputs."""
-        return holds_open_sizes(self.backend)
+        """Whether one graph may hold for many sizes of inputs. Inductor assumes more about sizes
+        while it compiles, W and later variants behind the guards.
+        """
+        return self.backend == "eager"
 
     @property
     def memory_policy(self) -> Memory:

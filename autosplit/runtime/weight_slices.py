@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, fx
 
-from autosplit.backends.compiled_graph import Backend
+from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.analysis.aliasing import storage_root
@@ -16,8 +16,8 @@ from autosplit.passes.lowering.slice_weight_graph import slice_weight_graph
 from autosplit.passes.verify import verify_graph
 from autosplit.runtime.residuals import Constants, HandOver, Residuals
 
+from .compiled_graph import GradientGraph
 from .gradient_accumulation import Accumulation
-from .gradient_graphs import GradientGraph
 
 
 class _Slice(NamedTuple):

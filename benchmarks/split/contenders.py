@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import autosplit
-from autosplit.backends.compiled_graph import BACKENDS
+from autosplit.runtime.split_options import BACKENDS
 
 from .deferral import defer_by_hand
 from .models import Subject

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.backends.compiled_graph import backend_named
 from autosplit.capture.joint_graph import capture
 from autosplit.passes import Kind, SplitProgram
 from autosplit.passes.graph import inputs
@@ -16,6 +15,7 @@ from autosplit.passes.loops.vectorize import vectorize_loops
 from autosplit.passes.manager import run
 from autosplit.passes.rewrites.padded_sums import concatenate_padded_sums
 from autosplit.passes.verify import verify
+from autosplit.runtime.split_options import backend_named
 from tests.passes.graphs import assert_gradients_are_autograds, ops, program_of
 
 X = torch.randn(3, 6, 4)

@@ -10,13 +10,13 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.backends.compiled_graph import compile_graph
 from autosplit.backends.eager import Eager
 from autosplit.passes import SplitGraphs, run
 from autosplit.passes.analysis.aliasing import is_view
 from autosplit.passes.graph import Kind, calls, inputs, outputs
 from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.verify import verify_graph
+from autosplit.runtime.compiled_graph import compile_graph
 from tests.passes.graphs import names_in, ops, program_of
 from tests.zoo import CASES
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autosplit.backends.compiled_graph import compile_graph
 from autosplit.backends.eager import Eager
 from autosplit.passes import memory_setting, run
 from autosplit.passes.analysis.operator_cost import graph_flops
@@ -18,6 +17,7 @@ from autosplit.passes.lowering.concatenate_microbatches import (
     microbatch_role,
 )
 from autosplit.passes.verify import verify_graph
+from autosplit.runtime.compiled_graph import compile_graph
 from tests.passes.graphs import names_out, ops, program_of
 from tests.zoo import CASES, PlainParameters, RepeatedLayer, TiedEmbedding
 

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from autosplit.backends.compiled_graph import compile_graph
 from autosplit.backends.eager import Eager
 from autosplit.passes import run
 from autosplit.passes.graph import inputs
 from autosplit.passes.lowering.accumulate import accumulate, fuse_accumulation
 from autosplit.passes.verify import verify_graph
+from autosplit.runtime.compiled_graph import compile_graph
 from tests.passes.graphs import ops, program_of
 from tests.zoo import CASES, RepeatedLayer, TiedEmbedding
 

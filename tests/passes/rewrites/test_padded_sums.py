@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.backends.compiled_graph import backend_named
 from autosplit.capture.joint_graph import capture
 from autosplit.passes import SplitProgram
 from autosplit.passes.rewrites.padded_sums import concatenate_padded_sums
 from autosplit.passes.verify import verify
+from autosplit.runtime.split_options import backend_named
 from tests.passes.graphs import assert_gradients_are_autograds, ops, program_of
 
 X = torch.randn(3, 6, 4)

@@ -91,7 +91,6 @@ Way = Callable[[Callable[[nn.Module], nn.Module]], object]
 WAYS: dict[str, Way] = {
     "sharded later, in parts": lambda shard: _sharded_later(shard, dynamic=True),
     "in parts": lambda shard: autosplit.split(shard(Model()), dynamic=True),
-    "CUDA graphs": lambda shard: autosplit.split(shard(Model()), backend="cudagraphs"),
     "compile": lambda shard: _train(torch.compile(shard(Model()), backend="autosplit")),
     "partition": lambda shard: autosplit.partition(
         shard(Model()), (_x(),), stages=2, microbatches=2, costs="estimate"

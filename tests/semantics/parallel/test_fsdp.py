@@ -12,7 +12,6 @@ _SAID = {
     "graph breaks": "fsdp_workers.py",
     "in parts": "dynamic=True does not go with parameters that fully_shard has sharded",
     "sharded later, in parts": "dynamic=True does not go with",
-    "CUDA graphs": "backend='cudagraphs' does not go with",
 }
 
 
