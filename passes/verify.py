@@ -11,9 +11,9 @@ from torch import fx
 from .analysis.aliasing import is_view, storage_root
 from .analysis.operator_cost import recompute_cost
 from .analysis.operators import (
-    CHECKS,
     is_accumulation,
     is_attention,
+    is_check,
     is_effect,
     is_random,
     is_recomputed,
@@ -128,7 +128,7 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
             yield _at(name, node, f"{node.target} may draw random numbers in a backward")
         elif is_attention(node) and not is_recomputed(node):
             yield _at(name, node, f"{node.target} runs attention's forward in a backward")
-        elif node.target in CHECKS:
+        elif is_check(node):
             continue
         elif is_effect(node) and not _only_adds(node):
             yield _at(name, node, f"{node.target} has a side effect in a backward")

@@ -29,7 +29,13 @@ from autosplit.capture.aot_session import (
     refuse_thawed,
     traced_modules,
 )
-from autosplit.dynamo.compiled_backward import Call, DeferredGraphOwner, SplitBackward, WeightGraph
+from autosplit.dynamo.compiled_backward import (
+    Call,
+    DeferredGraphOwner,
+    Part,
+    SplitBackward,
+    WeightGraph,
+)
 from autosplit.dynamo.pending_weights import PendingOnParameters
 from autosplit.errors import SplitError
 from autosplit.mesh.costs import passes_overlap
@@ -39,9 +45,7 @@ from autosplit.runtime.split_options import SplitOptions, backend_named
 from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded
 from autosplit.torch_internals.dtensor import is_dtensor
-from autosplit.torch_internals.dynamo import compiled_node, linked_leaves
-
-from .autograd_history import Part
+from autosplit.torch_internals.dynamo import linked_leaves
 
 
 def input_roles(
@@ -128,7 +132,7 @@ class Compilation:
         parameters = {index: args[index] for index in indices}
         token = self._owner.entered(self._part, [*parameters.values()])
         if self._split is None:
-            return self._known(self._run(*args))
+            return self._run(*args)
         call = Call(
             parameters,
             token,
@@ -141,12 +145,6 @@ class Compilation:
             _link(given, call)
         results = self._run(*given)
         self._split.watch(call, results)
-        return self._known(results)
-
-    def _known(self, results: Any) -> Any:
-        """Note, once, which of autograd's nodes are calls of this graph."""
-        if self._part.node is None and self._part.graphs is not None:
-            self._part.node = compiled_node(results)
         return results
 
     def _compile(self, aot: AotGraphs) -> tuple[Boxed, Boxed]:

@@ -1,4 +1,4 @@
-"""``SplitBackward``: runs I of one compiled graph and queues its W.
+"""``Part``: one graph that Dynamo found; ``SplitBackward``: runs its I and queues its W.
 
 At each call the graph gets, in place of a parameter whose gradient is deferred, a leaf that
 shares its data. Autograd then knows nothing of the parameter until its gradient is there: no
@@ -13,10 +13,11 @@ in several graphs gets one summed gradient, as from an ordinary ``backward()``.
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,8 +27,9 @@ from autosplit.autograd.pending import PendingWork
 from autosplit.backends.backend import Backend, Boxed
 from autosplit.capture.aot_convention import AotGraphs
 from autosplit.errors import SplitError
-from autosplit.passes import Kind, Role
-from autosplit.passes.graph import GRADIENT, STATE, inputs, outputs
+from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes.analysis.operator_cost import weight_flops
+from autosplit.passes.graph import GRADIENT, STATE, inputs, outputs, source_line
 from autosplit.passes.lowering.buffers import lent
 from autosplit.runtime.compiled_graph import compile_graph
 from autosplit.runtime.gradient_dependence import (
@@ -40,8 +42,62 @@ from autosplit.runtime.residuals import HandOver, Residuals, is_shared
 from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.dynamo import RunningBackward, running_backward, watch_gradients
 
-if TYPE_CHECKING:
-    from .autograd_history import Part
+
+class Part:
+    """One graph of a model, compiled.
+
+    Attributes:
+        parameters: names of the parameters that need a gradient. Where modules share code,
+            they share the graph; the names are those of the first.
+        graphs: the split graphs; None where the graph has no backward or was not split.
+        reason: why it was not split; empty where it was, or has no backward.
+        lines: ``file.py:3-9`` for the user's lines that the graph holds.
+    """
+
+    def __init__(self, module: fx.GraphModule, parameters: Sequence[str]) -> None:
+        self.parameters = tuple(parameters)
+        self.graphs: SplitGraphs | None = None
+        self.reason = ""
+        self.lines = _lines(module.graph)
+
+    def give_up(self, reason: str) -> None:
+        """Record why the graph cannot be split; its backward is an ordinary one."""
+        self.reason = reason
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is a W."""
+        weight = None if self.graphs is None else self.graphs.backward_weight
+        return weight is not None and bool(outputs(weight.graph))
+
+    @property
+    def state(self) -> str:
+        """``split``, or why not."""
+        if self.is_split or self.reason:
+            return self.reason or "split"
+        return "no backward" if self.graphs is None else "no parameters"
+
+    @property
+    def weight_flops(self) -> tuple[int, int]:
+        """Floating-point operations of weight gradients in W, and in I all the same."""
+        return (0, 0) if self.graphs is None else weight_flops(self.graphs)
+
+
+def _lines(graph: fx.Graph) -> str:
+    """The user's lines behind the graph, file by file."""
+    found: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        place = source_line(node).partition(" ")[0]
+        path, _, number = place.rpartition(":")
+        if path and number.isdigit():
+            found.setdefault(os.path.basename(path), set()).add(int(number))
+    return ", ".join(f"{name}:{_span(numbers)}" for name, numbers in found.items())
+
+
+def _span(numbers: set[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"
+
 
 _CALL = "_autosplit_call"
 

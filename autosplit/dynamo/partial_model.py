@@ -9,13 +9,14 @@ symbolic shapes are Dynamo's, as users of ``torch.compile`` know them.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pathlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import hooks_text
 from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.capture.aot_session import compile_model
-from autosplit.dump.tables import share_text, short_source
-from autosplit.dynamo.autograd_history import History, Part
+from autosplit.dump.tables import short_source
 from autosplit.dynamo.backend import SplittingBackend
+from autosplit.dynamo.compiled_backward import Part, call_of
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.specializations import calls_itself
@@ -37,7 +38,13 @@ from autosplit.text.figures import few
 from autosplit.text.files import writing
 from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.distributed import synchronises
-from autosplit.torch_internals.dynamo import BreakReason, BreakWatch
+from autosplit.torch_internals.dynamo import (
+    BreakReason,
+    BreakWatch,
+    is_link,
+    leaf_of,
+    python_function,
+)
 from autosplit.torch_internals.pytree import tree_flatten
 
 
@@ -81,19 +88,19 @@ def _ordinary(partial: Partial) -> str:
         return ""
     names = {parameter: name for name, parameter in partial.named_parameters()}
     rows = [
-        [names.get(parameter, "(not the model's)"), f"{flops / 1e9:.3f}"]
-        for parameter, flops in partial.history.ordinary.items()
+        [names.get(parameter, "(not the model's)"), parameter.numel()]
+        for parameter in partial.history.ordinary
     ]
-    return _table(rows, ["parameter", "GFLOPs"]) if rows else ""
+    return _table(rows, ["parameter", "elements"]) if rows else ""
 
 
 def _share(partial: Partial) -> str:
     history = partial.history
     if history is None:
         return "No call needed a gradient yet."
-    names = f"{len(history.deferred)} of {len(history.deferred | history.ordinary.keys())}"
-    share = share_text(*partial.weight_flops)
-    text = f"Deferred: the gradients of {names} parameters, {share}."
+    count = f"{len(history.deferred)} of {len({*history.deferred, *history.ordinary})}"
+    share = f"{100 * (history.share or 0.0):.1f} % of the weight gradients' elements"
+    text = f"Deferred: the gradients of {count} parameters, {share}."
     if not history.unknown:
         return text
     return (
@@ -105,6 +112,60 @@ def _share(partial: Partial) -> str:
 
 def _table(rows: Sequence[Sequence[object]], headers: list[str]) -> str:
     return tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
+
+
+@dataclasses.dataclass
+class History:
+    """Which weight gradients of one forward call W computes, and which autograd does.
+
+    Compiled graphs, and operators that ran outside any, are nodes of one graph behind the outputs.
+    A parameter that enters a compiled graph as itself has its gradient from W. One that is reached
+    otherwise (outside of graphs, or as a view, or as something that another graph made of it) gets
+    its gradient from an ordinary backward.
+
+    Attributes:
+        deferred: parameters whose gradient W computes.
+        ordinary: parameters with a gradient from an ordinary backward.
+        unknown: Python functions outside compiled graphs. Their backward may reach any parameter,
+            and nobody knows what it computes.
+    """
+
+    deferred: dict[nn.Parameter, None] = dataclasses.field(default_factory=dict)
+    ordinary: dict[nn.Parameter, None] = dataclasses.field(default_factory=dict)
+    unknown: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def share(self) -> float | None:
+        """Share of the elements of weight gradients that W computes all of; None where there are
+        none.
+        """
+        late = sum(each.numel() for each in self.deferred if each not in self.ordinary)
+        early = sum(each.numel() for each in self.ordinary)
+        return late / (late + early) if late + early else None
+
+    @classmethod
+    def of(cls, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> History:
+        """Walk back from the outputs to the inputs."""
+        history = cls()
+        seen: set[Any] = {None, *(each.grad_fn for each in inputs)}
+        stack: list[Any] = [each.grad_fn for each in outputs]
+        while stack:
+            node = stack.pop()
+            if node in seen or is_link(node):
+                continue
+            seen.add(node)
+            function = python_function(node)
+            if function is not None and function not in history.unknown:
+                history.unknown.append(function)
+            for operand, result in node.next_functions:
+                leaf = leaf_of(operand, result)
+                call = call_of(leaf)
+                if call is not None:
+                    history.deferred[call[0].parameters[call[1]]] = None
+                elif isinstance(leaf, nn.Parameter):
+                    history.ordinary[leaf] = None
+                stack.append(operand)
+        return history
 
 
 class Microbatch:
@@ -192,7 +253,7 @@ class Partial:
             self._breaks |= dict.fromkeys(watch.found())
         outputs = _differentiable(result)
         if outputs and (self._history is None or self._passed or self._known() != known):
-            self._history = History.of(outputs, _differentiable((args, kwargs)), self._parts)
+            self._history = History.of(outputs, _differentiable((args, kwargs)))
             self._calls = microbatch.calls
             self._passed = passing
             if not passing:
@@ -201,22 +262,12 @@ class Partial:
             node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
         return result
 
-    @property
-    def weight_flops(self) -> tuple[int, int]:
-        """Floating-point operations of weight gradients for the call of ``history`` that W of all
-        graphs did, and those that were done before.
-        """
-        late = sum(part.weight_flops[0] * count for part, count in self._calls.items())
-        early = sum(part.weight_flops[1] * count for part, count in self._calls.items())
-        ordinary = () if self._history is None else self._history.ordinary.values()
-        return late, early + sum(ordinary)
-
     def _warn_of_little(self) -> None:
         """Warn once where most weight gradients cannot be deferred."""
         history = self._history
         if history is None or self._warned:
             return
-        share = history.share(*self.weight_flops)
+        share = history.share
         if history.unknown and (share is None or share >= 0.5):
             reason = f"the backward of {few(history.unknown, 2)} is a Python function"
             self._warned = DeferralWarning.issue(type(self._model).__name__, None, reason)

@@ -23,7 +23,7 @@ from autosplit.torch_internals.distributed import data_parallel, refuse_sharded,
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 if TYPE_CHECKING:
-    from .autograd_history import Part
+    from .compiled_backward import Part
 
 
 class PendingOnParameters(PendingQueue):

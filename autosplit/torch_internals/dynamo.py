@@ -132,23 +132,6 @@ def watch_gradients(
             node = node.next_functions[0][0] if len(leaves) == 1 else None
 
 
-def compiled_node(results: Any) -> type | None:
-    """The class of autograd nodes of a compiled graph, which has one of its own; None where no
-    result has a history.
-
-    Args:
-        results: what a call returned.
-    """
-    for node in (each.grad_fn for each in results if isinstance(each, Tensor)):
-        for _ in range(_LONGEST_VIEW):
-            if node is None:
-                break
-            if node.name() == "CompiledFunctionBackward":
-                return type(node)
-            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-    return None
-
-
 def python_function(node: Any) -> str | None:
     """Name and module of the ``torch.autograd.Function`` that a node is of, where it may compute
     gradients: those that torch puts around modules hand them on, but for reentrant checkpoints.
@@ -157,16 +140,6 @@ def python_function(node: Any) -> str | None:
     where = "" if kind is None else kind.__module__
     hands_on = where.startswith(("torch.", "autosplit.")) and where != "torch.utils.checkpoint"
     return None if kind is None or hands_on else f"{kind.__qualname__} ({where})"
-
-
-def output_shape(node: Any, index: int = 0) -> tuple[int, ...]:
-    """Shape of a result of the operator whose backward is this autograd node."""
-    return tuple(node._input_metadata[index].shape)
-
-
-def is_transposed_convolution(node: Any) -> bool:
-    """Whether the autograd node of a convolution is that of a transposed one."""
-    return bool(node._saved_transposed)
 
 
 _TORCH = os.path.dirname(torch.__file__)

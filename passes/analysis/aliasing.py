@@ -13,13 +13,7 @@ import torch
 from torch import fx
 
 from ..graph import SUBGRAPH, concrete, tensor_of
-from .operators import is_wait, overload
-
-aten = torch.ops.aten
-
-# Views by construction although their schemas do not say so: functionalisation and the
-# autograd formulas emit them where the result shares the input's storage.
-_UNDECLARED_VIEWS = frozenset({aten._unsafe_view.default, aten._reshape_alias.default})
+from .operators import OPERATORS, is_wait, overload
 
 
 def is_view(node: fx.Node) -> bool:
@@ -30,7 +24,7 @@ def is_view(node: fx.Node) -> bool:
         parent = node.args[0]
         return isinstance(parent, fx.Node) and is_view(parent)
     op = overload(node)
-    return op is not None and (op in _UNDECLARED_VIEWS or op.is_view)
+    return op is not None and (op in OPERATORS["view"] or op.is_view)
 
 
 def is_free(node: fx.Node) -> bool:

@@ -28,41 +28,7 @@ from ..graph import (
 )
 from ..memory_policy import Rates
 from .aliasing import is_free, is_view
-from .operators import is_effect, is_exchange, is_random, overload
-
-aten = torch.ops.aten
-
-# Reductions and copies that carry neither the pointwise nor the reduction tag.
-_CHEAP = frozenset(
-    {
-        aten._to_copy.default,
-        aten.mean.default,
-        aten.sum.default,
-        aten.sum.dim_IntList,
-        aten.sum_to_size.default,
-        aten.var_mean.correction,
-        aten.full.default,
-        aten.full_like.default,
-        aten.zeros_like.default,
-        aten.ones_like.default,
-        aten.cat.default,
-        aten.stack.default,
-        aten.slice_backward.default,
-        aten.select_backward.default,
-        aten.constant_pad_nd.default,
-    }
-)
-
-# Reductions along rows whose results are as large as what they reduce.
-_NORMS = frozenset(
-    {
-        aten.native_layer_norm.default,
-        aten.native_group_norm.default,
-        aten._fused_rms_norm.default,
-        aten._softmax.default,
-        aten._log_softmax.default,
-    }
-)
+from .operators import OPERATORS, is_effect, is_exchange, is_random, overload
 
 # A core of a processor does about ten operations of a matrix product in the time of moving a
 # byte, an accelerator well over a hundred.
@@ -76,12 +42,7 @@ _CALL = 20_000  # bytes moved in the time that calling an operator takes (1 to 1
 _LINK = 8.0
 _START = 10.0 * _CALL
 
-_TRANSCENDENTAL = frozenset(
-    op
-    for packet in (aten.exp, aten.silu, aten.gelu, aten.sigmoid, aten.tanh, aten.erf, aten.softplus)
-    for op in (packet.default,)
-)
-_SLOW = 3  # passes over the operands that one of these counts as
+_SLOW = 3  # passes over the operands that a slow operator counts as
 
 
 def is_cheap(node: fx.Node) -> bool:
@@ -99,7 +60,9 @@ def is_cheap(node: fx.Node) -> bool:
         return node.op == "call_function" and tensor_of(node) is None
     if is_random(node) or is_effect(node):
         return False
-    return torch.Tag.pointwise in op.tags or torch.Tag.reduction in op.tags or op in _CHEAP
+    return (
+        torch.Tag.pointwise in op.tags or torch.Tag.reduction in op.tags or op in OPERATORS["cheap"]
+    )
 
 
 def _of_grouped_product(first: Any, second: Any, *_: Any, out_val: Any, **options: Any) -> int:
@@ -156,7 +119,7 @@ def duration(node: fx.Node, rates: Rates | None = None) -> float:
     moved = 0 if is_exchange(node) else traffic(node)
     if not moved:
         return 0.0
-    passes = _SLOW if overload(node) in _TRANSCENDENTAL else 1
+    passes = _SLOW if overload(node) in OPERATORS["slow"] else 1
     if rates is None:
         return _CALL + moved * passes + flops(node) / _balance(node)
     return max(rates.call, moved * passes / rates.bytes, flops(node) / rates.flops)
@@ -180,7 +143,7 @@ def recompute_cost(node: fx.Node) -> float | None:
     """
     if is_free(node) or node.target is operator.getitem:
         return 0.0
-    if not is_cheap(node) and overload(node) not in _NORMS:
+    if not is_cheap(node) and overload(node) not in OPERATORS["norm"]:
         return None
     return duration(node)
 
@@ -199,11 +162,6 @@ def _balance(node: fx.Node) -> float:
 def graph_flops(graph: fx.Graph) -> int:
     """Floating-point operations of one call of the graph."""
     return sum(flops(node) for node in calls(graph))
-
-
-aten = torch.ops.aten
-
-_HAND_ON = frozenset({aten.add.Tensor, aten.clone.default, aten._to_copy.default, operator.getitem})
 
 
 def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
@@ -233,6 +191,10 @@ def _gradients(module: fx.GraphModule, also: Iterable[Role]) -> list[fx.Node]:
     ]
 
 
+def _hands_on(node: fx.Node) -> bool:
+    return node.target is operator.getitem or node.target in OPERATORS["hands_on"]
+
+
 def _products(values: list[fx.Node]) -> tuple[set[fx.Node], set[Role]]:
     """The products that values are sums or views of, and the inputs that they are."""
     found: set[fx.Node] = set()
@@ -248,6 +210,6 @@ def _products(values: list[fx.Node]) -> tuple[set[fx.Node], set[Role]]:
             handed.add(role_of(node))
         elif flops(node):
             found.add(node)
-        elif is_view(node) or is_exchange(node) or node.target in _HAND_ON:
+        elif is_view(node) or is_exchange(node) or _hands_on(node):
             stack += node.all_input_nodes
     return found, handed

@@ -1,4 +1,5 @@
-"""Classes of operators: random, attention, effects, accumulations, checkpointed.
+"""The table of operators, and classes of them: random, attention, effects, accumulations,
+checkpointed.
 
 Collectives: operators that begin an exchange between ranks, and those that wait for it.
 
@@ -10,6 +11,7 @@ another, as it is the wait that makes it a value.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +24,129 @@ OVERLOAD: Any = type(torch.ops.aten.mm.default)
 
 EXCHANGE = "_c10d_functional"
 """Namespace of collectives."""
+
+_TABLE = """
+add.Tensor                                       sum hands_on overwrites commutes
+add_.Tensor                                      accumulates
+addmm                                            sum fresh
+addmm_                                           accumulates
+as_strided                                       addresses
+as_strided_copy                                  addresses
+as_strided_scatter                               addresses
+baddbmm                                          sum fresh
+baddbmm_                                         accumulates
+bmm                                              fresh
+cat                                              cheap fresh
+clone                                            hands_on
+constant_pad_nd                                  cheap
+convolution                                      fresh
+convolution_backward                             fresh_first
+div.Scalar                                       overwrites
+div.Tensor                                       overwrites
+_efficient_attention_forward                     attention
+erf                                              slow
+exp                                              slow overwrites
+_flash_attention_forward                         attention
+full                                             cheap
+full_like                                        cheap
+_fused_rms_norm                                  norm
+gelu                                             slow
+index_add_                                       accumulates
+index_put_                                       accumulates
+_linalg_check_errors                             check
+_log_softmax                                     norm
+mean                                             cheap
+mean.dim                                         fresh
+mm                                               fresh
+mul.Scalar                                       overwrites
+mul.Tensor                                       overwrites commutes
+native_batch_norm_backward                       fresh_first
+_native_batch_norm_legit_functional              fresh_first
+native_group_norm                                norm
+native_group_norm_backward                       fresh_first
+native_layer_norm                                norm fresh_first
+native_layer_norm_backward                       fresh_first
+neg                                              overwrites
+new_zeros                                        zeros
+ones_like                                        cheap
+permute                                          permutes
+relu                                             overwrites
+_reshape_alias                                   view
+rsqrt                                            overwrites
+_scaled_dot_product_cudnn_attention_backward     seeded
+_scaled_dot_product_efficient_attention_backward seeded
+select_backward                                  cheap fresh
+sigmoid                                          slow overwrites
+silu                                             slow
+slice_backward                                   cheap fresh
+_softmax                                         norm
+_softmax_backward_data                           fresh
+softplus                                         slow
+stack                                            cheap
+sub.Tensor                                       overwrites
+sum                                              cheap reduces
+sum.dim_IntList                                  cheap reduces fresh
+sum_to_size                                      cheap
+t                                                permutes
+tanh                                             slow overwrites
+_to_copy                                         cheap hands_on
+transpose.int                                    permutes
+_unsafe_view                                     view reshapes
+var_mean.correction                              cheap
+view                                             reshapes
+zeros                                            zeros
+zeros_like                                       cheap zeros
+"""
+
+
+def _operator(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _traits() -> dict[str, frozenset[Any]]:
+    found: dict[str, set[Any]] = {}
+    for name, *traits in map(str.split, _TABLE.strip().splitlines()):
+        for trait in traits:
+            found.setdefault(trait, set()).add(_operator(name))
+    return {trait: frozenset(operators) for trait, operators in found.items()}
+
+
+OPERATORS: Mapping[str, frozenset[Any]] = _traits()
+"""Trait -> ATen's operators that have it, beyond what their schemas and tags say.
+
+======================  ==========================================================================
+``accumulates``         only reads all arguments but the first, and writes that one
+``addresses``           reads memory by strides, which must be those that tracing saw
+``attention``           a kernel of attention's forward
+``cheap``               a reduction or copy that has neither the pointwise nor the reduction tag
+``check``               raises where what it is given says that another operator failed, and does
+                        nothing else: it runs wherever that one runs
+``commutes``            its first two operands may change places
+``fresh``               its result is memory of its own, though it is not tagged as pointwise:
+                        whatever is not known to be may hand back an operand, as composite and
+                        custom operators do
+``fresh_first``         likewise the first of its results
+``hands_on``            a sum or copy of gradients
+``norm``                a reduction along rows whose result is as large as what it reduces
+``overwrites``          has a form that writes into its first operand, see ``in_place``
+``permutes``            a view of all elements in another order of dimensions
+``reduces``             a plain sum
+``reshapes``            becomes a reshape in generated code
+``seeded``              tagged as random, and draws nothing: it has the seed that its forward drew
+``slow``                takes several passes over its operands (exponentials and the like)
+``sum``                 adds its first operand to something
+``view``                a view although its schema does not say so: functionalisation and the
+                        autograd formulas emit it where the result shares the input's storage
+``zeros``               makes zeros
+======================  ==========================================================================
+"""
+
+IN_PLACE: Mapping[Any, Any] = {
+    op: _operator("_.".join(str(op).removeprefix("aten.").split(".")))
+    for op in OPERATORS["overwrites"]
+}
+"""Operator -> the one that writes into its first operand."""
 
 
 def overload(node: fx.Node) -> Any | None:
@@ -39,7 +164,7 @@ def is_random(node: fx.Node) -> bool:
     ops = [each for each in (node.target, *node.args[:1]) if isinstance(each, OVERLOAD)]
     if not any(torch.Tag.nondeterministic_seeded in op.tags for op in ops):
         return False
-    if node.target in _SEEDED:
+    if node.target in OPERATORS["seeded"]:
         return False
     return not is_attention(node) or _argument(node, "dropout_p") != 0.0
 
@@ -47,21 +172,9 @@ def is_random(node: fx.Node) -> bool:
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is the forward of a fused attention operator."""
     name = str(overload(node) or "")
-    return ("scaled_dot_product" in name and "backward" not in name) or node.target in _KERNELS
-
-
-_SEEDED = frozenset(
-    {
-        torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
-    }
-)
-_KERNELS = frozenset(
-    {
-        torch.ops.aten._efficient_attention_forward.default,
-        torch.ops.aten._flash_attention_forward.default,
-    }
-)
+    return ("scaled_dot_product" in name and "backward" not in name) or node.target in OPERATORS[
+        "attention"
+    ]
 
 
 def is_recomputed(node: fx.Node) -> bool:
@@ -86,10 +199,9 @@ def _argument(node: fx.Node, name: str) -> Any:
     return None if given is None else given.kwargs.get(name)
 
 
-CHECKS = frozenset({torch.ops.aten._linalg_check_errors.default})
-"""Operators that raise where what they are given says that another one failed, and do nothing
-else: they run wherever that one runs.
-"""
+def is_check(node: fx.Node) -> bool:
+    """Whether the node only raises where another operator failed."""
+    return node.target in OPERATORS["check"]
 
 
 def is_effect(node: fx.Node) -> bool:
@@ -101,7 +213,7 @@ def is_effect(node: fx.Node) -> bool:
     op = overload(node)
     if op is not None and op.namespace == EXCHANGE:
         return False
-    return node.target in CHECKS or node.is_impure(impure_random=False)
+    return is_check(node) or node.is_impure(impure_random=False)
 
 
 def writes_in_backward(node: fx.Node) -> bool:
@@ -113,21 +225,9 @@ def writes_in_backward(node: fx.Node) -> bool:
     return marked and op is not None and op._schema.is_mutable
 
 
-# Operators that only read all arguments but the first, and write that one.
-_ACCUMULATIONS = frozenset(
-    {
-        torch.ops.aten.add_.Tensor,
-        torch.ops.aten.addmm_.default,
-        torch.ops.aten.baddbmm_.default,
-        torch.ops.aten.index_add_.default,
-        torch.ops.aten.index_put_.default,
-    }
-)
-
-
 def is_accumulation(node: fx.Node) -> bool:
     """Whether the node adds into its first argument."""
-    return node.target in _ACCUMULATIONS
+    return node.target in OPERATORS["accumulates"]
 
 
 _WAIT = "wait_tensor"

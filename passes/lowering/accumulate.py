@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import is_free
-from ..analysis.operators import is_accumulation
+from ..analysis.operators import OPERATORS, is_accumulation
 from ..graph import (
     SUBGRAPH,
     Kind,
@@ -146,9 +146,6 @@ def _add_gradient(graph: fx.Graph, accumulator: fx.Node, gradient: fx.Node) -> N
 
 aten = torch.ops.aten
 
-# Each its own inverse, but for permute, whose order is turned round.
-_PERMUTATIONS = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
-
 
 def fuse_accumulation(graph: fx.Graph) -> bool:
     """Rewrite the additions of an accumulating graph (see ``accumulate``), and of those that it
@@ -181,7 +178,7 @@ def _contributions(
     """The terms of a gradient: the node that makes each, and the permutations from there to the
     gradient, the last first. A value with other readers is one term.
     """
-    while value.target in _PERMUTATIONS and len(value.users) == 1:
+    while value.target in OPERATORS["permutes"] and len(value.users) == 1:
         permutations = [*permutations, value]
         value = value.args[0]  # type: ignore[assignment]
     is_sum = value.target is aten.add.Tensor and not value.kwargs and len(value.users) == 1

@@ -24,13 +24,12 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx
 
 from ..analysis.aliasing import fills_storage, producer, storage_bytes, storage_root
-from ..analysis.operators import is_effect, is_wait, overload, read_until
+from ..analysis.operators import OPERATORS, is_effect, is_wait, overload, read_until
 from ..graph import (
     Kind,
     Role,
@@ -42,8 +41,6 @@ from ..graph import (
     role_of,
     tensor_of,
 )
-
-aten = torch.ops.aten
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -65,53 +62,6 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-IN_PLACE: Mapping[Any, Any] = {
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.mul.Scalar: aten.mul_.Scalar,
-    aten.sub.Tensor: aten.sub_.Tensor,
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.div.Scalar: aten.div_.Scalar,
-    aten.neg.default: aten.neg_.default,
-    aten.exp.default: aten.exp_.default,
-    aten.rsqrt.default: aten.rsqrt_.default,
-    aten.sigmoid.default: aten.sigmoid_.default,
-    aten.tanh.default: aten.tanh_.default,
-    aten.relu.default: aten.relu_.default,
-}
-"""Operator -> the one that writes into its first operand."""
-
-_COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
-
-# Operators whose result is memory of its own, besides those tagged as pointwise. Whatever is
-# not known to be may hand back an operand, as composite and custom operators do.
-_FRESH = frozenset(
-    {
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten.convolution.default,
-        aten.cat.default,
-        aten.select_backward.default,
-        aten.slice_backward.default,
-        aten.sum.dim_IntList,
-        aten.mean.dim,
-        aten._softmax_backward_data.default,
-    }
-)
-_FRESH_FIRST = frozenset(
-    {
-        aten._native_batch_norm_legit_functional.default,
-        aten.convolution_backward.default,
-        aten.native_batch_norm_backward.default,
-        aten.native_layer_norm.default,
-        aten.native_layer_norm_backward.default,
-        aten.native_group_norm_backward.default,
-    }
-)
-
-
 def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
     """Node -> position of the operand whose memory it may write its result into: one made in
     this graph, as large as the result, that nobody reads afterwards under any name.
@@ -119,9 +69,9 @@ def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
     last_read = _last_reads(graph)
     found = {}
     for node in graph.nodes:
-        if node.target not in IN_PLACE or node.kwargs:
+        if node.target not in OPERATORS["overwrites"] or node.kwargs:
             continue
-        for position in (0, 1) if node.target in _COMMUTATIVE else (0,):
+        for position in (0, 1) if node.target in OPERATORS["commutes"] else (0,):
             if _is_free_for(node, position, last_read):
                 found[node] = position
                 break
@@ -155,11 +105,11 @@ def _is_fresh(root: fx.Node) -> bool:
     if root.target is operator.getitem:
         maker, index = root.args
         first = isinstance(index, int) and index == 0
-        return first and isinstance(maker, fx.Node) and maker.target in _FRESH_FIRST
+        return first and isinstance(maker, fx.Node) and maker.target in OPERATORS["fresh_first"]
     op = overload(root)
     if op is None or op.namespace != "aten" or is_effect(root):
         return False
-    return op in _FRESH or bool(torch.Tag.pointwise in op.tags)
+    return op in OPERATORS["fresh"] or bool(torch.Tag.pointwise in op.tags)
 
 
 def _fills(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:

@@ -23,18 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..analysis.operators import OVERLOAD, overload
+from ..analysis.operators import IN_PLACE, OPERATORS, OVERLOAD, overload
 from ..errors import PassError, StrideError
 from ..graph import outputs, placeholders, role_of, source_line
 from ..subgraph import operands, subgraph_of
-from .buffers import IN_PLACE, last_uses, reusable_operands
-
-_aten = torch.ops.aten
-_ADDRESSING = (
-    _aten.as_strided.default,
-    _aten.as_strided_copy.default,
-    _aten.as_strided_scatter.default,
-)
+from .buffers import last_uses, reusable_operands
 
 
 def stride_check(node: fx.Node, name_of: Callable[[fx.Node], str]) -> list[str]:
@@ -43,7 +36,7 @@ def stride_check(node: fx.Node, name_of: Callable[[fx.Node], str]) -> list[str]:
     Raises:
         PassError: the operand's strides are not known before the graph runs.
     """
-    if node.target not in _ADDRESSING:
+    if node.target not in OPERATORS["addresses"]:
         return []
     operand = node.args[0]
     value = operand.meta["val"] if isinstance(operand, fx.Node) else None
@@ -80,10 +73,6 @@ def _message(node: fx.Node, expected: tuple[int, ...]) -> str:
 
 
 HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
-
-# Tracing decides by the strides that torch's fake kernels promise, and some real kernels give
-# others (batch norm of a transposed input). A reshape is the view where that is possible.
-_AS_RESHAPE = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 _DTYPES = {
     torch.float64: "f64",
@@ -207,7 +196,9 @@ def _call_in_place(node: fx.Node, operand: int) -> str:
 def _callee(node: fx.Node) -> str:
     target = node.target
     op = overload(node)
-    if op in _AS_RESHAPE:
+    # Tracing decides by the strides that torch's fake kernels promise, and some real kernels give
+    # others (batch norm of a transposed input). A reshape is the view where that is possible.
+    if op in OPERATORS["reshapes"]:
         return "aten.reshape.default"
     if op is not None:
         return _text(op)

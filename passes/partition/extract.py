@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import producer
-from ..analysis.operators import CHECKS
+from ..analysis.operators import is_check
 from ..graph import Role, copy_placeholder, module_like, placeholders, set_outputs
 
 
@@ -57,7 +57,7 @@ def extract(
 
 def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]) -> bool:
     """Whether the node checks a value that this graph computes and does not recompute."""
-    if node.target not in CHECKS:
+    if not is_check(node):
         return False
     made = {producer(operand) for operand in node.all_input_nodes}
     return made <= compute and made.isdisjoint(on_demand)

@@ -22,8 +22,9 @@ from torch import fx
 from ..analysis.aliasing import is_free, is_view, storage_root
 from ..analysis.operator_cost import flops, is_cheap
 from ..analysis.operators import (
-    CHECKS,
+    OPERATORS,
     checkpoint_region,
+    is_check,
     is_effect,
     is_exchange,
     is_random,
@@ -41,14 +42,6 @@ from ..graph import (
     origin_of,
     outputs,
     role_of,
-)
-
-_SUMS = frozenset(
-    {
-        torch.ops.aten.add.Tensor,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.baddbmm.default,
-    }
 )
 
 
@@ -137,7 +130,7 @@ class Reachability:
 
 def _is_forwards(node: fx.Node) -> bool:
     """Whether the effect is one of the forward's: what the backward checks it also computes."""
-    return node.target not in CHECKS or not origin_of(node).is_backward
+    return not is_check(node) or not origin_of(node).is_backward
 
 
 def _values(graph: fx.Graph, *kinds: Kind) -> list[fx.Node]:
@@ -172,17 +165,13 @@ def _waiting(graph: fx.Graph) -> set[fx.Node]:
             (user,) = chain[-1].users
             if chain[-1] is written[role.name] and role.name not in read:
                 found.update(chain)
-            if user.target not in _SUMS or user.kwargs or chain[-1] in user.args[1:]:
+            if user.target not in OPERATORS["sum"] or user.kwargs or chain[-1] in user.args[1:]:
                 break
             chain.append(user)
     return found
 
 
-aten = torch.ops.aten
-
 _MASK = 10  # position of output_mask in convolution_backward's schema
-
-_REDUCED = frozenset({aten.sum.default, aten.sum.dim_IntList})
 
 # Parts of the names of backwards that make the gradient of an activation, and those of weights
 # only by the way.
@@ -221,7 +210,7 @@ def parameter_chain(
 
 def _summed(node: fx.Node) -> fx.Node:
     """The value behind sums and views, which the minimum cut may leave to W."""
-    while node.target in _REDUCED or is_view(node):
+    while node.target in OPERATORS["reduces"] or is_view(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -248,7 +237,7 @@ def _is_of_activations(
     """Whether a heavy operator computes the gradient of an activation, not of a weight."""
     if any(part in str(node.target) for part in _OF_ACTIVATIONS) or is_exchange(node):
         return True
-    if node.target is aten.convolution_backward.default:
+    if node.target is torch.ops.aten.convolution_backward.default:
         mask = node.args[_MASK]
         return isinstance(mask, (list, tuple)) and not mask[1]
     others = [each for each in node.all_input_nodes if each not in varying]

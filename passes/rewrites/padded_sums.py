@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..analysis.operators import OPERATORS
 from ..graph import SplitProgram, calls, is_fixed, tensor_of
 from .emit import emit, erase
 
@@ -155,7 +156,7 @@ def _padding(term: fx.Node) -> tuple[Any, Any, Any, Any] | None:
 def _is_zeros(node: fx.Node) -> bool:
     if node.target is aten.full.default:
         return bool(node.args[1] == 0)
-    return node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
+    return node.target in OPERATORS["zeros"]
 
 
 def _fit_together(slices: list[_PaddedSlice]) -> bool:

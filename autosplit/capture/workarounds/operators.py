@@ -25,7 +25,7 @@ from torch.fx.node import _side_effectful_functions
 
 from autosplit.errors import CaptureError
 from autosplit.passes.analysis.aliasing import overlaps_itself
-from autosplit.passes.analysis.operators import CHECKS
+from autosplit.passes.analysis.operators import OPERATORS
 from autosplit.passes.graph import source_line
 from autosplit.torch_internals.version import TORCH
 
@@ -246,9 +246,9 @@ def without_tokens() -> Iterator[None]:
     original = effects.has_effects
 
     def has_effects(op: Any, *others: Any, **options: Any) -> bool:
-        return op not in CHECKS and original(op, *others, **options)
+        return op not in OPERATORS["check"] and original(op, *others, **options)
 
-    added = CHECKS - _KEPT
+    added = OPERATORS["check"] - _KEPT
     _KEPT.update(added)
     try:
         with patch.object(effects, "has_effects", has_effects):
