@@ -13,8 +13,9 @@ from autosplit.passes.graph import STATE
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 
+from .compiled_graph import GradientGraph
 from .functions import ForwardResult, SplitFunctions
-from .gradient_accumulation import EXACT, Accumulation
+from .gradient_accumulation import Accumulation
 
 
 class DTensorFunctions(SplitFunctions):
@@ -34,69 +35,26 @@ class DTensorFunctions(SplitFunctions):
         updates = self._whole(Kind.UPDATE, self.updated_state, updates)
         return ForwardResult([*returned, *written], updates, saved)
 
-    def backward_input(
+    def _run(
         self,
-        saved: Residuals,
-        output_grads: list[Tensor | None],
-        gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
-    ) -> tuple[list[Tensor | None], Residuals, Sequence[Tensor]]:
-        output_grads[:] = self._local(Kind.TANGENT, self.output_names, output_grads)
-        into = _local_tensors(gradients)
-        grads, deferred, early = super().backward_input(saved, output_grads, into, accumulation)
-        grads = self._whole(Kind.INPUT_GRAD, self.capture.inputs, grads)
-        return grads, deferred, self._made(self.early_parameters, early, gradients)
-
-    def backward_weight(
-        self,
-        deferred: Residuals,
-        gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
-    ) -> Sequence[Tensor]:
-        found = super().backward_weight(deferred, _local_tensors(gradients), accumulation)
-        return self._made(self.late_parameters, found, gradients)
-
-    def backward_weight_together(
-        self,
-        deferred: Sequence[Residuals],
-        gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
-    ) -> Sequence[Tensor]:
-        if len(deferred) == 1:
-            return self.backward_weight(deferred[0], gradients, accumulation)
-        found = super().backward_weight_together(deferred, _local_tensors(gradients), accumulation)
-        return self._made(self.late_parameters, found, gradients)
-
-    def backward(
-        self,
-        saved: Residuals,
-        output_grads: list[Tensor | None],
-        gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
-    ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-        output_grads[:] = self._local(Kind.TANGENT, self.output_names, output_grads)
-        into = _local_tensors(gradients)
-        grads, found = super().backward(saved, output_grads, into, accumulation)
-        grads = self._whole(Kind.INPUT_GRAD, self.capture.inputs, grads)
-        return grads, self._made(self.parameter_names, found, gradients)
-
-    def weight_slice(
-        self,
-        count: int,
-        index: int,
-        deferred: Residuals,
-        gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
-    ) -> tuple[Sequence[Tensor], Residuals]:
-        into, names = _local_tensors(gradients), self.sliced(count).parameter_names[index]
-        found, left = super().weight_slice(count, index, deferred, into, accumulation)
-        return self._made(names, found, gradients), left
-
-    def _made(
-        self, names: Sequence[str], found: Sequence[Tensor], into: Sequence[Tensor] | None
-    ) -> Sequence[Tensor]:
+        graph: GradientGraph,
+        pool: list[Any],
+        gradients: Sequence[Tensor] | None,
+        accumulation: Accumulation,
+    ) -> tuple[list[Any], Sequence[Tensor]]:
         """Weight gradients as the user gets them: what they were added into, or new ones."""
-        return self._whole(Kind.PARAMETER_GRAD, names, found) if into is None else into
+        into = None if gradients is None else [local_tensor(each) for each in gradients]
+        results, made = super()._run(graph, pool, into, accumulation)
+        if gradients is None:
+            return results, self._whole(Kind.PARAMETER_GRAD, graph.parameters, made)
+        return results, gradients
+
+    def _input_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        return self._whole(Kind.INPUT_GRAD, self.capture.inputs, grads)
+
+    def _backward_pool(self, saved: Residuals, output_grads: list[Tensor | None]) -> list[Any]:
+        output_grads[:] = self._local(Kind.TANGENT, self.output_names, output_grads)
+        return super()._backward_pool(saved, output_grads)
 
     def _whole(self, kind: Kind, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
         """Values of a kind as the user gets them."""
@@ -125,8 +83,3 @@ class DTensorFunctions(SplitFunctions):
                 f"tensor {list(value.shape)} now; pass a DTensor"
             )
         return lies.local(value)
-
-
-def _local_tensors(values: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
-    """Accumulators as graphs take them."""
-    return None if values is None else [local_tensor(each) for each in values]

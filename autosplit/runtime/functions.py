@@ -451,10 +451,10 @@ class SplitFunctions:
         """
         read, (_, read_at, known) = saved.state, self._handed
         pool = self._backward_pool(saved, output_grads)
-        results, early = self._input.run(pool, gradients, accumulation)
+        results, early = self._run(self._input, pool, gradients, accumulation)
         count = len(self.capture.inputs)
         deferred = Residuals(known, results[count:], tuple([read[at] for at in read_at]))
-        return results[:count], deferred, early
+        return self._input_grads(results[:count]), deferred, early
 
     def backward_weight(
         self,
@@ -477,7 +477,7 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        return self._weight.run(deferred.take(), gradients, accumulation)[1]
+        return self._run(self._weight, deferred.take(), gradients, accumulation)[1]
 
     def backward_weight_together(
         self,
@@ -508,7 +508,7 @@ class SplitFunctions:
         for tensors in taken:
             pool += tensors
             tensors.clear()
-        return graph.run(pool, gradients, accumulation)[1]
+        return self._run(graph, pool, gradients, accumulation)[1]
 
     def backward(
         self,
@@ -523,10 +523,11 @@ class SplitFunctions:
             SplitError: as ``backward_input``.
         """
         if self._passes_on:
-            grads, deferred, _ = SplitFunctions.backward_input(self, saved, output_grads)
-            return grads, SplitFunctions.backward_weight(self, deferred, gradients, accumulation)
+            grads, deferred, _ = self.backward_input(saved, output_grads)
+            return grads, self.backward_weight(deferred, gradients, accumulation)
         pool = self._backward_pool(saved, output_grads)
-        return self._unsplit.run(pool, gradients, accumulation)
+        grads, made = self._run(self._unsplit, pool, gradients, accumulation)
+        return self._input_grads(grads), made
 
     def sliced(self, count: int) -> SlicedWeight:
         """W in slices; the same object for the same count.
@@ -555,7 +556,21 @@ class SplitFunctions:
         accumulation: Accumulation = EXACT,
     ) -> tuple[Sequence[Tensor], Residuals]:
         """One slice of W; see ``SlicedWeight.run``."""
-        return self.sliced(count).run(index, deferred, gradients, accumulation)
+        return self.sliced(count).run(index, deferred, gradients, accumulation, self._run)
+
+    def _run(
+        self,
+        graph: GradientGraph,
+        pool: list[Any],
+        gradients: Sequence[Tensor] | None,
+        accumulation: Accumulation,
+    ) -> tuple[list[Any], Sequence[Tensor]]:
+        """One of the graphs, on arguments in its order; see ``GradientGraph.run``."""
+        return graph.run(pool, gradients, accumulation)
+
+    def _input_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of inputs as the user gets them."""
+        return grads
 
     def _backward_pool(self, saved: Residuals, output_grads: list[Tensor | None]) -> list[Any]:
         """Arguments of I or B in the only list that refers to them, so that they can die inside."""

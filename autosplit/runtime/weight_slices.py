@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -101,6 +101,7 @@ class SlicedWeight:
         deferred: Residuals,
         gradients: Sequence[Tensor] | None,
         accumulation: Accumulation,
+        run: Callable[..., tuple[list[Any], Sequence[Tensor]]] = GradientGraph.run,
     ) -> tuple[Sequence[Tensor], Residuals]:
         """Run one slice.
 
@@ -109,6 +110,7 @@ class SlicedWeight:
             deferred: what I or the slice before left; taken.
             gradients: what to add into, in the order of the slice's ``parameter_names``.
             accumulation: how to add.
+            run: runs a graph with the other arguments of ``GradientGraph.run``.
 
         Returns:
             ``gradients``, or without them new tensors, and what the next slice needs.
@@ -120,7 +122,7 @@ class SlicedWeight:
         read = deferred.state
         pool = deferred.take()
         kept = [pool[at] for at in tensors_at]
-        made, found = graph.run(pool, gradients, accumulation)
+        made, found = run(graph, pool, gradients, accumulation)
         return found, Residuals(known, kept + made, tuple([read[at] for at in state_at]))
 
 
