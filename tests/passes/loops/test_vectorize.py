@@ -130,7 +130,7 @@ def test_what_is_no_loop_or_would_grow_stays(function: Callable[[Tensor], Tensor
 
 
 def test_products_that_are_put_together_are_one_product() -> None:
-    """The output, and the gradient of what is read of it; that of the state goes on step by step."""
+    """The output, and the gradient of what is read; that of the state goes on step by step."""
     program = joint_of(state_space, "eager")
     assert ops(program.joint)["bmm"] == 3 * 6
     assert vectorize_loops(program)
