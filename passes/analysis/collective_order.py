@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 
 from torch import fx
@@ -26,27 +25,6 @@ from .operator_cost import duration, exchange_duration
 from .operators import is_start, is_wait, start_of
 
 _ROUNDING = 0.5  # an operator fills a window of which it leaves less than so much of itself outside
-
-
-@dataclass(frozen=True)
-class OperatorTimes:
-    """Times of operators and of collectives, in one unit.
-
-    Attributes:
-        operator: how long the device is busy with one.
-        exchange: from the start of a collective to its end.
-    """
-
-    operator: Callable[[fx.Node], float] = duration
-    exchange: Callable[[fx.Node], float] = exchange_duration
-
-    @classmethod
-    def at(cls, rates: Rates | None) -> OperatorTimes:
-        """The times at these rates; estimates without."""
-        return cls(partial(duration, rates=rates), partial(exchange_duration, rates=rates))
-
-
-ESTIMATED = OperatorTimes()
 
 
 @dataclass
@@ -62,20 +40,20 @@ class CollectiveOrder:
     hidden_in: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
-def exposed_time(
-    order: Iterable[fx.Node], scale: float = 1.0, costs: OperatorTimes = ESTIMATED
-) -> float:
-    """Time that the device waits for collectives, where these take ``scale`` times their cost."""
+def exposed_time(order: Iterable[fx.Node], scale: float = 1.0, rates: Rates | None = None) -> float:
+    """Time that the device waits for collectives, where these take ``scale`` times their cost at
+    these rates, or by estimates without.
+    """
     clock = link = exposed = 0.0
     ends: dict[fx.Node, float] = {}
     for node in order:
         if is_start(node):
-            link = ends[node] = max(clock, link) + scale * costs.exchange(node)
+            link = ends[node] = max(clock, link) + scale * exchange_duration(node, rates)
         elif is_wait(node):
             stall = max(0.0, ends.get(start_of(node), 0.0) - clock)
             clock, exposed = clock + stall, exposed + stall
         else:
-            clock += costs.operator(node)
+            clock += duration(node, rates)
     return exposed
 
 
@@ -84,11 +62,11 @@ class CollectiveScheduler:
 
     Args:
         nodes: the operators to order, as they run now; what they read besides is there.
-        costs: of operators and collectives.
+        rates: of operators and collectives; None: they are estimated.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node], costs: OperatorTimes = ESTIMATED) -> None:
-        self.costs = costs
+    def __init__(self, nodes: Sequence[fx.Node], rates: Rates | None = None) -> None:
+        self.rates = rates
         self.index = {node: at for at, node in enumerate(nodes)}
         self.heavy = [node for node in nodes if not _is_light(node)]
         self.reads: dict[fx.Node, set[fx.Node]] = {}
@@ -167,7 +145,7 @@ class _Run:
         self.order = CollectiveOrder()
         self.left = len(heavy)
         self._index, self._urgent = scheduler.index, scheduler.urgent
-        self._costs = scheduler.costs
+        self._rates = scheduler.rates
         self._fill, self._pack = fill, pack
         self._done: set[fx.Node] = set()
         self._clock = self._link = 0.0
@@ -210,7 +188,7 @@ class _Run:
 
     def _filler_for(self, left: float) -> fx.Node | None:
         """The next filler for what is left of a window, if any has room."""
-        timed = [(self._costs.operator(node), at, node) for at, node in self._ready[False, False]]
+        timed = [(duration(node, self._rates), at, node) for at, node in self._ready[False, False]]
         room = [each for each in timed if (1 - _ROUNDING) * each[0] <= left]
         if left <= 0 or not room:
             return None
@@ -224,7 +202,7 @@ class _Run:
         wait = max((each for _, each in waits), key=self._end, default=None)
         if (
             wait is not None
-            and (1 - _ROUNDING) * self._costs.operator(node) <= self._end(wait) - self._clock
+            and (1 - _ROUNDING) * duration(node, self._rates) <= self._end(wait) - self._clock
         ):
             self.order.hidden_in[node] = wait
 
@@ -240,12 +218,13 @@ class _Run:
         self._append(node)
         self.left -= 1
         if is_start(node):
-            self._link = max(self._clock, self._link) + self._fill * self._costs.exchange(node)
+            exchange = exchange_duration(node, self._rates)
+            self._link = max(self._clock, self._link) + self._fill * exchange
             self._ends[node] = self._link
         elif is_wait(node):
             self._clock = max(self._clock, self._end(node))
         else:
-            self._clock += self._costs.operator(node)
+            self._clock += duration(node, self._rates)
         for reader in self._readers[node]:
             self._missing[reader] -= 1
             if not self._missing[reader]:

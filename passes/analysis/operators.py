@@ -26,7 +26,9 @@ EXCHANGE = "_c10d_functional"
 """Namespace of collectives."""
 
 _TABLE = """
-add.Tensor                                       sum hands_on overwrites commutes
+abs                                              elementwise
+add.Scalar                                       elementwise
+add.Tensor                                       sum hands_on overwrites commutes elementwise
 add_.Tensor                                      accumulates
 addmm                                            sum fresh
 addmm_                                           accumulates
@@ -42,40 +44,55 @@ constant_pad_nd                                  cheap
 convolution                                      fresh
 convolution_backward                             fresh_first
 div.Scalar                                       overwrites
-div.Tensor                                       overwrites
+div.Tensor                                       overwrites elementwise
 _efficient_attention_forward                     attention
+eq.Scalar                                        elementwise
+eq.Tensor                                        elementwise
 erf                                              slow
 exp                                              slow overwrites
 _flash_attention_forward                         attention
 full                                             cheap
 full_like                                        cheap
 _fused_rms_norm                                  norm
+ge.Scalar                                        elementwise
+ge.Tensor                                        elementwise
 gelu                                             slow
+gt.Scalar                                        elementwise
+gt.Tensor                                        elementwise
 index_add_                                       accumulates
 index_put_                                       accumulates
+le.Scalar                                        elementwise
+le.Tensor                                        elementwise
 _linalg_check_errors                             check
 _log_softmax                                     norm
+lt.Scalar                                        elementwise
+lt.Tensor                                        elementwise
+maximum                                          elementwise
 mean                                             cheap
 mean.dim                                         fresh
+minimum                                          elementwise
 mm                                               fresh
-mul.Scalar                                       overwrites
-mul.Tensor                                       overwrites commutes
+mul.Scalar                                       overwrites elementwise
+mul.Tensor                                       overwrites commutes elementwise
 native_batch_norm_backward                       fresh_first
 _native_batch_norm_legit_functional              fresh_first
 native_group_norm                                norm
 native_group_norm_backward                       fresh_first
 native_layer_norm                                norm fresh_first
 native_layer_norm_backward                       fresh_first
-neg                                              overwrites
+ne.Scalar                                        elementwise
+ne.Tensor                                        elementwise
+neg                                              overwrites elementwise
 new_zeros                                        zeros
 ones_like                                        cheap
 permute                                          permutes
-relu                                             overwrites
+relu                                             overwrites elementwise
 _reshape_alias                                   view
 rsqrt                                            overwrites
 _scaled_dot_product_cudnn_attention_backward     seeded
 _scaled_dot_product_efficient_attention_backward seeded
-select_backward                                  cheap fresh
+select_backward                                  cheap fresh pads
+select_scatter                                   pads
 sigmoid                                          slow overwrites
 silu                                             slow
 slice_backward                                   cheap fresh
@@ -83,17 +100,19 @@ _softmax                                         norm
 _softmax_backward_data                           fresh
 softplus                                         slow
 stack                                            cheap
-sub.Tensor                                       overwrites
+sub.Tensor                                       overwrites elementwise
 sum                                              cheap reduces
 sum.dim_IntList                                  cheap reduces fresh
 sum_to_size                                      cheap
 t                                                permutes
 tanh                                             slow overwrites
+threshold_backward                               elementwise
 _to_copy                                         cheap hands_on
 transpose.int                                    permutes
 _unsafe_view                                     view reshapes
 var_mean.correction                              cheap
 view                                             reshapes
+where.self                                       elementwise
 zeros                                            zeros
 zeros_like                                       cheap zeros
 """
@@ -123,6 +142,9 @@ OPERATORS: Mapping[str, frozenset[Any]] = _traits()
 ``check``               raises where what it is given says that another operator failed, and does
                         nothing else: it runs wherever that one runs
 ``commutes``            its first two operands may change places
+``elementwise``         rounds the same way wherever an element lies. Exponentials do not: kernels
+                        have a vectorized and a scalar form of them, and which one is used depends
+                        on the tensor's layout
 ``fresh``               its result is memory of its own, though it is not tagged as pointwise:
                         whatever is not known to be may hand back an operand, as composite and
                         custom operators do
@@ -130,6 +152,7 @@ OPERATORS: Mapping[str, frozenset[Any]] = _traits()
 ``hands_on``            a sum or copy of gradients
 ``norm``                a reduction along rows whose result is as large as what it reduces
 ``overwrites``          has a form that writes into its first operand, see ``in_place``
+``pads``                writes its operand into zeros along a dimension
 ``permutes``            a view of all elements in another order of dimensions
 ``reduces``             a plain sum
 ``reshapes``            becomes a reshape in generated code

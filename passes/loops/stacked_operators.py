@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..analysis.operators import OPERATORS
 from ..graph import tensor_of
 from ..rewrites.emit import Emit
 
@@ -38,7 +39,7 @@ def batching_rule(node: fx.Node) -> BatchingRule | None:
     """The rule for a node's operator; None where there is none."""
     if node.op != "call_function" or tensor_of(node) is None:
         return None
-    if node.target in (aten.select_scatter.default, aten.select_backward.default):
+    if node.target in OPERATORS["pads"]:
         return _RULES[node.target] if _pads_nothing(node) else None
     if any(isinstance(value, fx.Node) for value in node.kwargs.values()):
         return None
@@ -49,7 +50,7 @@ def batched_arguments(node: fx.Node) -> tuple[Any, ...]:
     """The arguments that the rule takes: of padding only what is written and where, not the zeros
     around it, of which nothing is left.
     """
-    if node.target in (aten.select_scatter.default, aten.select_backward.default):
+    if node.target in OPERATORS["pads"]:
         return _written(node), node.args[2]
     return node.args
 
@@ -60,11 +61,8 @@ def is_computation(node: fx.Node) -> bool:
 
 
 def is_exact_elementwise(node: fx.Node) -> bool:
-    """Whether the operator is elementwise and rounds the same way wherever an element lies.
-    Exponentials do not: kernels have a vectorized and a scalar form of them, and which one is used
-    depends on the tensor's layout.
-    """
-    return node.target in _EXACT_ELEMENTWISE and not node.kwargs
+    """Whether the operator is elementwise and rounds the same way wherever an element lies."""
+    return node.target in OPERATORS["elementwise"] and not node.kwargs
 
 
 def _rank(node: fx.Node) -> int:
@@ -162,26 +160,6 @@ def _pad(emit: Emit, node: fx.Node, args: list[Any]) -> fx.Node:
     stack, dim = args
     return emit(aten.unsqueeze.default, stack.node, dim % _rank(node) + 1)
 
-
-_EXACT_ELEMENTWISE = frozenset(
-    {
-        aten.abs.default,
-        aten.add.Scalar,
-        aten.add.Tensor,
-        aten.div.Tensor,
-        aten.maximum.default,
-        aten.minimum.default,
-        aten.mul.Scalar,
-        aten.mul.Tensor,
-        aten.neg.default,
-        aten.relu.default,
-        aten.sub.Tensor,
-        aten.threshold_backward.default,
-        aten.where.self,
-        *(getattr(aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")),
-        *(getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge")),
-    }
-)
 
 _RULES: Mapping[Any, BatchingRule] = {
     aten.unsqueeze.default: _unsqueeze,

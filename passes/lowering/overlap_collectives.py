@@ -12,11 +12,12 @@ plus the largest collective.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from torch import fx
 
-from ..analysis.collective_order import CollectiveScheduler, OperatorTimes, exposed_time
+from ..analysis.collective_order import CollectiveScheduler, exposed_time
 from ..analysis.operator_cost import value_bytes
 from ..analysis.operators import is_start
 from ..graph import SplitProgram, calls, output_node
@@ -50,11 +51,10 @@ def overlap_in_graph(module: fx.GraphModule, rates: Rates | None = None) -> bool
     if not starts:
         return False
     limit = LiveBytes(module).peak() + max(map(_bytes_under_way, starts))
-    costs, scales = OperatorTimes.at(rates), _SCALES if rates is None else (1.0,)
-    least, rest = _exposed(before, costs, scales), list(graph.nodes)
+    least, rest = _exposed(before, rates), list(graph.nodes)
     chosen = before
-    for order in _candidates(graph, costs, known=rates is not None):
-        exposed = _exposed(order, costs, scales)
+    for order in _candidates(graph, rates):
+        exposed = _exposed(order, rates)
         if exposed < least:
             _arrange(graph, order)
             if LiveBytes(module).peak() <= limit:
@@ -63,18 +63,18 @@ def overlap_in_graph(module: fx.GraphModule, rates: Rates | None = None) -> bool
     return list(graph.nodes) != rest
 
 
-def _candidates(graph: fx.Graph, costs: OperatorTimes, *, known: bool) -> Iterator[list[fx.Node]]:
+def _candidates(graph: fx.Graph, rates: Rates | None) -> Iterator[list[fx.Node]]:
     nodes = [node for node in graph.nodes if node.op not in {"placeholder", "output"}]
-    scheduler = CollectiveScheduler(nodes, costs)
-    for hold in (True, False):
-        for fill in _FILLS_KNOWN if known else _FILLS:
-            for pack in (True, False) if known else (False,):
-                yield scheduler.order(fill, hold=hold, pack=pack).nodes
+    scheduler = CollectiveScheduler(nodes, rates)
+    fills, packs = (_FILLS, (False,)) if rates is None else (_FILLS_KNOWN, (True, False))
+    for hold, fill, pack in itertools.product((True, False), fills, packs):
+        yield scheduler.order(fill, hold=hold, pack=pack).nodes
 
 
-def _exposed(order: list[fx.Node], costs: OperatorTimes, scales: tuple[float, ...]) -> float:
+def _exposed(order: list[fx.Node], rates: Rates | None) -> float:
     """Time exposed, as a share of all exchanges, on average over links."""
-    return sum(exposed_time(order, scale, costs) / scale for scale in scales)
+    scales = _SCALES if rates is None else (1.0,)
+    return sum(exposed_time(order, scale, rates) / scale for scale in scales)
 
 
 def _arrange(graph: fx.Graph, order: list[fx.Node]) -> None:

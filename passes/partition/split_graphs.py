@@ -50,9 +50,9 @@ from torch import fx
 from ..analysis.aliasing import is_free, producer, storage_root
 from ..analysis.collective_order import (
     CollectiveScheduler,
-    OperatorTimes,
     exposed_time,
 )
+from ..analysis.operator_cost import duration, exchange_duration
 from ..analysis.operators import is_random, is_start
 from ..errors import PassError
 from ..graph import (
@@ -195,8 +195,8 @@ def hide_collectives(
     """
     if not any(map(is_start, regions.input.runs)):
         return regions
-    costs, work = OperatorTimes.at(rates), _work(reach, regions)
-    scheduler = CollectiveScheduler(_operators(graph, regions.backward), costs)
+    work, time = _work(reach, regions), functools.partial(duration, rates=rates)
+    scheduler = CollectiveScheduler(_operators(graph, regions.backward), rates)
 
     def divided(fill: float) -> Regions:
         hidden = scheduler.order(fill, hold=True, pack=rates is not None).hidden_in
@@ -204,9 +204,7 @@ def hide_collectives(
         more = {
             root
             for root, needed in work.items()
-            if sum(map(costs.operator, needed & hiding))
-            >= _MOST * sum(map(costs.operator, needed))
-            > 0
+            if sum(map(time, needed & hiding)) >= _MOST * sum(map(time, needed)) > 0
         }
         wanted = {node for node in reach.weight_grads if storage_root(node) in more}
         return with_released(graph, reach, regions, wanted) if wanted else regions
@@ -215,10 +213,11 @@ def hide_collectives(
         return divided(1.0)
     tried = [divided(fill) for fill in _FILLS]
     exposed = [
-        _exposed(_operators(graph, each.input), costs, fill)
+        _exposed(_operators(graph, each.input), rates, fill)
         for each, fill in zip(tried, _FILLS, strict=True)
     ]
-    exchanges = sum(map(costs.exchange, filter(is_start, regions.input.runs)))
+    begun = filter(is_start, regions.input.runs)
+    exchanges = sum(exchange_duration(node, rates) for node in begun)
     enough = min(exposed) + _TOLERANCE * exchanges
     return next(each for each, time in zip(tried, exposed, strict=True) if time <= enough)
 
@@ -227,15 +226,15 @@ def _operators(graph: fx.Graph, region: Region) -> list[fx.Node]:
     return [node for node in graph.nodes if node in region.runs and node.op == "call_function"]
 
 
-def _exposed(nodes: list[fx.Node], costs: OperatorTimes, fill: float) -> float:
+def _exposed(nodes: list[fx.Node], rates: Rates, fill: float) -> float:
     """Time for which I is left waiting, in the best of a few orders."""
-    scheduler = CollectiveScheduler(nodes, costs)
+    scheduler = CollectiveScheduler(nodes, rates)
     orders = (
         scheduler.order(each, hold=True, pack=pack).nodes
         for each in {1.0, fill}
         for pack in (True, False)
     )
-    return min(exposed_time(order, costs=costs) for order in orders)
+    return min(exposed_time(order, rates=rates) for order in orders)
 
 
 def _work(reach: Reachability, regions: Regions) -> dict[fx.Node, set[fx.Node]]:

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 import autosplit
 from autosplit.capture.aot_convention import copy_graph
 from autosplit.passes import Kind, Rates, SplitGraphs, memory_setting, run
-from autosplit.passes.analysis.collective_order import OperatorTimes, exposed_time
-from autosplit.passes.analysis.operator_cost import flops, graph_flops, value_bytes
+from autosplit.passes.analysis.collective_order import exposed_time
+from autosplit.passes.analysis.operator_cost import duration, flops, graph_flops, value_bytes
 from autosplit.passes.analysis.operators import is_start, is_wait, start_of
 from autosplit.passes.graph import calls, outputs
 from autosplit.passes.lowering.buffers import LiveBytes, reusable_operands
@@ -135,12 +135,12 @@ def test_memory_grows_by_one_collective_at_most(graphs: tuple[SplitGraphs, Split
 def test_i_hides_what_can_be_hidden_over_a_link_that_is_known(
     delay: float, by_delay: dict[float, SplitGraphs], graphs: tuple[SplitGraphs, SplitGraphs]
 ) -> None:
-    costs, made = OperatorTimes.at(linked(delay)), by_delay[delay]
+    rates, made = linked(delay), by_delay[delay]
     assert made.backward is not None
     nodes = list(calls(made.backward.graph))
-    least = least_exposed(nodes, {node: costs.operator(node) for node in nodes}, delay)
+    least = least_exposed(nodes, {node: duration(node, rates) for node in nodes}, delay)
     known, estimated, none = (
-        exposed_time(calls(each.backward_input.graph), costs=costs)  # type: ignore[union-attr]
+        exposed_time(calls(each.backward_input.graph), rates=rates)  # type: ignore[union-attr]
         for each in (made, graphs[1], graphs[0])
     )
     assert none - known >= 0.9 * (none - least)
