@@ -93,7 +93,7 @@ def compile_module(
     # Where AOTAutograd says it, of all that it says there the one thing that Inductor reads.
     context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=sorted(donated))  # type: ignore[assignment]
     # Its CUDA graphs write every call's results where those of the last call were, and a next
-    # microbatch comes before the last one's are used up; backend="cudagraphs" knows how to wait.
+    # microbatch comes before the last one's are used up.
     eager_launch = torch._inductor.config.patch({"triton.cudagraphs": False})
     with compile_lock, V.set_fake_mode(mode), tracing(context), eager_launch:
         compiled: Any = compile_fx_inner(
