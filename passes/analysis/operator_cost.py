@@ -71,7 +71,7 @@ def _of_grouped_product(first: Any, second: Any, *_: Any, out_val: Any, **option
     return int(2 * out_val.numel() * first.shape[-1] // groups)
 
 
-_FORMULAS = {aten._grouped_mm: _of_grouped_product}  # that torch's table has not
+_FORMULAS = {torch.ops.aten._grouped_mm: _of_grouped_product}  # that torch's table has not
 
 
 def flops(node: fx.Node) -> int:
