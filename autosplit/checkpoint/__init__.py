@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
-
+from .folder import open_checkpoint, read_checkpoint
 from .loading import Loaded, load_checkpoint, read_progress
 from .saving import PendingSave, save_checkpoint
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.checkpoint.state.held_tensors import entries_of, groups_of, tensors_of
-from autosplit.checkpoint.storage.folder import DistributedFolder
-from autosplit.checkpoint.storage.formats import Reader, open_checkpoint
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.torch_internals.dtensor import laid_out, local_tensor
 
-from .naming import Mismatch, ModelTensor, Names, Naming, check_kinds, check_mismatches, source
-from .rank_agreement import Ranks
-from .state import optimizer_state, run_state
+from . import optimizer_state, run_state
+from .files import Reader
+from .folder import DistributedFolder, open_checkpoint
+from .naming import Mismatch, ModelTensor, Names, Naming, tensors_of, trained
+from .ranks import Ranks
 
 _AT_ONCE = 2**30  # bytes to read before they go where they belong
 
@@ -48,8 +47,7 @@ def read_progress(path: str | Path) -> tuple[int | None, dict[str, Any]]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    reader = open_checkpoint(path)
-    return run_state.progress(reader.read_run() if isinstance(reader, DistributedFolder) else {})
+    return run_state.progress(_run(open_checkpoint(path)))
 
 
 def load_checkpoint(
@@ -102,14 +100,14 @@ def load_checkpoint(
     naming = Naming.of_ranks(ranks, names)
     intake = ranks.do(lambda: _Intake(ranks, naming, Path(path), optimizer=optimizer))
     _check_one(ranks.gather(intake.reader.identity), path)
-    intake.check(strict=strict)
+    mismatches = intake.check(strict=strict)
     run = ranks.do(lambda: intake.run(scheduler, generators=generators))
     ranks.do(intake.verify)
     with ranks.together() as everybody:
         intake.load()
         run.restore()
         everybody.meet()
-    return Loaded(intake.mismatches, run.step, run.extra, run.generators)
+    return Loaded(mismatches, run.step, run.extra, run.generators)
 
 
 class _Intake:
@@ -121,101 +119,97 @@ class _Intake:
         self._path = path
         self._trainer = ranks.trainer
         self.reader = open_checkpoint(path)
-        self.mismatches = tuple(naming.mismatches(self.reader.shapes))
-        self._tensors = {
-            at: (tensor, name)
+        self._folder = self.reader if isinstance(self.reader, DistributedFolder) else None
+        self._tensors = [
+            (tensor, name)
             for at, tensor in tensors_of(self._trainer, naming.own).items()
-            if (name := source(naming.own[at], self.reader.shapes)) is not None
-        }
-        keys = self._optimizer_keys(required=bool(optimizer)) if optimizer is not False else []
-        self._parameters = self._find_parameters(keys) if keys else {}
+            if (name := naming.own[at].source(self.reader.shapes)) is not None
+        ]
+        self._groups = trained(self._trainer, naming)
+        paths: Collection[str] = ()
+        if self._folder is not None and optimizer is not False:
+            paths = self._folder.optimizer.entries
+        if optimizer and not paths:
+            raise CheckpointError(f"the checkpoint {path} has no optimizer state")
+        entries = {k: e for group in self._groups for k, e in group.items()} if paths else {}
+        self._find(entries, paths)
 
-    def check(self, *, strict: bool) -> None:
-        """Refuse what does not fit; collective."""
-        self._ranks.do(lambda: check_mismatches(self.mismatches, self._path, strict=strict))
-        self._ranks.do(
-            lambda: check_kinds(
-                ((name, tensor.dtype) for tensor, name in self._tensors.values()),
-                self.reader.kinds,
-                self._path,
-            )
-        )
-        lacking = [entry.name for entry, found in self._parameters.values() if found is None]
-        everywhere = sorted({name for part in self._ranks.gather(lacking) for name in part})
+    def _find(self, entries: Mapping[int, ModelTensor], paths: Iterable[str]) -> None:
+        """Where the optimizer's parameters are: each under the first of its names that has
+        options.
+        """
+        known = {name for entry in entries.values() for name in entry.names}
+        there = optimizer_state.places(paths, known)
+        there = {name: kinds for name, kinds in there.items() if optimizer_state.OPTIONS in kinds}
+        found = {key: entry.source(there) for key, entry in entries.items()}
+        self._lacking = [entries[key].name for key, name in found.items() if name is None]
+        self._called = {key: name for key, name in found.items() if name is not None}
+        self._places = {name: there[name] for name in self._called.values()}
+
+    def check(self, *, strict: bool) -> tuple[Mismatch, ...]:
+        """Refuse what does not fit; collective. Gives what is missing or too much."""
+        mismatches = self._ranks.do(lambda: self._naming.fitting(self.reader, strict=strict))
+        everywhere = sorted({n for part in self._ranks.gather(self._lacking) for n in part})
         if everywhere:
             raise CheckpointError(
                 f"the checkpoint {self._path} has no optimizer state for {', '.join(everywhere)}: "
                 "optimizer=False leaves the optimizer as it is"
             )
+        return mismatches
 
     def run(self, scheduler: Any, *, generators: bool) -> run_state.RunState:
         """What there is of the run."""
-        found = self.reader.read_run() if isinstance(self.reader, DistributedFolder) else {}
-        groups = groups_of(self._trainer, self._naming)
         return run_state.unpack_run(
-            found, self._ranks, groups, scheduler=scheduler, generators=generators
+            _run(self.reader), self._ranks, self._groups, scheduler=scheduler, generators=generators
         )
 
     def verify(self) -> None:
         """Find out whether all is as it was written, and the optimizer can take its options."""
-        self.reader.verify(name for _, name in self._tensors.values())
-        if isinstance(self.reader, DistributedFolder):
-            self.reader.verify_optimizer(self._keys())
-            # Between them, the ranks look at what none of them reads.
-            self.reader.verify_share(self._ranks.number, self._ranks.count)
-            options = [key for key in self._keys() if optimizer_state.is_option(key)]
-            if self._trainer.optimizer is not None and options:
-                flat = self.reader.read_optimizer(options)
-                optimizer_state.check_groups(self._trainer.optimizer, self._called(), flat)
+        self.reader.verify(name for _, name in self._tensors)
+        if self._folder is None:
+            return
+        for kinds in self._places.values():
+            for paths in kinds.values():
+                self._folder.optimizer.verify(paths.values())
+        # Between them, the ranks look at what none of them reads.
+        self._folder.verify_share(self._ranks.number, self._ranks.count)
+        if self._trainer.optimizer is not None and self._places:
+            options = self._optimizer(optimizer_state.OPTIONS)
+            optimizer_state.check_groups(self._trainer.optimizer, self._called, options)
 
     def load(self) -> None:
         """Fill the tensors and the optimizer."""
-        _fill([*self._tensors.values()], self.reader)
-        keys = self._keys()
-        if keys and self._trainer.optimizer and isinstance(self.reader, DistributedFolder):
-            flat = self.reader.read_optimizer(keys)
-            optimizer_state.restore_optimizer(self._trainer.optimizer, self._called(), flat)
+        _fill(self._tensors, self.reader)
+        if self._trainer.optimizer is not None and self._places:
+            kinds = map(self._optimizer, (optimizer_state.STATE, optimizer_state.OPTIONS))
+            optimizer_state.restore_optimizer(self._trainer.optimizer, self._called, *kinds)
 
-    def _keys(self) -> list[str]:
-        found = (found for _, found in self._parameters.values() if found is not None)
-        return list(dict.fromkeys(key for _, keys in found for key in keys))
+    def _optimizer(self, kind: str) -> dict[str, dict[str, Any]]:
+        if self._folder is None:
+            return {}
+        return optimizer_state.read(self._folder.optimizer, self._places, kind)
 
-    def _called(self) -> dict[int, str]:
-        return {key: found[0] for key, (_, found) in self._parameters.items() if found is not None}
 
-    def _optimizer_keys(self, *, required: bool) -> list[str]:
-        reader = self.reader
-        keys = list(reader.optimizer) if isinstance(reader, DistributedFolder) else []
-        if required and not keys:
-            raise CheckpointError(f"the checkpoint {self._path} has no optimizer state")
-        return keys
-
-    def _find_parameters(
-        self, keys: Sequence[str]
-    ) -> dict[int, tuple[ModelTensor, tuple[str, list[str]] | None]]:
-        """For each parameter of the optimizer, by ``id``: what it is, and what there is."""
-        entries = entries_of(self._trainer, self._naming)
-        optimizer = self._trainer.optimizer
-        groups = optimizer.param_groups if optimizer is not None else []
-        trained = [id(p) for group in groups for p in group["params"]]
-        return {
-            key: (entries[key], optimizer_state.wanted(entries[key].names, keys)) for key in trained
-        }
+def _run(reader: Reader) -> dict[str, Any]:
+    """What a checkpoint has of a run, verified."""
+    if not isinstance(reader, DistributedFolder):
+        return {}
+    reader.run.verify(reader.run.entries)
+    return reader.run.read(reader.run.entries)
 
 
 @torch.no_grad()
 def _fill(wanted: Sequence[tuple[Tensor, str]], reader: Reader) -> None:
     """Read what there is for tensors, a part at a time."""
-    part: list[tuple[Tensor, str]] = []
-    size = 0
+    waiting, size = [], 0
     for number, (tensor, name) in enumerate(wanted, 1):
-        part.append((tensor, name))
+        waiting.append((tensor, name))
         size += tensor.nbytes
         if size >= _AT_ONCE or number == len(wanted):
-            values = reader.read(dict.fromkeys(name for _, name in part))
-            for target, known in part:
+            values = reader.read(dict.fromkeys(name for _, name in waiting))
+            for target, known in waiting:
                 local_tensor(target).copy_(local_tensor(laid_out(values[known], target)))
-            part, size = [], 0
+            waiting, size = [], 0
 
 
 def _check_one(identities: Sequence[str], path: str | Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,12 +10,12 @@ import networkx as nx
 import torch
 from torch import Tensor, nn
 
-from autosplit.checkpoint.storage.single_file import kind_of
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.shared_parameters import Holder
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 
-from .rank_agreement import Ranks
+from .files import Reader, kind_of
+from .ranks import Ranks
 
 Names: TypeAlias = "Callable[[int, str], str]"
 """The name in the whole model of what stage ``index`` calls ``name``."""
@@ -40,6 +40,10 @@ class ModelTensor:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def source(self, there: Mapping[str, Any]) -> str | None:
+        """The name under which a checkpoint has it, among those that are there."""
+        return next((name for name in self.names if name in there), None)
 
 
 @dataclass(frozen=True)
@@ -101,30 +105,55 @@ class Naming:
         trainer = ranks.trainer
         own = ranks.do(lambda: _rows(trainer, names, ranks.number))
         table = [row for part in ranks.gather(own) for row in part]
-        rows = {row.holder: row for row in sorted(table, key=lambda row: row.order)}
+        rows = {row.holder: row for row in sorted(table, key=lambda row: row.holder[0])}
         graph: nx.Graph[Holder] = nx.Graph()
         graph.add_nodes_from(rows)
         for same in (*_same(rows.values()), *trainer.shared_parameters):
-            known = [tuple(holder) for holder in same if tuple(holder) in rows]
-            nx.add_path(graph, known)
+            nx.add_path(graph, [tuple(holder) for holder in same if tuple(holder) in rows])
         found: dict[Holder, ModelTensor] = {}
-        for holder in rows:
+        for holder, first in rows.items():
             if holder not in found:
                 group = nx.node_connected_component(graph, holder)
-                ordered = dict.fromkeys(row.name for at, row in rows.items() if at in group)
-                entry = ModelTensor(
-                    tuple(ordered), rows[holder].shape, rows[holder].dtype, holder[0]
-                )
+                called = dict.fromkeys(row.name for at, row in rows.items() if at in group)
+                entry = ModelTensor(tuple(called), first.shape, first.dtype, holder[0])
                 found |= dict.fromkeys(group, entry)
         entries = list(dict.fromkeys(found.values()))
         _check_unique(entries)
         return cls(entries, {at: e for at, e in found.items() if at[0] in trainer.modules})
 
-    def mismatches(self, shapes: Mapping[str, torch.Size]) -> list[Mismatch]:
-        """What is missing, misshapen or too much in a checkpoint with these shapes.
+    def fitting(self, reader: Reader, *, strict: bool) -> tuple[Mismatch, ...]:
+        """What is missing or too much in a checkpoint. A tied tensor may be there under any of its
+        names.
 
-        A tied tensor may be there under any of its names.
+        Args:
+            reader: of the checkpoint.
+            strict: whether tensors may be neither.
+
+        Raises:
+            CheckpointError: something is not what the model has: misshapen, integers where the
+                model has floating point numbers, or, with ``strict``, missing or too much. It
+                names them all.
         """
+        found = self._mismatches(reader.shapes)
+        wrong = [str(m) for m in found if strict or None not in (m.expected, m.came)]
+        advice = ""
+        if wrong and strict:
+            advice = "\nstrict=False leaves out what is missing or too much, not other shapes"
+        if not wrong:
+            wanted = ((entry.source(reader.kinds), entry.dtype) for entry in self.entries)
+            wrong = [
+                f"{name}: expected {dtype}, came {reader.kinds[name]}"
+                for name, dtype in wanted
+                if name is not None and kind_of(dtype) != reader.kinds[name]
+            ]
+        if wrong:
+            listed = "\n  ".join(wrong)
+            raise CheckpointError(
+                f"the checkpoint {reader.path} does not fit the model:\n  {listed}{advice}"
+            )
+        return tuple(found)
+
+    def _mismatches(self, shapes: Mapping[str, torch.Size]) -> list[Mismatch]:
         found = []
         for entry in self.entries:
             there = [name for name in entry.names if name in shapes]
@@ -137,56 +166,26 @@ class Naming:
         return found + [Mismatch(name, None, tuple(shapes[name])) for name in extra]
 
 
-def check_mismatches(mismatches: Sequence[Mismatch], path: object, *, strict: bool) -> None:
-    """Refuse a checkpoint that does not fit.
-
-    Args:
-        mismatches: what is wrong.
-        path: of the checkpoint.
-        strict: whether tensors may be missing or too much.
-
-    Raises:
-        CheckpointError: it names them all.
-    """
-    wrong = [m for m in mismatches if strict or None not in (m.expected, m.came)]
-    if wrong:
-        advice = (
-            ""
-            if not strict
-            else ("\nstrict=False leaves out what is missing or too much, not other shapes")
-        )
-        listed = "\n  ".join(str(mismatch) for mismatch in wrong)
-        raise CheckpointError(f"the checkpoint {path} does not fit the model:\n  {listed}{advice}")
-
-
-def check_kinds(
-    wanted: Iterable[tuple[str, torch.dtype]], kinds: Mapping[str, str], path: object
-) -> None:
-    """Refuse integers where the model has floating point numbers, and so on.
-
-    Args:
-        wanted: names in the checkpoint, and the dtypes that the model has.
-        kinds: what the checkpoint has, see ``files.kind_of``.
-        path: of the checkpoint.
-
-    Raises:
-        CheckpointError: it names them all.
-    """
-    wrong = [(n, dtype, kinds[n]) for n, dtype in wanted if kind_of(dtype) != kinds[n]]
-    if wrong:
-        listed = "\n  ".join(f"{n}: expected {dtype}, came {kind}" for n, dtype, kind in wrong)
-        raise CheckpointError(f"the checkpoint {path} does not fit the model:\n  {listed}")
-
-
-def source(entry: ModelTensor, shapes: Mapping[str, torch.Size]) -> str | None:
-    """The name under which a checkpoint has a tensor."""
-    return next((name for name in entry.names if name in shapes), None)
-
-
 def persistent(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers, themselves, under all their names."""
     state = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def tensors_of(trainer: StageTrainer, holders: Iterable[Holder]) -> dict[Holder, Tensor]:
+    """The tensors of this rank's ``holders``."""
+    found = {stage: persistent(module) for stage, module in trainer.modules.items()}
+    return {(stage, name): found[stage][name] for stage, name in holders}
+
+
+def trained(trainer: StageTrainer, naming: Naming) -> list[dict[int, ModelTensor]]:
+    """For each group of this rank's optimizer, what its parameters are in the whole model, by
+    ``id``.
+    """
+    tensors = tensors_of(trainer, naming.own)
+    entries = {id(tensors[at]): entry for at, entry in naming.own.items()}
+    groups = trainer.optimizer.param_groups if trainer.optimizer is not None else []
+    return [{id(p): entries[id(p)] for p in group["params"]} for group in groups]
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,6 @@ class _HeldTensor:
     """One tensor of one stage, as other ranks get to know it."""
 
     holder: Holder
-    order: tuple[int, int]
     name: str
     shape: torch.Size
     dtype: torch.dtype
@@ -203,21 +201,18 @@ class _HeldTensor:
 
 
 def _rows(trainer: StageTrainer, names: Names | None, rank: int) -> list[_HeldTensor]:
-    rows = []
-    for stage, module in trainer.modules.items():
-        for position, (name, tensor) in enumerate(persistent(module).items()):
-            rows.append(
-                _HeldTensor(
-                    holder=(stage, name),
-                    order=(stage, position),
-                    name=name if names is None else names(stage, name),
-                    shape=tensor.shape,
-                    dtype=tensor.dtype,
-                    identity=(rank, id(tensor)),
-                    buffer=not isinstance(tensor, nn.Parameter),
-                )
-            )
-    return rows
+    return [
+        _HeldTensor(
+            (stage, name),
+            name if names is None else names(stage, name),
+            tensor.shape,
+            tensor.dtype,
+            (rank, id(tensor)),
+            not isinstance(tensor, nn.Parameter),
+        )
+        for stage, module in trainer.modules.items()
+        for name, tensor in persistent(module).items()
+    ]
 
 
 def _same(rows: Iterable[_HeldTensor]) -> list[list[Holder]]:

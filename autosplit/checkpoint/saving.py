@@ -5,6 +5,7 @@ A save that goes on beside the steps of a trainer.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.checkpoint.state.held_tensors import groups_of, tensors_of
-from autosplit.checkpoint.storage.commit import Staging, new_number
-from autosplit.checkpoint.storage.manifest import digest
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.torch_internals.dtensor import is_dtensor
 
-from .naming import Names, Naming
-from .rank_agreement import Ranks
-from .state import optimizer_state, run_state
+from . import optimizer_state, run_state
+from .commit import Staging
+from .folder import digest
+from .naming import Names, Naming, tensors_of, trained
+from .ranks import Ranks
 
 
 class PendingSave:
@@ -149,7 +149,7 @@ def save_checkpoint(
 
 def _write(state: Mapping[str, Any], staging: Staging, ranks: Ranks) -> None:
     """Write what the ranks have, and make it the checkpoint; collective."""
-    from autosplit.checkpoint.storage.writer import write_tensors
+    from .writer import write_tensors
 
     try:
         with ranks.together() as everybody:
@@ -180,7 +180,7 @@ def _state(
     tensors = tensors_of(trainer, homes)
     state: dict[str, Any] = {
         "autosplit": run_state.pack_run(
-            ranks, groups_of(trainer, naming), scheduler=scheduler, step=step, extra=extra
+            ranks, trained(trainer, naming), scheduler=scheduler, step=step, extra=extra
         )
     }
     # Of a tensor that ranks share each writes its part; of what each has the first.
@@ -198,7 +198,7 @@ def _state(
 
 def _staging(ranks: Ranks, path: Path) -> Staging:
     """Where all ranks write; rank 0 has made it."""
-    said = ranks.gather((str(path), new_number(), not path.is_dir()))
+    said = ranks.gather((str(path), secrets.token_hex(8), not path.is_dir()))
     if len({each for each, _, _ in said}) > 1:
         raise CheckpointError(
             f"the ranks save to different folders: {', '.join(each for each, _, _ in said)}"

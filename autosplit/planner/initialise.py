@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autosplit.checkpoint.naming import Naming, check_kinds, check_mismatches, source
-from autosplit.checkpoint.storage.formats import open_checkpoint
+from autosplit.checkpoint.folder import open_checkpoint
+from autosplit.checkpoint.naming import Naming
 from autosplit.device import generators_kept
 from autosplit.errors import PlanError
 from autosplit.planner.meta_model import (
@@ -240,15 +240,12 @@ class CheckpointValues:
         self._reader = open_checkpoint(path)
         self._naming = Naming.of_model(model)
         self._initialiser = Initialiser(model, init, seed=seed)
-        self.mismatches = tuple(self._naming.mismatches(self._reader.shapes))
-        check_mismatches(self.mismatches, path, strict=strict)
-        wanted = ((source(e, self._reader.shapes), e.dtype) for e in self._naming.entries)
-        check_kinds(((n, d) for n, d in wanted if n is not None), self._reader.kinds, path)
+        self.mismatches = self._naming.fitting(self._reader, strict=strict)
 
     def replaces(self, name: str) -> bool:
         """Whether the checkpoint has what the model calls ``name``."""
         entry = self._naming.own.get((0, name))
-        return entry is not None and source(entry, self._reader.shapes) is not None
+        return entry is not None and entry.source(self._reader.shapes) is not None
 
     def __call__(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The values of the parameters and buffers ``names``, on the CPU.
@@ -258,7 +255,7 @@ class CheckpointValues:
             CheckpointError: what has them is damaged.
         """
         entries = {n: self._naming.own[0, n] for n in names if self.replaces(n)}
-        sources = {n: source(entry, self._reader.shapes) or "" for n, entry in entries.items()}
+        sources = {n: entry.source(self._reader.shapes) or "" for n, entry in entries.items()}
         self._reader.verify(dict.fromkeys(sources.values()))
         read = self._reader.read(dict.fromkeys(sources.values()))
         values = {name: read[there] for name, there in sources.items()}

@@ -190,14 +190,12 @@ def _cut(blanks: Sequence[Configuration], costs_of: CostsOf, limits: Limits) -> 
     """All with their stages, or with why they have none."""
     found = []
     known: dict[tuple[ModelCosts, ScheduleRequest, int], Configuration] = {}
-    shortest = math.inf
     for each in blanks:
         costs = costs_of(each.microbatch_size, each.memory)
         alike = costs, _request(each), each.stages  # memory settings may come to the same
         if alike not in known:
-            known[alike] = _filled(each, costs, limits, refine=False, rival=shortest)
+            known[alike] = _filled(each, costs, limits, refine=False)
         found.append(replace(known[alike], memory=each.memory))
-        shortest = min(shortest, found[-1].key[0])
     return found
 
 
@@ -213,7 +211,6 @@ def _filled(
     limits: Limits,
     *,
     refine: bool,
-    rival: float = math.inf,
 ) -> Configuration:
     """The configuration with its stages, or with why it has none."""
     try:
@@ -223,7 +220,6 @@ def _filled(
             _request(blank),
             limits=limits,
             refine=refine,
-            rival=rival,
         )
     except CapError as error:
         over, needs = map(math.ceil, (error.least - limits.cap, error.least))

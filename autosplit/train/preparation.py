@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from autosplit.checkpoint import read_progress
-from autosplit.checkpoint.storage.manifest import METADATA
+from autosplit.checkpoint.folder import METADATA
 from autosplit.errors import AutosplitError, CheckpointError, PipelineError
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.train.language_model import LanguageModel, TrainSettings, load_model

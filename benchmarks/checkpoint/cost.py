@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.checkpoint.storage.writer import unworried
+from autosplit.checkpoint.writer import unworried
 from autosplit.pipeline import PipelineTrainer
 
 WIDTH = 1024

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.checkpoint.storage.writer import unworried
+from autosplit.checkpoint.writer import unworried
 from autosplit.errors import CheckpointError
 from autosplit.pipeline import PipelineTrainer
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from autosplit import CheckpointError
-from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.checkpoint.storage import writer
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint, writer
 from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 
 

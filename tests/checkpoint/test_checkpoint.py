@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from autosplit import CheckpointError, PlanError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.checkpoint.storage.formats import open_checkpoint, read_checkpoint
-from autosplit.checkpoint.storage.writer import unworried
+from autosplit.checkpoint.folder import open_checkpoint, read_checkpoint
+from autosplit.checkpoint.writer import unworried
 from autosplit.planner.initialise import CheckpointValues, materialise_stage
 from autosplit.planner.meta_model import meta_model
 from tests.checkpoint import checkpoint_workers

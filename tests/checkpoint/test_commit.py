@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.checkpoint.storage.writer import unworried
+from autosplit.checkpoint.writer import unworried
 from autosplit.pipeline import PipelineTrainer
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
 

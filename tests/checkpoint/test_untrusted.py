@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, open_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.checkpoint.storage.metadata import parse_metadata
-from autosplit.checkpoint.storage.writer import unworried
+from autosplit.checkpoint.metadata import parse_metadata
+from autosplit.checkpoint.writer import unworried
 from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 
 

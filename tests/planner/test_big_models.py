@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import PlanError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.checkpoint.storage.formats import read_checkpoint
+from autosplit.checkpoint.folder import read_checkpoint
 from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Partition, WholeModel, cut
 from autosplit.planner.meta_model import meta_model

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from autosplit.errors import CheckpointError
 
-from .folder import SAVE, folders_in_use
-from .manifest import METADATA, NAME, digest, dumps
+from .folder import METADATA, SAVE, digest, manifest_text, parts_in_use
 
 
 class Staging:
@@ -27,7 +25,7 @@ class Staging:
 
     Args:
         path: of the checkpoint.
-        number: of the save, the same on all ranks, see ``new_number``.
+        number: of the save, the same on all ranks, which no other save has.
         fresh: whether there is no folder at ``path`` yet.
 
     Attributes:
@@ -36,7 +34,8 @@ class Staging:
 
     def __init__(self, path: Path, number: str, *, fresh: bool) -> None:
         self._path = path
-        self._root = _beside(path) if fresh else path
+        self._beside = path.absolute().parent / f".{path.name}.saving"
+        self._root = self._beside if fresh else path
         self.folder = self._root / f"{SAVE}{number}"
         self._committed = False
 
@@ -48,13 +47,11 @@ class Staging:
         """
         if self._path.exists() and not self._path.is_dir():
             raise CheckpointError(f"{self._path} is a file: give the path of a folder to save to")
-        shutil.rmtree(_beside(self._path), ignore_errors=True)
-        if (self._path / METADATA).exists():
-            # If that cannot be read, nobody knows what it needs; it is replaced all the same.
-            with contextlib.suppress(CheckpointError, OSError):
-                _clear(self._path, {*folders_in_use(self._path)})
-        elif self._path.is_dir():
-            _clear(self._path, set())
+        shutil.rmtree(self._beside, ignore_errors=True)
+        # If that cannot be read, nobody knows what it needs; it is replaced all the same.
+        with contextlib.suppress(CheckpointError, OSError):
+            there = (self._path / METADATA).exists()
+            _clear(self._path, parts_in_use(self._path) if there else set())
         self.folder.mkdir(parents=True)
 
     def commit(self, digests: Mapping[str, str]) -> None:
@@ -75,15 +72,15 @@ class Staging:
             )
         found = {f"{name}/{file}": value for file, value in digests.items()}
         found[METADATA] = digest(self.folder / METADATA)
-        with (self.folder / NAME).open("w") as file:
-            file.write(dumps(found))
+        with (self.folder / "manifest.json").open("w") as file:
+            file.write(manifest_text(found))
             file.flush()
             os.fsync(file.fileno())
         _sync(self.folder)
         (self.folder / METADATA).replace(self._root / METADATA)
         self._committed = self._root == self._path
         _sync(self._root)
-        if self._root != self._path:
+        if not self._committed:
             self._root.rename(self._path)
             self._committed = True
             _sync(self._path.absolute().parent)
@@ -93,16 +90,6 @@ class Staging:
         """Remove what was written, after a save that failed before it was the checkpoint."""
         if not self._committed:
             shutil.rmtree(self.folder if self._root == self._path else self._root, True)
-
-
-def new_number() -> str:
-    """The number of a save, which no other has."""
-    return secrets.token_hex(8)
-
-
-def _beside(path: Path) -> Path:
-    path = path.absolute()
-    return path.parent / f".{path.name}.saving"
 
 
 def _clear(path: Path, used: set[str]) -> None:

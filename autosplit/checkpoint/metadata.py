@@ -14,12 +14,13 @@ import pickletools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 import torch
 
 from autosplit.errors import CheckpointError
+
+from .files import leads_out
 
 T = TypeVar("T")
 
@@ -149,18 +150,18 @@ def _check_opcodes(content: bytes) -> None:
 
 
 def _contents(found: Any) -> Contents:
-    fields = _fields(found, "Metadata")
-    paths = fields.get("planner_data") or {}
-    wrapped = any(tuple(p)[:1] == ("model",) and len(p) > 1 for p in _dict(paths).values())
+    fields = _state(found, "Metadata")
+    paths = _a(fields.get("planner_data") or {}, dict)
+    wrapped = any(tuple(p)[:1] == ("model",) and len(p) > 1 for p in paths.values())
     places: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
-    for index, info in _dict(fields["storage_data"]).items():
-        key = _fields(index, "MetadataIndex")
+    for index, info in _a(fields["storage_data"], dict).items():
+        key = _state(index, "MetadataIndex")
         offset = key.get("offset")
         at = (_a(key["fqn"], str), None if offset is None else _numbers(offset))
-        places[at] = _fields(info, "_StorageInfo")
+        places[at] = _state(info, "_StorageInfo")
     entries = {
         _a(name, str): _stored(name, entry, places)
-        for name, entry in _dict(fields["state_dict_metadata"]).items()
+        for name, entry in _a(fields["state_dict_metadata"], dict).items()
     }
     _check_apart(entries)
     return Contents(entries, wrapped)
@@ -169,13 +170,12 @@ def _contents(found: Any) -> Contents:
 def _stored(name: str, entry: Any, places: Mapping[Any, dict[str, Any]]) -> Stored:
     if type(entry).__name__ == "BytesStorageMetadata":
         return Stored(None, None, (_chunk((), (), places[name, None]),))
-    fields = _fields(entry, "TensorStorageMetadata")
-    properties = _a(_record(fields["properties"], "TensorProperties").state, tuple)
-    dtype = _a(properties[0], torch.dtype)
+    fields = _state(entry, "TensorStorageMetadata")
+    dtype = _a(_state(fields["properties"], "TensorProperties", tuple)[0], torch.dtype)
     shape = torch.Size(_numbers(fields["size"]))
     chunks = []
     for each in _a(fields["chunks"], list):
-        part = _fields(each, "ChunkStorageMetadata")
+        part = _state(each, "ChunkStorageMetadata")
         offsets, sizes = _numbers(part["offsets"]), _numbers(part["sizes"])
         chunks.append(_chunk(offsets, sizes, places[name, offsets]))
     _check_cover(name, shape, chunks)
@@ -186,8 +186,7 @@ def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], info: dict[str, Any
     if info.get("transform_descriptors"):
         raise CheckpointError("it was written through extensions, which are not read here")
     file = _a(info["relative_path"], str)
-    path = PurePosixPath(file.replace("\\", "/"))
-    if path.is_absolute() or ".." in path.parts or ":" in file:
+    if leads_out(file):
         raise CheckpointError(f"it leads out of the folder, to {file}")
     start, length = _numbers((info["offset"], info["length"]))
     return Chunk(offsets, sizes, file, start, length)
@@ -214,18 +213,11 @@ def _check_apart(entries: Mapping[str, Stored]) -> None:
             raise CheckpointError(f"it is damaged: {name} and {second} are in one place of {file}")
 
 
-def _record(found: Any, kind: str) -> _Record:
+def _state(found: Any, kind: str, form: type[Any] = dict) -> Any:
+    """What a record of this kind holds."""
     if type(found).__name__ != kind:
         raise CheckpointError(f"it is damaged: expected a {kind}, came a {type(found).__name__}")
-    return _a(found, _Record)
-
-
-def _fields(found: Any, kind: str) -> dict[str, Any]:
-    return _a(_record(found, kind).state, dict)
-
-
-def _dict(found: Any) -> dict[Any, Any]:
-    return _a(found, dict)
+    return _a(found.state, form)
 
 
 def _a(found: Any, kind: type[T]) -> T:

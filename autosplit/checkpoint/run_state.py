@@ -1,0 +1,273 @@
+"""What a run has besides model and optimizer: its step, scheduler and random generators.
+
+Of a learning-rate scheduler each rank has one over its own parameters. Most of its state is the
+same on all ranks; some lists have an element for each group of parameters, and ranks may have other
+groups. For another cut of the model these are put together by parameter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autosplit.device import generator_state, set_generator_state
+from autosplit.errors import CheckpointError
+from autosplit.pipeline.training.optimizer_step import same_value
+
+from .files import load_plain, packed
+from .naming import ModelTensor
+from .ranks import Ranks
+
+Generators = Literal["continued", "seeded", "untouched"]
+Groups = Sequence[Mapping[int, ModelTensor]]
+"""For each group of a rank's optimizer, its parameters."""
+_ALL, _RANK = "all", "rank_"
+# Of the schedulers in torch.optim.lr_scheduler: lists with an element for each group, and one with
+# schedulers' states.
+_PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs"}
+_PER_GROUP |= {"base_momentums", "max_momentums"}
+_INNER = "_schedulers"
+
+
+def pack_run(
+    ranks: Ranks, groups: Groups, *, scheduler: Any, step: int | None, extra: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """What this rank writes, each as bytes.
+
+    Raises:
+        CheckpointError: something of it is neither tensors nor plain values.
+    """
+    own: dict[str, Any] = {"generators": _generators(ranks.trainer.device)}
+    if scheduler is not None:
+        own |= {"scheduler": scheduler.state_dict(), "groups": _names(groups)}
+    found = {f"{_RANK}{ranks.number}": _bytes(own, "the scheduler's state")}
+    if ranks.number == 0:
+        run = {"step": step, "extra": dict(extra), "layout": _layout(ranks)}
+        found[_ALL] = _bytes(run, "extra")
+    return found
+
+
+def check_alike(ranks: Ranks, *, scheduler: Any, step: int | None) -> None:
+    """Refuse what ranks were told differently; collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    moves = ranks.trainer.optimizer is not None
+    said = ranks.gather((step, scheduler is not None if moves else None))
+    if len({each for each, _ in said}) > 1:
+        raise CheckpointError(f"the ranks are at different steps: {[each for each, _ in said]}")
+    if len({given for _, given in said if given is not None}) > 1:
+        lacking = [str(rank) for rank, (_, given) in enumerate(said) if given is False]
+        raise CheckpointError(
+            f"rank {', '.join(lacking)} gave no scheduler and others did: give one on every rank "
+            "that has an optimizer"
+        )
+
+
+@dataclass
+class RunState:
+    """What a checkpoint has of a run, for this rank.
+
+    Attributes:
+        step: as it was given.
+        extra: likewise.
+        generators: what ``restore`` does with them.
+    """
+
+    step: int | None
+    extra: dict[str, Any]
+    generators: Generators
+    _restore: list[Callable[[], object]]
+
+    def restore(self) -> None:
+        """Set the scheduler and the generators."""
+        for each in self._restore:
+            each()
+
+
+def unpack_run(
+    found: Mapping[str, Any], ranks: Ranks, groups: Groups, *, scheduler: Any, generators: bool
+) -> RunState:
+    """What there is for this rank; nothing is set yet.
+
+    Args:
+        found: what ``pack_run`` gave on all ranks; empty for a checkpoint of others.
+        ranks: those that take it up.
+        groups: of this rank's optimizer.
+        scheduler: that is to take up a state; None: there is none.
+        generators: whether to set random generators.
+
+    Raises:
+        CheckpointError: it is damaged, or does not fit.
+    """
+    step, extra = progress(found)
+    rows = [_value(found, f"{_RANK}{rank}") for rank in range(len(found) - 1)]
+    same = bool(rows) and _value(found, _ALL)["layout"] == _layout(ranks)
+    same = same and len(rows) == ranks.count
+    restore: list[Callable[[], object]] = []
+    if scheduler is not None:
+        state = _scheduler(rows, groups, rows[ranks.number] if same else {})
+        restore.append(lambda: scheduler.load_state_dict(state))
+    if not generators or not rows:
+        return RunState(step, extra, "untouched", restore)
+    device, number = ranks.trainer.device, ranks.number
+    states = [row["generators"] for row in rows]
+    if same and device.type in states[number]:
+        _check_generators(states[number], device)
+        restore.append(lambda: _restore_generators(states[number], device))
+        return RunState(step, extra, "continued", restore)
+    restore.append(lambda: _reseed(states, number))
+    return RunState(step, extra, "seeded", restore)
+
+
+def progress(found: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
+    """The step and ``extra`` of a run, as ``save_checkpoint`` was given them.
+
+    Args:
+        found: what ``pack_run`` gave on all ranks; empty for a checkpoint of others.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if _ALL not in found:
+        return None, {}
+    run = _value(found, _ALL)
+    return run["step"], run["extra"]
+
+
+def _generators(device: torch.device) -> dict[str, Tensor]:
+    """Where the CPU's generator stands, and that of ``device`` if it is an accelerator."""
+    found = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        found[device.type] = generator_state(device)
+    return found
+
+
+def _check_generators(found: Mapping[str, Tensor], device: torch.device) -> None:
+    """Refuse states that generators cannot take."""
+    now = _generators(device)
+    for kind in now.keys() & found.keys():
+        expected, came = now[kind], found[kind]
+        if came.dtype != torch.uint8 or came.shape != expected.shape:
+            raise CheckpointError(
+                f"the state of the {kind} generator has {list(came.shape)} {came.dtype}, expected "
+                f"{list(expected.shape)} torch.uint8: generators=False leaves them as they are"
+            )
+    if "cpu" in found:
+        torch.Generator().set_state(found["cpu"])  # raises for what is none
+
+
+def _restore_generators(found: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(found["cpu"])
+    if device.type != "cpu":
+        set_generator_state(device, found[device.type])
+
+
+def _reseed(found: Sequence[Mapping[str, Tensor]], rank: int) -> None:
+    """Seed all generators by where those of other ranks stood, and by the rank.
+
+    Whatever was drawn before has no influence, and no rank draws what another does.
+    """
+    summary = hashlib.sha256(str(rank).encode())
+    for each in found:
+        summary.update(bytes(each["cpu"].tolist()))
+    torch.manual_seed(int.from_bytes(summary.digest()[:8], "little"))
+
+
+def _scheduler(rows: Sequence[Any], groups: Groups, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The state for a scheduler: this rank's own, or for other groups put together.
+
+    Args:
+        rows: of all ranks; some had none.
+        groups: of the optimizer now.
+        own: this rank's row, where its stages are those of then.
+
+    Raises:
+        CheckpointError: there was none, parameters of one group had different values, or what is
+            not by group differs between ranks.
+    """
+    saved = [row for row in rows if "scheduler" in row]
+    if not saved:
+        raise CheckpointError("the checkpoint has no scheduler's state: leave out scheduler=")
+    if own.get("groups") == _names(groups):
+        state: dict[str, Any] = own["scheduler"]
+        return state
+    where = {
+        name: (rank, index)
+        for rank, row in enumerate(saved)
+        for index, group in enumerate(row["groups"])
+        for name in group
+    }
+    known = [[(entry, entry.source(where)) for entry in group.values()] for group in groups]
+    if absent := [entry.name for group in known for entry, name in group if name is None]:
+        raise CheckpointError(f"no scheduler of the checkpoint had {', '.join(absent)}")
+    places = [[(name, where[name]) for _, name in group if name is not None] for group in known]
+    return _merged([row["scheduler"] for row in saved], places)
+
+
+_Place = tuple[str, tuple[int, int]]
+
+
+def _merged(states: Sequence[Mapping[str, Any]], places: list[list[_Place]]) -> dict[str, Any]:
+    if any(state.keys() != states[0].keys() for state in states):
+        raise CheckpointError("the ranks of the checkpoint had different schedulers")
+    found: dict[str, Any] = {}
+    for key, value in states[0].items():
+        if key in _PER_GROUP and isinstance(value, list):
+            found[key] = [_of_group(key, states, group) for group in places]
+        elif key == _INNER and isinstance(value, list):
+            inner = zip(*(state[key] for state in states), strict=True)
+            found[key] = [_merged(each, places) for each in inner]
+        elif all(same_value(state[key], value) for state in states):
+            found[key] = value
+        else:
+            raise CheckpointError(
+                f"the scheduler's {key} differs between the ranks of the checkpoint, and nobody "
+                "knows what it would be for another number of stages: load it into as many, or "
+                "leave out scheduler="
+            )
+    return found
+
+
+def _of_group(key: str, states: Sequence[Mapping[str, Any]], group: list[_Place]) -> Any:
+    values = [(name, states[rank][key][index]) for name, (rank, index) in group]
+    first, value = values[0]
+    for name, other in values:
+        if not same_value(value, other):
+            raise CheckpointError(
+                f"the scheduler has {first} and {name} in one group, but in the checkpoint they "
+                f"differ in {key}: group them as then"
+            )
+    return value
+
+
+def _names(groups: Groups) -> list[list[str]]:
+    return [[entry.name for entry in group.values()] for group in groups]
+
+
+def _layout(ranks: Ranks) -> list[Any]:
+    """Which rank has which stages; with another one, other ranks draw other random numbers."""
+    schedule = ranks.trainer.schedule
+    mirror = None if schedule.mirror is None else [*schedule.mirror]
+    replicas = [[*pipeline] for pipeline in ranks.pipelines] if len(ranks.pipelines) > 1 else []
+    return [len(schedule.ranks), [*schedule.placement], mirror, *replicas]
+
+
+def _value(found: Mapping[str, Any], name: str) -> Any:
+    content = found.get(name)
+    if not isinstance(content, Tensor):
+        raise CheckpointError(f"the checkpoint lacks autosplit.{name}, the state of a run")
+    value = load_plain(bytes(content.tolist()), f"autosplit.{name}")
+    if not isinstance(value, dict):
+        raise CheckpointError(f"autosplit.{name} is a {type(value).__name__}, no dictionary")
+    return value
+
+
+def _bytes(value: Any, what: str) -> Tensor:
+    return torch.frombuffer(bytearray(packed(value, what)), dtype=torch.uint8)

@@ -1,1 +1,0 @@
-"""What a checkpoint has besides the model: optimizer, scheduler, generators, step."""

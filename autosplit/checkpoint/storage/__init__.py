@@ -1,1 +1,0 @@
-"""Checkpoints as files: written in one step, verified, read without running anything."""
