@@ -215,7 +215,7 @@ class KnownCosts:
         own = best.schedule not in SCHEDULES
         wanted = CutRequest(
             best.stages,
-            [cut + 1 for cut in solution.cuts] if own else None,
+            solution.firsts if own else None,
             ScheduleRequest(
                 solution.schedule if own else best.schedule,
                 best.microbatches,

@@ -164,6 +164,7 @@ def _cut(
     """
     # Training stages that are there needs no planner, which takes long to import.
     from autosplit.planner.cutting import Planning, cut_model
+    from autosplit.planner.stages import cut
 
     if count is None or example is None:
         raise PipelineError(
@@ -175,7 +176,7 @@ def _cut(
     request = options.schedule
     built = options.schedule_for(count, len(options.layout(count).pipeline))
     factory = options.factory(cut=True)
-    found = cut_model(
+    whole, found = cut_model(
         model,
         example,
         None,
@@ -186,9 +187,9 @@ def _cut(
         autocast=options.stages.autocast,
         loss_fn=loss_fn,
     )
-    partition = found.partition()
+    partition = cut(whole, found.firsts)
     stages = StageSource(count, partition.build, partition.wiring, partition.shared, cut=True)
-    schedule = found.solution.schedule if built.mirror is None else built
+    schedule = found.schedule if built.mirror is None else built
     return stages, schedule
 
 

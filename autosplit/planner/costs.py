@@ -6,8 +6,9 @@ And the limits of a plan: the memory of a rank and the links between ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from statistics import fmean
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -92,16 +93,16 @@ def total(blocks: Sequence[BlockCost]) -> BlockCost:
 
 def average(found: Sequence[ModelCosts]) -> ModelCosts:
     """The mean of what several ranks found of the same model."""
-    rows = zip(*(costs.blocks for costs in found), strict=True)
-    blocks = (map(math.fsum, zip(*map(astuple, row), strict=True)) for row in rows)
-    crossing = map(math.fsum, zip(*(costs.crossing for costs in found), strict=True))
-    returning = map(math.fsum, zip(*(costs.gradients for costs in found), strict=True))
-    count = len(found)
+
+    def means(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(map(fmean, zip(*rows, strict=True)))
+
+    ranks = zip(*(costs.blocks for costs in found), strict=True)
     return ModelCosts(
-        tuple(BlockCost(*(value / count for value in sums)) for sums in blocks),
-        tuple(size / count for size in crossing),
-        math.fsum(costs.call for costs in found) / count,
-        tuple(size / count for size in returning),
+        tuple(BlockCost(*means(map(astuple, row))) for row in ranks),
+        means(costs.crossing for costs in found),
+        fmean(costs.call for costs in found),
+        means(costs.gradients for costs in found),
         max(costs.noise for costs in found),
     )
 

@@ -81,6 +81,11 @@ class Solution:
     effects: tuple[MeasureEffect, ...] = ()
 
     @property
+    def firsts(self) -> list[int]:
+        """The first block of every stage but the first."""
+        return [cut + 1 for cut in self.cuts]
+
+    @property
     def uneven(self) -> float:
         """Seconds of the slowest stage over those of the mean stage."""
         seconds = list(map(sum, self.costs.times))
@@ -151,13 +156,13 @@ def solve(
 
 
 def weigh(
-    costs: ModelCosts, cuts: Sequence[int], request: ScheduleRequest, limits: Limits
+    costs: ModelCosts, firsts: Sequence[int], request: ScheduleRequest, limits: Limits
 ) -> Solution:
-    """What a step of given cuts is predicted to take, whether they fit under the cap or not.
+    """What a step of given stages is predicted to take, whether they fit under the cap or not.
 
     Args:
         costs: of the model's blocks.
-        cuts: k cuts behind block k; increasing.
+        firsts: the first block of every stage but the first; increasing.
         request: the schedule.
         limits: memory and links.
 
@@ -165,7 +170,8 @@ def weigh(
         PlanError: more stages than blocks.
         ScheduleError: see ``solve``.
     """
-    return _Search(costs, len(cuts) + 1, request, limits).evaluate(tuple(cuts))
+    search = _Search(costs, len(firsts) + 1, request, limits)
+    return search.evaluate(tuple(first - 1 for first in firsts))
 
 
 class _Search:

@@ -30,7 +30,7 @@ from autosplit.planner.costs import BlockCost, Limits, ModelCosts, average
 from autosplit.planner.cuts import CapError, Solution, solve, weigh
 from autosplit.planner.estimate import estimate
 from autosplit.planner.profile import BlockOptions, profile
-from autosplit.planner.stages import Partition, cut
+from autosplit.planner.stages import cut
 from autosplit.planner.trial import Times, TrialRun, can_run_trial, run_trial, try_limit
 from autosplit.runtime.split_options import SplitOptions
 
@@ -145,8 +145,7 @@ class CutRequest:
         try:
             if self.firsts is None:
                 return solve(costs, self.stages, self.schedule, limits=self.limits)
-            cuts = [first - 1 for first in self.firsts]
-            return _fitting(weigh(costs, cuts, self.schedule, self.limits), self.limits)
+            return _fitting(weigh(costs, self.firsts, self.schedule, self.limits), self.limits)
         except CapError:
             if not self.limits.measures:
                 raise
@@ -165,27 +164,6 @@ def _fitting(found: Solution, limits: Limits) -> Solution:
     return found
 
 
-@dataclass(frozen=True)
-class CutModel:
-    """A model and the best cuts of it that were found.
-
-    Attributes:
-        whole: the model.
-        request: what it was to be cut into.
-        solution: the cuts, with the schedule that they are for.
-        split: how its stages are split.
-    """
-
-    whole: WholeModel
-    request: CutRequest
-    solution: Solution
-    split: SplitOptions = field(default_factory=SplitOptions)
-
-    def partition(self) -> Partition:
-        """The stages, none of them built yet."""
-        return cut(self.whole, [each + 1 for each in self.solution.cuts])
-
-
 def cut_model(
     model: nn.Module,
     args: Any,
@@ -197,7 +175,7 @@ def cut_model(
     split: SplitOptions,
     autocast: torch.dtype | None,
     loss_fn: LossFunction | None,
-) -> CutModel:
+) -> tuple[WholeModel, Solution]:
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
     Args:
@@ -211,13 +189,24 @@ def cut_model(
         autocast: the dtype of autocast, or None.
         loss_fn: counts in the last stage where there are targets.
 
+    Returns:
+        the model, and the best cuts of it that were found with the schedule that they are for.
+
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
         PlanError: it cannot be cut so; says why.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
-    whole, firsts = _captured(model, args, kwargs, stages, planning.cut_at)
-    limits = planning.limits
+    stages, limits = stage_count(stages, planning.cut_at), planning.limits
+    whole = WholeModel.capture(model, args, kwargs)
+    firsts = None
+    if planning.cut_at is not None:
+        whole, firsts = _cut_by_hand(whole, planning.cut_at)
+    if not 1 <= stages <= len(whole.blocks):
+        raise PlanError(
+            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
+            f"stages={stages}"
+        )
     request = CutRequest(stages, firsts, schedule, limits)
     options = BlockOptions(
         split,
@@ -246,7 +235,7 @@ def cut_model(
         # Graphs alone tell less than a trainer knows, and of a limit too low not what would do.
         tried = kept_as_tried(whole, found, options, limits, run=planning.rehearses)
         found = tried or request.best(costs)
-    return CutModel(whole, request, found, split)
+    return whole, found
 
 
 def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:
@@ -267,26 +256,13 @@ def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:
     return len(cut_at) + 1
 
 
-def _captured(
-    model: nn.Module,
-    args: Any,
-    kwargs: Mapping[str, Any] | None,
-    stages: int,
-    cut_at: Sequence[str] | None,
-) -> tuple[WholeModel, list[int] | None]:
-    """The model in blocks, and those that ``cut_at`` names; refuses what is no cut of it."""
-    count = stage_count(stages, cut_at)
-    whole = WholeModel.capture(model, args, kwargs)
-    firsts = None
-    if cut_at is not None:
-        whole = whole.divided(cut_at)
-        firsts = [whole.start(name) for name in cut_at]
-        cut(whole, firsts)  # refuses what is no cut, before anything is measured
-    if not 1 <= count <= len(whole.blocks):
-        raise PlanError(
-            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
-            f"stages={count}"
-        )
+def _cut_by_hand(whole: WholeModel, cut_at: Sequence[str]) -> tuple[WholeModel, list[int]]:
+    """The model in blocks of which some begin at these modules, and those blocks; refuses what is
+    no cut, before anything is measured.
+    """
+    whole = whole.divided(cut_at)
+    firsts = [whole.start(name) for name in cut_at]
+    cut(whole, firsts)
     return whole, firsts
 
 
@@ -336,7 +312,7 @@ def refine_by_trial_runs(
             break
         tried.append(key)
         seen = run_trial(found)
-        costs = corrected(costs, [cut + 1 for cut in found.cuts], seen.times)
+        costs = corrected(costs, found.firsts, seen.times)
         known.append((_as_seen(found, seen), seen.noise))
     best = _best(known)
     return best if len(tried) == 1 else _as_seen(best, run_trial(best)), costs
@@ -417,7 +393,7 @@ def refined_by_trial_runs(
     def run(found: Solution) -> TrialRun:
         return run_trial(
             whole,
-            [cut + 1 for cut in found.cuts],
+            found.firsts,
             found.schedule,
             options,
             planned=found.costs.times,
@@ -444,9 +420,8 @@ def kept_as_tried(
     """
     if not can_run_trial(whole, found.schedule):
         return None
-    firsts = [cut + 1 for cut in found.cuts]
     try:
-        peaks = try_limit(whole, firsts, found.schedule, options, limits, run=run)
+        peaks = try_limit(whole, found.firsts, found.schedule, options, limits, run=run)
     except MemoryLimitError as error:
         raise CapError(str(error), error.least) from error
     return replace(found, peaks=peaks)

@@ -35,7 +35,7 @@ from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits, ModelCosts
 from autosplit.planner.cuts import Solution
-from autosplit.planner.cutting import CutModel, Planning, cut_model, stage_count, with_host
+from autosplit.planner.cutting import Planning, cut_model, stage_count, with_host
 from autosplit.planner.initialise import Init
 from autosplit.planner.stages import Partition, cut
 from autosplit.planner.trial import without_memory
@@ -210,53 +210,6 @@ def _listed(inputs: Sequence[Input]) -> str:
 
 
 _FORMAT = "autosplit plan 1"
-
-
-def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write all fields of a plan but the model that it may be bound to.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    data = {"format": _FORMAT, **{name: getattr(plan, name) for name in _names(type(plan))}}
-    data["made_for"] = asdict(plan.made_for)
-    write_text(path, json.dumps(data, indent=1) + "\n")
-
-
-def read_plan(kind: type[Plan], path: str | Path) -> Plan:
-    """Read what ``write_plan`` wrote.
-
-    Raises:
-        PlanError: there is no such file, it cannot be read, or it is no plan.
-    """
-    text = read_text(path, "a plan", PlanError)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"cannot read a plan from {str(path)!r}: {error}") from error
-    if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
-        raise PlanError(f'{str(path)!r} is no plan: expected JSON with "format": {_FORMAT!r}')
-    names = _names(kind)
-    odd = sorted(set(data) ^ set(names))
-    if odd:
-        what = "lacks" if odd[0] in names else "has the unknown"
-        raise PlanError(f"{str(path)!r} is no whole plan: it {what} {odd[0]!r}")
-    try:
-        data["made_for"] = _made_for(data["made_for"])
-        return kind(**{name: _frozen(value) for name, value in data.items()})
-    except PlanError as error:
-        raise PlanError(f"{str(path)!r} is no whole plan: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"{str(path)!r} is no whole plan: {error!r}") from error
-
-
-def _names(kind: type[Plan]) -> list[str]:
-    return [field.name for field in fields(kind) if field.name != "partition"]
-
-
-def _made_for(data: Any) -> PlanSignature:
-    inputs = [Input(each["name"], tuple(each["shape"]), each["dtype"]) for each in data["inputs"]]
-    return PlanSignature(data["model"], tuple(data["blocks"]), tuple(inputs))
 
 
 def _frozen(value: Any) -> Any:
@@ -462,19 +415,48 @@ class Plan:
         Raises:
             OutputError: the file cannot be written.
         """
-        write_plan(self, path)
+        names = _fields_in_files()
+        data = {"format": _FORMAT, **{name: getattr(self, name) for name in names}}
+        data["made_for"] = asdict(self.made_for)
+        write_text(path, json.dumps(data, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read what ``save`` wrote.
 
         Raises:
-            PlanError: the file cannot be read_plan, or is no plan.
+            PlanError: there is no such file, it cannot be read, or it is no plan.
             ScheduleError: its schedule cannot run.
         """
-        plan = read_plan(cls, path)
+        text = read_text(path, "a plan", PlanError)
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"cannot read a plan from {str(path)!r}: {error}") from error
+        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
+            raise PlanError(f'{str(path)!r} is no plan: expected JSON with "format": {_FORMAT!r}')
+        try:
+            plan = _parsed(data)
+        except PlanError as error:
+            raise PlanError(f"{str(path)!r} is no whole plan: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PlanError(f"{str(path)!r} is no whole plan: {error!r}") from error
         plan.built_schedule()
         return plan
+
+
+def _fields_in_files() -> list[str]:
+    return [field.name for field in fields(Plan) if field.name != "partition"]
+
+
+def _parsed(data: dict[str, Any]) -> Plan:
+    names = _fields_in_files()
+    if odd := sorted(data.keys() ^ set(names)):
+        raise PlanError(f"it {'lacks' if odd[0] in names else 'has the unknown'} {odd[0]!r}")
+    made = data["made_for"]
+    inputs = [Input(each["name"], tuple(each["shape"]), each["dtype"]) for each in made["inputs"]]
+    data["made_for"] = PlanSignature(made["model"], tuple(made["blocks"]), tuple(inputs))
+    return Plan(**{name: _frozen(value) for name, value in data.items()})
 
 
 def made_for(whole: WholeModel) -> PlanSignature:
@@ -617,24 +599,30 @@ def partition(
             limits or Limits(), memory_limit, split_backward=split_backward, alone=ranks == 1
         )
     planning = Planning(costs, seconds, rehearse, targets, limits or Limits(), cut_at)
-    found = cut_model(
+    request = ScheduleRequest(
+        schedule,
+        2 * count if microbatches is None else microbatches,
+        ranks,
+        split_backward,
+        weights,
+    )
+    split = SplitOptions(backend, memory)
+    whole, found = cut_model(
         model,
         args,
         kwargs,
         count,
-        ScheduleRequest(
-            schedule,
-            2 * count if microbatches is None else microbatches,
-            ranks,
-            split_backward,
-            weights,
-        ),
+        request,
         planning,
-        split=SplitOptions(backend, memory),
+        split=split,
         autocast=autocast,
         loss_fn=loss_fn,
     )
-    return _plan(found)
+    made, name = made_for(whole), AUTO if found.schedule.name == AUTO else request.name
+    shapes = (each.shape for each in made.inputs if each.shape)
+    size = next(shapes, (1,))[0]
+    plan = make_plan(found, made, planning.limits, name=name, size=size, split=split)
+    return plan.bound_to(whole)
 
 
 def _limited(
@@ -653,24 +641,3 @@ def _limited(
     links = with_host(limits.links, alone=alone)
     cap = float(parse_size(memory_limit, "memory_limit", PlanError))
     return replace(limits, cap=cap, links=links, measures=True)
-
-
-def _plan(found: CutModel) -> Plan:
-    """What was found, as a plan bound to the model."""
-    whole, request, solution = found.whole, found.request, found.solution
-    plan = make_plan(
-        solution,
-        made_for(whole),
-        request.limits,
-        name=AUTO if solution.schedule.name == AUTO else request.schedule.name,
-        size=_samples(whole),
-        split=found.split,
-    )
-    return plan.bound_to(whole)
-
-
-def _samples(whole: WholeModel) -> int:
-    """Of the first tensor among the inputs, along dimension 0."""
-    leaves = tree_flatten((whole.args, whole.kwargs))[0]
-    counts = [len(each) for each in leaves if isinstance(each, Tensor) and each.dim()]
-    return counts[0] if counts else 1

@@ -71,7 +71,7 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     if plans["automatic"].firsts == by_hand:
         del plans["by hand"]
     guess = estimate(whole, options, device=_gather(measure_device())[0])
-    guessed = [index + 1 for index in solve(guess, STAGES, REQUEST).cuts]
+    guessed = solve(guess, STAGES, REQUEST).firsts
     rows = {}
     with ExitStack() as stack:
         trained = {
@@ -143,18 +143,16 @@ class _Planner:
 
     def _settled(self, find: Callable[[ModelCosts], Solution]) -> _Planned:
         found, costs = refine_by_trial_runs(self.costs, find, self._rehearse)
-        firsts = [cut + 1 for cut in found.cuts]
+        firsts = found.firsts
         return _Planned(firsts, self._weighed(self.costs, firsts), found, costs)
 
     def _weighed(self, costs: ModelCosts, firsts: list[int]) -> Solution:
-        # A solver's cuts lie behind a block, a partition's before one.
-        cuts = [first - 1 for first in firsts]
-        return weigh(costs, cuts, REQUEST, Limits(links=self.links))
+        return weigh(costs, firsts, REQUEST, Limits(links=self.links))
 
     def _rehearse(self, found: Solution) -> TrialRun:
         return run_trial(
             self.whole,
-            [cut + 1 for cut in found.cuts],
+            found.firsts,
             found.schedule,
             self.options,
             planned=found.costs.times,

@@ -34,7 +34,7 @@ class Training:
         self._whole = whole
         self._plan = plan
         self._size = microbatches * subject.microbatch_size
-        self._firsts = [each + 1 for each in plan.cuts]
+        self._firsts = plan.firsts
         self._steps = 0
         self._trainer = PipelineTrainer(
             cut(whole, self._firsts),
