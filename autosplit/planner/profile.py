@@ -27,6 +27,7 @@ from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.engine.stages import footprint
 from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
 from autosplit.planner.costs import BlockCost, ModelCosts
+from autosplit.planner.meta_model import assign, named_tensors
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
@@ -174,12 +175,10 @@ def own_state(
     memory of those it had, so that gradients reach nobody else.
     """
     made: dict[int, Tensor] = {}
-    for owner in module.modules():
-        for space in (owner.named_parameters, owner.named_buffers):
-            for name, tensor in [*space(recurse=False, remove_duplicate=False)]:
-                if id(tensor) not in made:
-                    made[id(tensor)] = _own(tensor, device, blank, gradients)
-                setattr(owner, name, made[id(tensor)])
+    for name, tensor in named_tensors(module).items():
+        if id(tensor) not in made:
+            made[id(tensor)] = _own(tensor, device, blank, gradients)
+        assign(module, name, made[id(tensor)])
 
 
 def _own(tensor: Tensor, device: torch.device, blank: bool, gradients: bool) -> Tensor:

@@ -90,46 +90,45 @@ def make_stage_graph(
         inputs: what the program is given; None for an argument that it does not read.
         outputs: what it returns; None for the result of the model.
     """
-    forward = line.forward
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    root: dict[str, Any] = {}
+    forward, graph = line.forward, fx.Graph()
     results = line.results if outputs is None else list(outputs)
     read = {n for node in nodes for n in node.all_input_nodes} | set(results)
     state = [node for node in line.ordered(read) if node in forward.state]
     names = tuple(dict.fromkeys(forward.state[node] for node in state))
     held = {name: graph.placeholder(_identifier(name)) for name in names}
-    new.update((node, held[forward.state[node]]) for node in state)
+    new = {node: held[forward.state[node]] for node in state}
     for index, node in enumerate(inputs):
-        placeholder = graph.placeholder(f"input_{index}")
-        order = line.layout(node) if node in line.position else None
-        if order is not None:
-            back = sorted(range(len(order)), key=order.__getitem__)
-            placeholder = graph.call_method("permute", (placeholder, back))
+        placeholder = _input(graph, f"input_{index}", line, node)
         if node is not None:
             new[node] = placeholder
-    for node in line.ordered(read - set(new) - set(nodes)):
-        attribute = f"constant_{len(root)}"
-        root[attribute] = forward.constants.get(node, line.value(node))
-        new[node] = graph.get_attr(attribute)
+    constants = line.ordered(read - set(new) - set(nodes))
+    values = [forward.constants.get(node, line.value(node)) for node in constants]
+    root: dict[str, Any] = {f"constant_{at}": value for at, value in enumerate(values)}
+    new.update(zip(constants, map(graph.get_attr, root), strict=True))
     switches = Switches(graph)
     for node in nodes:
         switches.to(line.settings[node])
         new[node] = _copy(graph, node, new)
-        kept = ("stack_trace", "nn_module_stack")
-        new[node].meta = {key: node.meta[key] for key in kept if key in node.meta}
     switches.to(type(line.settings[nodes[0]])())
     if outputs is None:
         graph.output(tuple(new[node] for node in results))
     else:
-        graph.output(tuple(_sent(graph, new[node], line.layout(node)) for node in results))
+        graph.output(tuple(_permuted(graph, new[n], line.layout(n)) for n in results))
     structure = _structure(line) if outputs is None else None
     shapes = tuple(None if n is None else tuple(line.given_value(n).shape) for n in inputs)
     module = fx.GraphModule(root, graph, "StageGraph")
     return StageGraph(module, names, shapes, structure, line.device)
 
 
-def _sent(graph: fx.Graph, node: fx.Node, order: Sequence[int] | None) -> fx.Node:
+def _input(graph: fx.Graph, name: str, line: OperationSequence, node: fx.Node | None) -> fx.Node:
+    """An argument, in the order of dimensions that the model has it in; see ``line.layout``."""
+    placeholder = graph.placeholder(name)
+    order = line.layout(node) if node is not None and node in line.position else None
+    back = None if order is None else sorted(range(len(order)), key=order.__getitem__)
+    return _permuted(graph, placeholder, back)
+
+
+def _permuted(graph: fx.Graph, node: fx.Node, order: Sequence[int] | None) -> fx.Node:
     return node if order is None else graph.call_method("permute", (node, list(order)))
 
 
@@ -147,6 +146,8 @@ def _move(node: fx.Node, old: torch.device, new: torch.device) -> None:
 
 def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
     copy = graph.node_copy(node, new.__getitem__)
+    kept = ("stack_trace", "nn_module_stack")
+    copy.meta = {key: node.meta[key] for key in kept if key in node.meta}
     make_traceable(copy)
     if str(node.target) == "tag_activation_checkpoint":
         # The operator is for graphs only: run as it is, it would draw other numbers when it

@@ -8,7 +8,7 @@ Which stage has which parameters and buffers, and under which of their names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -171,13 +171,41 @@ def _keys(line: OperationSequence) -> list[Any]:
 class StageNames:
     """The names of parameters and buffers, in the model and in its stages.
 
+    Every parameter and buffer of a model is in the stages that read it. What no stage reads is with
+    its neighbours in the model, so that the stages together have all that the model has.
+
     Attributes:
-        held: what each stage holds, in the model's order.
-        aliases: all names that the model has for what has this first name.
+        places: by the first name in the model, by stage, all names that it has there; each name is
+            in some stage.
     """
 
-    held: tuple[tuple[str, ...], ...]
-    aliases: Mapping[str, Sequence[str]]
+    places: Mapping[str, Mapping[int, Sequence[str]]]
+
+    @classmethod
+    def of(cls, whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> StageNames:
+        """Of a model whose stages run these operations."""
+        aliases: dict[str, list[str]] = {}
+        for name, first in canonical_names(whole.model).items():
+            aliases.setdefault(first, []).append(name)
+        readers = _readers(whole, nodes)
+        return cls(
+            {
+                first: _placed(
+                    names, readers.get(first) or {_neighbour(first, readers): set[str]()}
+                )
+                for first, names in aliases.items()
+            }
+        )
+
+    def held(self, stage: int) -> list[str]:
+        """What a stage holds, in the model's order."""
+        return [name for place in self.places.values() for name in place.get(stage, ())]
+
+    def shared(self, parameters: Collection[str]) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """Of each parameter in several stages, where it is: (stage, name)."""
+        places = [self.places[first] for first in self.places if first in parameters]
+        found = [[(stage, place[stage][0]) for stage in sorted(place)] for place in places]
+        return tuple(sorted(tuple(each) for each in found if len(each) > 1))
 
     def renamed(self, stage: int, program: StageGraph) -> StageGraph:
         """With the names that a stage has for what the program reads.
@@ -185,94 +213,52 @@ class StageNames:
         Raises:
             PlanError: it reads what only other stages hold.
         """
-        own = set(self.held[stage])
-        found = []
         for first in program.state:
-            if own.isdisjoint(self.aliases[first]):
+            if stage not in self.places[first]:
                 raise PlanError(f"stage {stage} would read {first!r}, which other stages hold")
-            found.append(self.local(stage, first))
-        return replace(program, state=tuple(found))
-
-    def local(self, stage: int, first: str) -> str:
-        """The first name that a stage has for what has this first name in the model."""
-        own = self.held[stage]
-        return next(name for name in self.aliases[first] if name in own)
+        return replace(program, state=tuple(self.places[f][stage][0] for f in program.state))
 
 
-class StageState:
-    """Every parameter and buffer of a model is in the stages that read it. What no stage reads is
-    with its neighbours in the model, so that the stages together have all that the model has.
+def _readers(
+    whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]
+) -> dict[str, dict[int, set[str]]]:
+    """First name -> stage -> the modules that read it there."""
+    state = whole.line.forward.state
+    found: dict[str, dict[int, set[str]]] = {}
+    for stage, own in enumerate(nodes):
+        for node in own:
+            for read in node.all_input_nodes:
+                if read in state:
+                    modules = found.setdefault(state[read], {}).setdefault(stage, set())
+                    modules.update(path.partition("@")[0] for path in stack(node))
+    for read in whole.line.results:
+        if read in state:
+            found.setdefault(state[read], {}).setdefault(len(nodes) - 1, set())
+    return found
 
-    Args:
-        whole: the model.
-        nodes: the operations of every stage.
 
-    Attributes:
-        names: of what each stage holds.
-    """
+def _placed(aliases: list[str], readers: Mapping[int, set[str]]) -> dict[int, list[str]]:
+    """Stage -> the names that a parameter or buffer has there."""
+    found = {
+        stage: [a for a in aliases if a.rpartition(".")[0] in modules] or aliases[:1]
+        for stage, modules in readers.items()
+    }
+    known = {name for names in found.values() for name in names}
+    first = found[min(found)]
+    found[min(found)] = [a for a in aliases if a in first or a not in known]
+    return found
 
-    def __init__(self, whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> None:
-        self._whole = whole
-        self._aliases: dict[str, list[str]] = {}
-        for name, first in canonical_names(whole.model).items():
-            self._aliases.setdefault(first, []).append(name)
-        self._readers = self._find_readers(nodes)
-        held: list[set[str]] = [set() for _ in nodes]
-        for first in self._aliases:
-            for stage, names in self._place(first).items():
-                held[stage].update(names)
-        order = [name for names in self._aliases.values() for name in names]
-        every = tuple(tuple(name for name in order if name in own) for own in held)
-        self.names = StageNames(every, self._aliases)
 
-    def shared(self) -> tuple[tuple[tuple[int, str], ...], ...]:
-        """Of each parameter in several stages, where it is: (stage, name)."""
-        found = []
-        for first in self._whole.line.forward.parameters & self._readers.keys():
-            place = self._place(first)
-            if len(place) > 1:
-                found.append(
-                    tuple((stage, self.names.local(stage, first)) for stage in sorted(place))
-                )
-        return tuple(sorted(found))
+def _neighbour(name: str, readers: Mapping[str, Mapping[int, set[str]]]) -> int:
+    """The stage of what is nearest in the model, by name."""
+    path = name.split(".")
 
-    def _find_readers(self, nodes: Sequence[Sequence[fx.Node]]) -> dict[str, dict[int, set[str]]]:
-        """First name -> stage -> the modules that read it there."""
-        state = self._whole.line.forward.state
-        found: dict[str, dict[int, set[str]]] = {}
-        for stage, own in enumerate(nodes):
-            for node in own:
-                for read in node.all_input_nodes:
-                    if read in state:
-                        modules = found.setdefault(state[read], {}).setdefault(stage, set())
-                        modules.update(path.partition("@")[0] for path in stack(node))
-        for read in self._whole.line.results:
-            if read in state:
-                found.setdefault(state[read], {}).setdefault(len(nodes) - 1, set())
-        return found
+    def nearness(other: str) -> int:
+        pairs = zip(path, other.split("."), strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(path))
 
-    def _place(self, first: str) -> dict[int, list[str]]:
-        """Stage -> the names that a parameter or buffer has there; each of its names somewhere."""
-        aliases = self._aliases[first]
-        readers = self._readers.get(first) or {self._neighbour(first): set[str]()}
-        found = {
-            stage: [a for a in aliases if a.rpartition(".")[0] in modules] or [first]
-            for stage, modules in readers.items()
-        }
-        left = [a for a in aliases if not any(a in names for names in found.values())]
-        found[min(found)] += left
-        return found
-
-    def _neighbour(self, name: str) -> int:
-        """The stage of what is nearest in the model, by name."""
-        path = name.split(".")
-
-        def nearness(other: str) -> int:
-            pairs = zip(path, other.split("."), strict=False)
-            return next((i for i, (a, b) in enumerate(pairs) if a != b), len(path))
-
-        nearest = max(self._readers, key=nearness, default=None)
-        return min(self._readers[nearest]) if nearest is not None else 0
+    nearest = max(readers, key=nearness, default=None)
+    return min(readers[nearest]) if nearest is not None else 0
 
 
 def cut(whole: WholeModel, cuts: Sequence[int]) -> Partition:
@@ -312,10 +298,9 @@ class Partition:
         self._points = self._layout.cut_points()
         sent = tuple(len(each) for each in self._layout.sent)
         self.wiring = Wiring(self._points.given, sent, whole.names)
-        state = StageState(whole, self._layout.nodes)
-        self._names = state.names
+        self._names = StageNames.of(whole, self._layout.nodes)
         self._values: Values | None = None
-        self.shared = state.shared()
+        self.shared = self._names.shared(whole.line.forward.parameters)
 
     @property
     def stages(self) -> int:
@@ -397,7 +382,7 @@ class Partition:
         own = self._names.renamed(index, self._layout.program(index))
         module = StageModule(index, *((own, other) if training else (other, own)))
         module.train(training)
-        hold_state(module, self.whole.model, self._names.held[index])
+        hold_state(module, self.whole.model, self._names.held(index))
         return module
 
     def _other(self, index: int) -> LaterGraph:
