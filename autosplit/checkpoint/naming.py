@@ -83,13 +83,8 @@ class Naming:
     @classmethod
     def of_model(cls, model: nn.Module) -> Naming:
         """Of a model that is not cut; it counts as stage 0."""
-        tensors = persistent(model)
-        groups: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            groups.setdefault(id(tensor), []).append(name)
-        firsts = ((group, tensors[group[0]]) for group in groups.values())
-        entries = [ModelTensor(tuple(group), first.shape, first.dtype) for group, first in firsts]
-        return cls(entries, {(0, name): entry for entry in entries for name in entry.names})
+        found = _joined(_rows({0: model}, None, 0), ())
+        return cls(dict.fromkeys(found.values()), found)
 
     @classmethod
     def of_ranks(cls, ranks: Ranks, names: Names | None) -> Naming:
@@ -103,21 +98,10 @@ class Naming:
             CheckpointError: two stages use one name for different parameters.
         """
         trainer = ranks.trainer
-        own = ranks.do(lambda: _rows(trainer, names, ranks.number))
+        own = ranks.do(lambda: _rows(trainer.modules, names, ranks.number))
         table = [row for part in ranks.gather(own) for row in part]
-        rows = {row.holder: row for row in sorted(table, key=lambda row: row.holder[0])}
-        graph: nx.Graph[Holder] = nx.Graph()
-        graph.add_nodes_from(rows)
-        for same in (*_same(rows.values()), *trainer.shared_parameters):
-            nx.add_path(graph, [tuple(holder) for holder in same if tuple(holder) in rows])
-        found: dict[Holder, ModelTensor] = {}
-        for holder, first in rows.items():
-            if holder not in found:
-                group = nx.node_connected_component(graph, holder)
-                called = dict.fromkeys(row.name for at, row in rows.items() if at in group)
-                entry = ModelTensor(tuple(called), first.shape, first.dtype, holder[0])
-                found |= dict.fromkeys(group, entry)
-        entries = list(dict.fromkeys(found.values()))
+        found = _joined(sorted(table, key=lambda row: row.holder[0]), trainer.shared_parameters)
+        entries = dict.fromkeys(found.values())
         _check_unique(entries)
         return cls(entries, {at: e for at, e in found.items() if at[0] in trainer.modules})
 
@@ -200,7 +184,7 @@ class _HeldTensor:
     buffer: bool
 
 
-def _rows(trainer: StageTrainer, names: Names | None, rank: int) -> list[_HeldTensor]:
+def _rows(modules: Mapping[int, nn.Module], names: Names | None, rank: int) -> list[_HeldTensor]:
     return [
         _HeldTensor(
             (stage, name),
@@ -210,9 +194,29 @@ def _rows(trainer: StageTrainer, names: Names | None, rank: int) -> list[_HeldTe
             (rank, id(tensor)),
             not isinstance(tensor, nn.Parameter),
         )
-        for stage, module in trainer.modules.items()
+        for stage, module in modules.items()
         for name, tensor in persistent(module).items()
     ]
+
+
+def _joined(
+    table: Iterable[_HeldTensor], shared: Iterable[Iterable[Holder]]
+) -> dict[Holder, ModelTensor]:
+    """What each of these is in the whole model: those of one tensor are one."""
+    rows = {row.holder: row for row in table}
+    graph: nx.Graph[Holder] = nx.Graph()
+    graph.add_nodes_from(rows)
+    for same in (*_same(rows.values()), *shared):
+        nx.add_path(graph, [tuple(holder) for holder in same if tuple(holder) in rows])
+    places = {holder: place for place, holder in enumerate(rows)}
+    found: dict[Holder, ModelTensor] = {}
+    for holder, first in rows.items():
+        if holder not in found:
+            group = sorted(nx.node_connected_component(graph, holder), key=places.__getitem__)
+            called = dict.fromkeys(rows[at].name for at in group)
+            entry = ModelTensor(tuple(called), first.shape, first.dtype, holder[0])
+            found |= dict.fromkeys(group, entry)
+    return found
 
 
 def _same(rows: Iterable[_HeldTensor]) -> list[list[Holder]]:

@@ -148,7 +148,6 @@ def _reaches(start: object, wanted: set[int]) -> bool:
 
 
 Capture = Callable[[nn.Module], OperationSequence]
-_Later = Callable[[], OperationSequence]
 
 
 class OtherMode:
@@ -168,32 +167,19 @@ class OtherMode:
 
     def __init__(self, model: nn.Module, training: bool, capture: Capture) -> None:
         self.training = training
-        self._outcome: _Later | OperationSequence | AutosplitError
         try:
-            self._outcome = partial(_of_copy, bare_copy(model), training, capture)
+            self._capture = [partial(_of_copy, bare_copy(model), training, capture)]
         except NotCopiedError:
-            self._outcome = _outcome(partial(_in_mode, model, training, capture))
+            self._capture = [partial(_in_mode, model, training, capture)]
+            _ = self.line
 
-    def line(self) -> OperationSequence:
-        """Its operations.
-
-        Raises:
-            CaptureError: in that mode it cannot be captured.
-            PlanError: it can be, but no later than in the other mode.
-        """
-        outcome = self._outcome
-        if not isinstance(outcome, OperationSequence | AutosplitError):
-            outcome = self._outcome = _outcome(outcome)
-        if isinstance(outcome, AutosplitError):
-            raise outcome
-        return outcome
-
-
-def _outcome(make: _Later) -> OperationSequence | AutosplitError:
-    try:
-        return make()
-    except AutosplitError as error:
-        return error
+    @cached_property
+    def line(self) -> OperationSequence | AutosplitError:
+        """Its operations; or why it cannot be captured in that mode, or not as late as this."""
+        try:
+            return self._capture.pop()()
+        except AutosplitError as error:
+            return error
 
 
 def _in_mode(model: nn.Module, training: bool, capture: Capture) -> OperationSequence:

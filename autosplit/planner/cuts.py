@@ -29,7 +29,7 @@ from .costs import Limits, ModelCosts
 
 _SLACKS = (1.0, 1.03, 1.1)  # how much longer than the least the slowest stage of a start may be
 _EXHAUSTIVE = 50_000  # actions to simulate, below which every way to cut is tried
-_WORK = 100_000  # actions that are simulated for one schedule: seconds
+_WORK = 60_000  # actions that are simulated for one schedule: seconds
 _SHIFTS = (1, -1, 2, -2, 4, -4, 8, -8)  # blocks by which cuts are moved
 _SAME = 1 + 1e-9
 _KEPT = {

@@ -17,10 +17,10 @@ from autosplit.errors import PlanError
 from autosplit.mesh.costs import DeviceSpeed, Link, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic
 from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockCost, Limits, ModelCosts
 from autosplit.planner.profile import (
     BlockOptions,
-    BlockSequence,
     crossing_bytes,
     distinct,
     prepare_blocks,
@@ -166,7 +166,7 @@ LINKS: Mapping[str, float] = {
 
 
 def estimate(
-    whole: BlockSequence, options: BlockOptions | None = None, *, device: DeviceSpeed | None = None
+    whole: WholeModel, options: BlockOptions | None = None, *, device: DeviceSpeed | None = None
 ) -> ModelCosts:
     """F, I and W of a block of each kind, from the FLOPs and bytes of its graphs.
 
@@ -210,9 +210,7 @@ def graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
     return sum(device.seconds(flops(node), size) for node, size in moved if size)
 
 
-def _cost(
-    whole: BlockSequence, index: int, options: BlockOptions, device: DeviceSpeed
-) -> BlockCost:
+def _cost(whole: WholeModel, index: int, options: BlockOptions, device: DeviceSpeed) -> BlockCost:
     instance = prepare_blocks(whole, index, index + 1, options, blank=True)
     graphs = instance.stage.functions.graphs
     parts = (graphs.forward, graphs.backward_input, graphs.backward_weight, graphs.backward)

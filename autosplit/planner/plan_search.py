@@ -243,23 +243,19 @@ def _with_measures(
     if not limits.measures or not over:
         return found
     roomy = replace(limits, cap=math.inf)
-    free = {
-        at: _filled(each, costs_of(each.microbatch_size, each.memory), roomy, refine=False)
-        for at, each in enumerate(found)
-        if each in over
-    }
-    kept = [*found]
-    for at in sorted(free, key=lambda at: free[at].key)[:_SEARCHED]:
-        solution = free[at].solution
-        if solution is None:
-            continue
+    free = [
+        (_filled(each, costs_of(each.microbatch_size, each.memory), roomy, refine=False), each)
+        for each in over
+    ]
+    kept = {}
+    for one, each in sorted(free, key=lambda pair: pair[0].key)[:_SEARCHED]:
         try:
-            kept[at] = replace(
-                free[at], solution=within_limit(solution, limits), least=None, lost=""
-            )
+            if one.solution is not None:
+                within = within_limit(one.solution, limits)
+                kept[id(each)] = replace(one, solution=within, least=None, lost="")
         except CapError as error:
-            kept[at] = replace(found[at], least=error.least)
-    return kept
+            kept[id(each)] = replace(each, least=error.least)
+    return [kept.get(id(each), each) for each in found]
 
 
 def _searched(one: Configuration, limits: Limits) -> Configuration | None:

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from autosplit.passes.analysis.operator_cost import value_bytes
 from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.engine.stages import footprint
 from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
+from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.meta_model import assign, named_tensors
 from autosplit.runtime.residuals import TensorSpec
@@ -36,27 +36,6 @@ from autosplit.torch_internals.pytree import tree_flatten
 
 _SMALL = 2**16  # bytes below which a tensor may as well have memory
 _SCALE = 0.02  # of random parameters: small enough that no block overflows
-
-
-class BlockSequence(Protocol):
-    """A model in blocks, as profiles and estimates take it.
-
-    Attributes:
-        blocks: in order, which are never cut; of each a ``signature``, equal for those of equal
-            structure and shapes.
-        crossing: for each cut between two blocks, the tensors that go over it (values are not
-            looked at).
-    """
-
-    @property
-    def blocks(self) -> Sequence[Any]: ...
-
-    @property
-    def crossing(self) -> Sequence[Sequence[Tensor]]: ...
-
-    def segment(self, first: int, last: int) -> tuple[nn.Module, Sequence[Tensor]]:
-        """Blocks ``first`` up to but not ``last`` as a module, and what its arguments look like."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +79,7 @@ class BlockInstance:
         return BlockCost(forward, inputs, weights, *sizes, backward)
 
 
-def distinct(whole: BlockSequence, options: BlockOptions) -> dict[Hashable, list[int]]:
+def distinct(whole: WholeModel, options: BlockOptions) -> dict[Hashable, list[int]]:
     """The blocks that cost the same, by what they have in common.
 
     The first block is by itself, because it has no input gradient, and so is a last one with a
@@ -115,7 +94,7 @@ def distinct(whole: BlockSequence, options: BlockOptions) -> dict[Hashable, list
 
 
 def prepare_blocks(
-    whole: BlockSequence, first: int, last: int, options: BlockOptions, *, blank: bool = False
+    whole: WholeModel, first: int, last: int, options: BlockOptions, *, blank: bool = False
 ) -> BlockInstance:
     """Blocks ``first`` up to but not ``last`` as a stage.
 
@@ -330,7 +309,7 @@ class _Clock:
 
 
 def profile(
-    whole: BlockSequence, options: BlockOptions | None = None, *, seconds: float = 60.0
+    whole: WholeModel, options: BlockOptions | None = None, *, seconds: float = 60.0
 ) -> ModelCosts:
     """Time F, I and W of a block of each kind, warm, by medians.
 
@@ -386,7 +365,7 @@ def returning_bytes(tensors: Sequence[Tensor]) -> float:
     return crossing_bytes([tensor for tensor in tensors if tensor.requires_grad])
 
 
-def _groups(whole: BlockSequence, kinds: list[int]) -> list[list[int]]:
+def _groups(whole: WholeModel, kinds: list[int]) -> list[list[int]]:
     """Which kinds (by a block of each) are in memory at once."""
     for first in kinds:
         module, _ = whole.segment(first, first + 1)
@@ -396,7 +375,7 @@ def _groups(whole: BlockSequence, kinds: list[int]) -> list[list[int]]:
 
 
 def _measure(
-    whole: BlockSequence,
+    whole: WholeModel,
     group: Sequence[int],
     options: BlockOptions,
     seconds: float,

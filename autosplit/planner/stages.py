@@ -393,10 +393,9 @@ class Partition:
 
         def make() -> StageGraph | PlanError:
             mode = "training" if other.training else "evaluation"
-            try:
-                line = other.line()
-            except AutosplitError as error:
-                return PlanError(f"the model cannot be captured for {mode}: {error}")
+            line = other.line
+            if isinstance(line, AutosplitError):
+                return PlanError(f"the model cannot be captured for {mode}: {line}")
             try:
                 return names.renamed(index, points.program(index, line))
             except PlanError as error:
