@@ -197,7 +197,7 @@ def cut_model(
         PlanError: it cannot be cut so; says why.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
-    stages, limits = stage_count(stages, planning.cut_at), planning.limits
+    stages = stage_count(stages, planning.cut_at)
     whole = WholeModel.capture(model, args, kwargs)
     firsts = None
     if planning.cut_at is not None:
@@ -207,7 +207,7 @@ def cut_model(
             f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
             f"stages={stages}"
         )
-    request = CutRequest(stages, firsts, schedule, limits)
+    request = CutRequest(stages, firsts, schedule, planning.limits)
     options = BlockOptions(
         split,
         autocast=autocast,
@@ -216,7 +216,18 @@ def cut_model(
         device=device_of_trainer(alone=request.alone),
     )
     costs = _costs(planning, whole, options, alone=request.alone)
-    tries = limits.measures and planning.tries
+    return whole, _best_stages(whole, costs, request, options, planning)
+
+
+def _best_stages(
+    whole: WholeModel,
+    costs: ModelCosts,
+    request: CutRequest,
+    options: BlockOptions,
+    planning: Planning,
+) -> Solution:
+    """The best stages for these costs, after what trials are wanted and can be made."""
+    tries = request.limits.measures and planning.tries
 
     def find(costs: ModelCosts) -> Solution:
         """Where nothing keeps the limit, but a trainer will be tried, the best without one."""
@@ -231,11 +242,11 @@ def cut_model(
         found = refined_by_trial_runs(whole, costs, find, options, planning.seconds)
     else:
         found = find(costs)
-    if tries:
-        # Graphs alone tell less than a trainer knows, and of a limit too low not what would do.
-        tried = kept_as_tried(whole, found, options, limits, run=planning.rehearses)
-        found = tried or request.best(costs)
-    return whole, found
+    if not tries:
+        return found
+    # Graphs alone tell less than a trainer knows, and of a limit too low not what would do.
+    tried = kept_as_tried(whole, found, options, request.limits, run=planning.rehearses)
+    return tried or request.best(costs)
 
 
 def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:

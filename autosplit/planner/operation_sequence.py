@@ -7,7 +7,7 @@ reads it, which costs less than sending it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -202,24 +202,42 @@ def _tensors(value: Any) -> list[Tensor]:
 def _forbidden(line: OperationSequence) -> dict[int, str]:
     """Cuts inside of what must be in one stage -> why."""
     found: dict[int, str] = {}
+    for first, last, why in (*_unsendable(line), *_settings_changed(line), *_writes(line)):
+        for cut in range(first + 1, last + 1):
+            found.setdefault(cut, why)
+    return found
 
-    def bind(first: int, last: int, why: str) -> None:
-        found.update((cut, why) for cut in range(first + 1, last + 1) if cut not in found)
 
-    unknown = []
+_Together = Iterator[tuple[int, int, str]]
+"""The first and the last of operations that must be in one stage, and why."""
+
+
+def _unsendable(line: OperationSequence) -> _Together:
+    """Results that are no message, with what reads them."""
     for index, node in enumerate(line.body):
-        effect = line.effects[node]
+        value = line.value(node)
         last = min(line.last_use[node], len(line.body) - 1)
-        if not isinstance(effect.value, Tensor):
-            bind(
-                index, last, f"{node.name} puts out something besides a tensor, which is read later"
-            )
-        elif any(isinstance(size, torch.SymInt) for size in effect.value.shape):
-            bind(index, last, f"{node.name} puts out as much as the data says, which is read later")
-        if effect.value is None and not effect.writes and not node.all_input_nodes:
-            unknown.append(index)
-    if unknown:
-        bind(unknown[0], unknown[-1], f"{line.body[unknown[0]].name} changes a setting of torch")
+        if not isinstance(value, Tensor):
+            why = "puts out something besides a tensor, which is read later"
+            yield index, last, f"{node.name} {why}"
+        elif any(isinstance(size, torch.SymInt) for size in value.shape):
+            yield index, last, f"{node.name} puts out as much as the data says, which is read later"
+
+
+def _settings_changed(line: OperationSequence) -> _Together:
+    """From what changes a setting of torch to what changes it back."""
+
+    def changes(node: fx.Node) -> bool:
+        effect = line.effects[node]
+        return effect.value is None and not effect.writes and not node.all_input_nodes
+
+    found = [index for index, node in enumerate(line.body) if changes(node)]
+    if found:
+        yield found[0], found[-1], f"{line.body[found[0]].name} changes a setting of torch"
+
+
+def _writes(line: OperationSequence) -> _Together:
+    """Writes in place, with what reads or made the tensor."""
     outer = ("placeholder", "get_attr")
     state = {s for n in line.settings if n.op in outer for s in line.effects[n].storages}
     touched = _touched(line)
@@ -230,10 +248,9 @@ def _forbidden(line: OperationSequence) -> dict[int, str]:
         first, last = touched[storage][0], touched[storage][-1]
         what = f"{line.body[writes[-1]].name} writes in place into"
         if storage in state:
-            bind(first, last, f"{what} state of the model or the batch that is read here and there")
+            yield first, last, f"{what} state of the model or the batch that is read here and there"
         else:
-            bind(first, writes[-1], f"{what} a tensor that was made before")
-    return found
+            yield first, writes[-1], f"{what} a tensor that was made before"
 
 
 def _touched(line: OperationSequence) -> dict[int, list[int]]:
