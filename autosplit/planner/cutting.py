@@ -23,7 +23,6 @@ from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.engine.timing import measure_store
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.training.memory_limit import MemoryLimitError
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockCost, Limits, ModelCosts, average
@@ -31,7 +30,7 @@ from autosplit.planner.cuts import CapError, Solution, solve, weigh
 from autosplit.planner.estimate import estimate
 from autosplit.planner.profile import BlockOptions, profile
 from autosplit.planner.stages import cut
-from autosplit.planner.trial import Times, TrialRun, can_run_trial, run_trial, try_limit
+from autosplit.planner.trial import Times, TrialRun, can_run_trial, run_trial
 from autosplit.runtime.split_options import SplitOptions
 
 COSTS = ("profile", "estimate")
@@ -93,18 +92,6 @@ class Planning:
                 )
         return cls(**options)
 
-    @property
-    def tries(self) -> bool:
-        """Whether a trainer is tried within a limit of memory, where it can be: not where costs
-        are of another model or machine, as far as can be known.
-        """
-        return isinstance(self.costs, str)
-
-    @property
-    def rehearses(self) -> bool:
-        """Whether trial runs are wanted, where they can be made."""
-        return self.costs == "profile" and self.rehearse
-
 
 @dataclass(frozen=True)
 class CutRequest:
@@ -136,10 +123,6 @@ class CutRequest:
         """
         return self._find(costs) if self.alone else agreed(lambda: self._find(costs))
 
-    def roomy(self) -> CutRequest:
-        """The same without a limit of memory."""
-        return replace(self, limits=replace(self.limits, cap=math.inf))
-
     def _find(self, costs: ModelCosts) -> Solution:
         """With what the schedule holds; where that is too much, with measures if wanted."""
         try:
@@ -149,7 +132,8 @@ class CutRequest:
         except CapError:
             if not self.limits.measures:
                 raise
-            return within_limit(self.roomy()._find(costs), self.limits)
+            roomy = replace(self, limits=replace(self.limits, cap=math.inf))
+            return within_limit(roomy._find(costs), self.limits)
 
 
 def _fitting(found: Solution, limits: Limits) -> Solution:
@@ -216,37 +200,9 @@ def cut_model(
         device=device_of_trainer(alone=request.alone),
     )
     costs = _costs(planning, whole, options, alone=request.alone)
-    return whole, _best_stages(whole, costs, request, options, planning)
-
-
-def _best_stages(
-    whole: WholeModel,
-    costs: ModelCosts,
-    request: CutRequest,
-    options: BlockOptions,
-    planning: Planning,
-) -> Solution:
-    """The best stages for these costs, after what trials are wanted and can be made."""
-    tries = request.limits.measures and planning.tries
-
-    def find(costs: ModelCosts) -> Solution:
-        """Where nothing keeps the limit, but a trainer will be tried, the best without one."""
-        try:
-            return request.best(costs)
-        except CapError:
-            if not tries:
-                raise
-            return request.roomy().best(costs)
-
-    if planning.rehearses:
-        found = refined_by_trial_runs(whole, costs, find, options, planning.seconds)
-    else:
-        found = find(costs)
-    if not tries:
-        return found
-    # Graphs alone tell less than a trainer knows, and of a limit too low not what would do.
-    tried = kept_as_tried(whole, found, options, request.limits, run=planning.rehearses)
-    return tried or request.best(costs)
+    if planning.costs == "profile" and planning.rehearse:
+        return whole, refined_by_trial_runs(whole, costs, request.best, options, planning.seconds)
+    return whole, request.best(costs)
 
 
 def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:
@@ -414,32 +370,8 @@ def refined_by_trial_runs(
     return refine_by_trial_runs(costs, find, run)[0]
 
 
-def kept_as_tried(
-    whole: WholeModel, found: Solution, options: BlockOptions, limits: Limits, *, run: bool
-) -> Solution | None:
-    """A solution with what its ranks hold as a trainer has it; None where its ranks are not here.
-
-    Args:
-        whole: the model.
-        found: its stages.
-        options: how stages are made.
-        limits: the limit.
-        run: whether to run steps, too.
-
-    Raises:
-        CapError: a trainer finds nothing that keeps the limit; says for which one it does.
-    """
-    if not can_run_trial(whole, found.schedule):
-        return None
-    try:
-        peaks = try_limit(whole, found.firsts, found.schedule, options, limits, run=run)
-    except MemoryLimitError as error:
-        raise CapError(str(error), error.least) from error
-    return replace(found, peaks=peaks)
-
-
 NOT_COUNTED = "what operators take for themselves, messages and the batch come on top"
-"""Of a plan that was not tried on its ranks."""
+"""Of what a plan within a limit says of memory; its trainer counts them."""
 
 
 def within_limit(found: Solution, limits: Limits) -> Solution:

@@ -38,7 +38,6 @@ from autosplit.planner.cuts import Solution
 from autosplit.planner.cutting import Planning, cut_model, stage_count, with_host
 from autosplit.planner.initialise import Init
 from autosplit.planner.stages import Partition, cut
-from autosplit.planner.trial import without_memory
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size
 from autosplit.text.files import read_text, write_text
@@ -393,7 +392,9 @@ class Plan:
             )
         schedule = self.built_schedule()
         if self.memory_limit is not None:
-            schedule = without_memory(schedule)
+            # A trainer within a limit finds measures by what it measures.
+            rows = (tuple(a for a in row if not a.kind.is_memory) for row in schedule.ranks)
+            schedule = replace(schedule, ranks=tuple(rows))
             options = {"memory_limit": self.memory_limit, **options}
         made = options.pop("stage_options", None) or StageOptions()
         given = {
@@ -577,11 +578,9 @@ def partition(
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Where the
             schedule alone does, another is searched, in which microbatches' state is kept in the
             host's store or made again; the plan's ``measures`` say what that costs and saves. Its
-            ``trainer`` is given the limit. Where the process group is of the plan's ranks, such a
-            trainer is tried, with ``loss_fn`` and ``targets`` if they are given: the plan has what
-            its ranks will hold, or a limit that they cannot keep is refused. Elsewhere what
-            operators take for themselves, messages and the batch are not in it, and a trainer may
-            refuse a limit that the plan kept.
+            ``trainer`` is given the limit. What operators take for themselves, messages and the
+            batch are not in the plan: a trainer counts them, and may refuse a limit that the plan
+            kept before it trains.
 
     Returns:
         The plan, bound to the model: a trainer takes it in place of stages.

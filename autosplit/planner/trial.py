@@ -1,5 +1,5 @@
 """A trial of chosen stages before training: a few real steps, what a plan's times are checked
-against, and whether a trainer of them keeps a limit of memory. And the links between ranks.
+against. And the links between ranks.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,9 +31,8 @@ from autosplit.pipeline.simulation.timeline import Span, median_durations
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.options import RunOptions, StageOptions, TrainerOptions
 from autosplit.pipeline.training.stage_modules import StageSource
-from autosplit.pipeline.training.stage_trainer import OptimizerFunction, StageTrainer
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.costs import Limits
 from autosplit.planner.profile import BlockOptions, device_of, median_error, own_state
 from autosplit.planner.stages import cut
 from autosplit.torch_internals.pytree import tree_flatten
@@ -157,8 +156,7 @@ def trial_steps(
         What gives the seconds of a step, those of the slowest rank, and what the stages did when.
     """
     ranks = len(schedule.ranks)
-    still = partial(torch.optim.SGD, lr=0.0)
-    with _trainer(whole, firsts, schedule, options, still, record=True) as trainer:
+    with _trainer(whole, firsts, schedule, options) as trainer:
 
         def step() -> tuple[float, Sequence[Span]]:
             batch = _batch(whole, options, schedule.microbatches)
@@ -180,10 +178,6 @@ def _trainer(
     firsts: Sequence[int],
     schedule: Schedule,
     options: BlockOptions,
-    optimizer_fn: OptimizerFunction,
-    *,
-    memory_limit: int | None = None,
-    record: bool = False,
 ) -> Iterator[StageTrainer]:
     """A trainer of stages with state of their own, so that the model stays as it is."""
     device = options.device or device_of(whole.model)
@@ -202,14 +196,14 @@ def _trainer(
             memory=options.split.memory,
             autocast=options.autocast,
         ),
-        RunOptions(record=record),
-        memory_limit=memory_limit,
+        RunOptions(record=True),
     )
     loss_fn = options.loss_fn or stand_in_loss
+    still = partial(torch.optim.SGD, lr=0.0)
     with (
         warnings.catch_warnings(),
         generators_kept(),
-        StageTrainer(stages, loss_fn, optimizer_fn, training, device=device) as trainer,
+        StageTrainer(stages, loss_fn, still, training, device=device) as trainer,
     ):
         # Each rank has its own example, whose values do not matter here.
         warnings.filterwarnings("ignore", "the ranks were given different batches")
@@ -263,67 +257,3 @@ def stage_times(steps: Sequence[Sequence[Span]], planned: Sequence[Times]) -> tu
             first, second = both * share, both * (1.0 - share)
         times.append((forward or 0.0, first or 0.0, second or 0.0))
     return tuple(times)
-
-
-def try_limit(
-    whole: WholeModel,
-    firsts: Sequence[int],
-    schedule: Schedule,
-    options: BlockOptions,
-    limits: Limits,
-    *,
-    run: bool,
-) -> tuple[float, ...]:
-    """Have a trainer find a step within a limit, with all that it knows of memory: what operators
-    take for themselves, messages, the batch.
-
-    Collective, and with stages of its own, as ``run_trial``.
-
-    Args:
-        whole: the model.
-        firsts: the first block of every stage but the first.
-        schedule: what the ranks run where that keeps the limit.
-        options: how stages are made.
-        limits: the bytes that a rank may hold, and those that the optimizer keeps for each of
-            parameters.
-        run: whether to run steps until what was found has been measured; else nothing is run but
-            each distinct operator.
-
-    Returns:
-        Per rank, the most bytes that it holds in a step.
-
-    Raises:
-        MemoryLimitError: nothing was found that keeps the limit.
-    """
-    order, limit = without_memory(schedule), int(limits.cap)
-    keeping = partial(_Keeping, share=limits.optimizer_state)
-    batch = _batch(whole, options, order.microbatches)
-    with _trainer(whole, firsts, order, options, keeping, memory_limit=limit) as trainer:
-        while run and not trainer.settled:
-            trainer.forward_backward(batch)
-            _forget_gradients(trainer)
-        memory = trainer.predict_memory(batch)
-    pairs = zip(memory.fixed, memory.predicted, strict=True)
-    return tuple(float(fixed + (moving or 0)) for fixed, moving in pairs)
-
-
-def without_memory(schedule: Schedule) -> Schedule:
-    """The order alone: a trainer within a limit finds measures by what it measures."""
-    rows = (tuple(a for a in row if not a.kind.is_memory) for row in schedule.ranks)
-    return replace(schedule, ranks=tuple(rows))
-
-
-class _Keeping(torch.optim.Optimizer):
-    """Moves nothing, and keeps so many bytes for each of parameters, and a count for each."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], share: float) -> None:
-        super().__init__(parameters, {"share": share})
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                size = round(group["share"] * parameter.numel())
-                self.state[parameter] = {
-                    "kept": parameter.new_zeros(size),
-                    "count": torch.zeros(()),
-                }

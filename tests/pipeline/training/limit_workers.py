@@ -15,8 +15,6 @@ from autosplit.checkpoint import save_checkpoint
 from autosplit.errors import PipelineError
 from autosplit.pipeline import RunOptions
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.planner.cuts import CapError
-from autosplit.planner.plan import Plan
 from autosplit.stage import Stage
 from tests.pipeline.trainer_options import grouped
 from tests.pipeline.workers import equal
@@ -195,41 +193,3 @@ def refused_batches() -> list[str]:
             if place in (2, 5):
                 trainer.step(batch)
     return said
-
-
-def planned() -> dict[str, Any]:
-    """What a plan says its ranks will hold, within the limit that was advised for it, and what they
-    hold in its trainer.
-    """
-    inputs, targets = (part[:64] for part in vectors(0))
-
-    def plan(limit: int) -> Plan:
-        return autosplit.partition(
-            mlp(),
-            (inputs,),
-            stages=2,
-            microbatches=MICROBATCHES,
-            costs="estimate",
-            loss_fn=nn.functional.mse_loss,
-            targets=targets,
-            memory_limit=limit,
-        )
-
-    try:
-        plan(1024)
-        return {}
-    except CapError as error:
-        limit = int(error.least)
-        heard = str(error)
-    found = plan(limit)
-    with found.trainer(
-        nn.functional.mse_loss,
-        adam,
-        run_options=RunOptions(timeout=60.0),
-    ) as trainer:
-        for step in range(SETTLED):
-            trainer.record = "memory" if step == SETTLED - 1 else False
-            trainer.step(vectors(step))
-        memory = trainer.memory()
-    held = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
-    return {"heard": heard, "limit": limit, "planned": found.peak_memory, "held": held}
