@@ -18,14 +18,17 @@ from benchmarks.split.page import PARTS  # noqa: E402
 from tests import devices  # noqa: E402
 
 COMPARED = ("eager", "inductor")
+AS_THERE = ("--size", "large", "--threads", "1")
 
 
-def main(name: str, options: list[str]) -> None:
+def main(name: str, chosen: list[str]) -> None:
     if said := devices.refusal(name):
         sys.exit(said)
-    tests = run("pytest", "--device", name, "-rfE", *options)
+    tests = run("pytest", "--device", name, "-rfE", *chosen)
     where = ROOT / "build" / f"on-{name}"
-    measured = run("benchmarks.split", *COMPARED, "--device", name, "--output", str(where))
+    measured = run(
+        "benchmarks.split", *COMPARED, *AS_THERE, "--device", name, "--output", str(where)
+    )
     results = Results.read(where / "results.json")
     for part in COMPARED:
         if rows := results.rows(f"{part} on {name}"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
+import inspect
 import pickle
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -14,7 +18,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.default_group import serve_store
@@ -169,3 +175,64 @@ def _serve(number: int, pipe: Connection) -> None:
             torch._dynamo.reset()
         forget_meshes()
         work(job, number, pipe)
+
+
+def ranks(count: int, *, timeout: float = 150.0) -> Callable[[Callable[..., Any]], Any]:
+    """A test that each of ``count`` ranks runs; its arguments are parameters only, and what it
+    returns, if anything, is wrong.
+
+    Those of a module that were asked for run in one launch, one after another.
+    """
+
+    def decorated(body: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(request: pytest.FixtureRequest, on_ranks: Ranks, **given: Any) -> None:
+            cases = {
+                item.name: (item.originalname, item.callspec.params if _has(item) else {})
+                for item in request.session.items
+                if isinstance(item, pytest.Function)
+                and item.module is request.module
+                and getattr(item.function, "ranks", None) == count
+            }
+            found = _outcomes_of(on_ranks, request.module.__name__, count, timeout, cases)
+            for number, rank in enumerate(found):
+                said = rank.get(request.node.name, "an earlier one failed")
+                assert not said, f"rank {number}: {said}"
+
+        parameters = [*inspect.signature(body).parameters.values()]
+        own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _ASKED]
+        test.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
+        vars(test).update(ranks=count, body=body)
+        return test
+
+    return decorated
+
+
+_ASKED = ("request", "on_ranks")
+_found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+
+
+def _has(item: pytest.Function) -> bool:
+    return hasattr(item, "callspec")
+
+
+def _outcomes_of(
+    on_ranks: Ranks, module: str, count: int, timeout: float, cases: dict[str, tuple[str, Any]]
+) -> list[dict[str, Any]]:
+    """By rank, what is wrong in each case; launched for the first that asks."""
+    if (module, count) not in _found:
+        _found[module, count] = on_ranks(_run_cases, count, (module, cases), timeout=timeout)
+    return _found[module, count]
+
+
+def _run_cases(module: str, cases: dict[str, tuple[str, Any]]) -> dict[str, Any]:
+    found = {}
+    for name, (test, given) in cases.items():
+        torch.manual_seed(0)
+        try:
+            found[name] = getattr(importlib.import_module(module), test).body(**given)
+        except Exception:
+            found[name] = traceback.format_exc()
+            break  # ranks are not at one place any more
+        dist.barrier()
+    return found

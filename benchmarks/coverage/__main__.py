@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..command import parse
-from ..environment import describe
-from ..results import Results, Rows, sources
+from ..page import parse
+from ..results import Results, Rows, describe, sources
 from .examine import examine
 from .judge import FACTOR, ROUNDINGS
 from .render import GOOD, category, render
@@ -59,7 +58,7 @@ def main() -> None:
     results = Results.read(HERE / "results.json")
     for part in _parts(options):
         keep = functools.partial(
-            results.update, part, command=_command(part, options), environment=describe(threads=1)
+            results.update, part, command=_command(part, options), environment=describe()
         )
         _save_now_and_then(_run(part, options, results), keep)
     (HERE / "README.md").write_text(render(results, FACTOR, ROUNDINGS))

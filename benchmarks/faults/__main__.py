@@ -14,8 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..environment import describe
-from ..results import Results, sources
+from ..results import Results, describe, sources
 from .cells import SILENT, Cell, cells
 from .judge import judge
 from .page import render
@@ -51,7 +50,7 @@ def main() -> None:
         for row in tqdm(rows, total=len(wanted), mininterval=5):
             if not row["good"]:
                 tqdm.write(json.dumps(row))
-            results.update("faults", [row], command, describe(threads=1))
+            results.update("faults", [row], command, describe())
     (HERE / "README.md").write_text(render(results))
 
 

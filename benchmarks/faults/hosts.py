@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..environment import describe
-from ..results import Results
+from ..results import Results, describe
 from .page import render
 
 HERE = pathlib.Path(__file__).parent
@@ -188,7 +187,7 @@ def main() -> None:
                 row = tried(name, hosts, folder, expected)
             print(json.dumps(row))
             command = "python -m benchmarks.faults.hosts"
-            results.update("hosts", [row], command, describe(threads=1))
+            results.update("hosts", [row], command, describe())
     (HERE / "README.md").write_text(render(results))
 
 

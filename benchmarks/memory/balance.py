@@ -14,8 +14,7 @@ from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memor
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
-from ..results import Rows, table
-from ..split.targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
 from .settings import Settings
 from .standin import Case, Found, costs, measure, slower
 

@@ -14,11 +14,10 @@ from ..paper import settings as paper
 from ..paper.stages import middle
 from ..results import Rows, table
 from ..split.clock import interleave, ratio
-from ..split.contenders import Contender, eager
+from ..split.contenders import Contender, eager, microbatch
 from ..split.meter import levels
 from ..split.models import Subject
 from ..split.reference import autograd_saves
-from ..split.run import microbatch
 from .settings import Settings
 
 NAMED = ("fast", "balanced", "lean")

@@ -12,8 +12,7 @@ from autosplit.text.figures import quartiles, ratios
 
 from ..pipeline import peers
 from ..pipeline.contenders import Contender
-from ..results import Rows, table
-from ..split.targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
 from .settings import Settings
 
 BASELINE = Contender("1F1B, fused", False, Schedule1F1B, split_backward=False)

@@ -22,8 +22,7 @@ from autosplit.pipeline.simulation.timeline import median_durations, undisturbed
 from examples.families import FAMILIES, Family
 
 from ..paper.settings import SIZES
-from ..results import Rows, table
-from ..split.targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
 from .settings import Settings
 
 RANKS = 2

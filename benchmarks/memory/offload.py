@@ -20,8 +20,7 @@ from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
-from ..results import Rows, table
-from ..split.targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
 from .settings import Settings
 from .standin import Case, costs, measure, slower
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..part import Part, fill
-from ..results import Results, Rows
+from ..page import Page, Part
 from . import (
     balance,
     budgets,
@@ -138,12 +137,4 @@ exact solver proves.""",
 }
 
 
-def page(results: Results) -> str:
-    """``README.md``."""
-    return fill(TEMPLATE, PARTS, results)
-
-
-def write(results: Results, part: str, rows: Rows, command: str, environment: str) -> None:
-    """Add a part's rows to ``results`` and make the page beside it anew."""
-    results.update(part, rows, command, environment)
-    (results.path.parent / "README.md").write_text(page(results))
+PAGE = Page("memory", TEMPLATE, PARTS, Settings)

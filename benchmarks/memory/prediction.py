@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,7 @@ from autosplit.report.pictures import draw_memory
 from examples.families import FAMILIES
 
 from ..paper.settings import SIZES
-from ..results import Rows, table
-from ..split.targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
 from .settings import Settings
 
 RANKS = 2
@@ -27,7 +27,7 @@ CASES: tuple[dict[str, Any], ...] = (
     {"schedule": "zb-h1", "memory": "lean"},
     {"schedule": "gpipe"},
 )
-DRAWN = CASES[2]
+FIRST, DRAWN = "llama", CASES[2]
 OFF = Target("predicted - measured", at_most=0.05, style=".1%")
 
 
@@ -36,8 +36,8 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     for family in settings.families:
         args = (family, SIZES[settings.size][family], settings.microbatches[-1], CASES)
         for row, memory in launch(_on_rank, RANKS, args, timeout=1200.0)[0]:
-            if settings.folder and row["name"] == _named(settings.families[0], DRAWN):
-                draw_memory(memory, settings.folder / PICTURE, title=row["name"])
+            if settings.size == "small" and row["name"] == _named(FIRST, DRAWN):
+                draw_memory(memory, pathlib.Path(__file__).parent / PICTURE, title=row["name"])
             yield row
 
 

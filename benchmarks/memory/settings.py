@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+
+from ..page import option
+from ..paper.settings import FAMILIES, SIZES
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Attributes:
-    size: "small" or "tiny", which only shows that the measuring works.
-    families: names of families.
-    microbatches: M on two real ranks.
-    steps: timed steps of each contender.
-    rounds: timed microbatches of a stage by itself.
-    ranks: numbers of ranks of stand-in stages.
-    seconds: that the exact solver has for a case.
-    folder: for pictures; None for none.
-    """
+    """The command's options."""
 
-    size: str
-    families: tuple[str, ...]
-    microbatches: tuple[int, ...]
-    steps: int
-    rounds: int
-    ranks: tuple[int, ...]
-    seconds: float = 60.0
-    folder: pathlib.Path | None = None
+    size: str = option("small", '"tiny" only shows that the measuring works', SIZES)
+    families: tuple[str, ...] = option(FAMILIES, "of models", FAMILIES)
+    microbatches: tuple[int, ...] = option((2, 4, 8), "M on two real ranks")
+    steps: int = option(12, "timed steps of each contender")
+    rounds: int = option(15, "timed microbatches of a stage by itself")
+    ranks: tuple[int, ...] = option((4, 8), "of stand-in stages")
+    seconds: float = option(60.0, "of the exact solver for a case")

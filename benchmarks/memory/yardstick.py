@@ -14,8 +14,7 @@ from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
 from ..optimum import optimum
-from ..results import Rows, table
-from ..split.targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
 from .settings import Settings
 
 SINGLE = Target("step / best single measure", at_most=1.0)

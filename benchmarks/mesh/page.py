@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..part import Part, fill
-from ..results import Results
+from ..page import Page, Part, option
 from . import beside, collectives, exactness, hidden, hidden_llama, parameters
 
 _PAGE = """\
@@ -23,17 +22,11 @@ Written by `python -m benchmarks.mesh`. {environment}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much to measure.
+    """How much to measure."""
 
-    Attributes:
-        steps: timed ones of each case.
-        only: cases with this in their name.
-        sliced: whether a slice of the cases that are held against one process will do.
-    """
-
-    steps: int
-    only: str
-    sliced: bool = False
+    steps: int = option(5, "timed steps of each case")
+    only: str = option("", "only cases with this in their name")
+    slice: bool = option(False, "of exactness, a few minutes' worth")
 
 
 PARTS: dict[str, Part[Settings]] = {
@@ -49,7 +42,7 @@ PARTS: dict[str, Part[Settings]] = {
         "sharded each block: a reduction is a reduce-scatter, of which there is one for each "
         "block of a rank. Along tp, ranks share each block's products, and the process that "
         "gradients are held against is one of as many ranks along tp, with all stages on each.",
-        lambda settings: exactness.measure(settings.only, settings.sliced),
+        lambda settings: exactness.measure(settings.only, settings.slice),
         exactness.render,
     ),
     "parameters": Part(
@@ -122,6 +115,4 @@ PARTS: dict[str, Part[Settings]] = {
 }
 
 
-def write(results: Results) -> None:
-    """``README.md`` beside the results."""
-    (results.path.parent / "README.md").write_text(fill(_PAGE, PARTS, results))
+PAGE = Page("mesh", _PAGE, PARTS, Settings)

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from ..command import parse
-from ..environment import describe
-from ..results import Results
-from . import projection
+from ..page import parse
+from ..results import Results, describe
 from .overview import overview
 from .settings import FAMILIES, SIZES, Settings
 from .tables import MEASUREMENTS, TABLES, complete, needed, page
@@ -40,20 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         profiling=options.profiling,
     )
     chosen = options.tables or [*TABLES]
-    if "projection" in options.tables and not any(projection.measure(settings)):
-        raise SystemExit(projection.NOTHING)
     options.output.mkdir(parents=True, exist_ok=True)
     results = Results.read(options.output / "results.json")
     measured = [] if options.pages else needed(chosen)
     for name in measured:
         rows = tqdm(MEASUREMENTS[name](settings, results), desc=name, mininterval=5)
-        results.update(name, [*rows], _command(*options.tables), describe(threads=1))
+        results.update(name, [*rows], _command(*options.tables), describe())
     for name, table in TABLES.items():
         touched = name in chosen or set(table.needs) & set(measured)
         if touched and complete(name, results):
             folder = options.output / name
             folder.mkdir(exist_ok=True)
-            text = page(name, results, _command(name), describe(threads=1))
+            text = page(name, results, _command(name), describe())
             (folder / "README.md").write_text(text)
     (options.output / "README.md").write_text(overview(results))
 

@@ -62,8 +62,6 @@ def _verdicts(results: Results) -> Iterator[str]:
             "falls, and alike with and without split (largest difference "
             f"{max(each.difference for each in found):.1e})."
         )
-    if not results.rows("projection"):
-        yield "At the paper's sizes on GPUs nothing has been measured or projected."
 
 
 def _cells(rows: Rows) -> Iterator[str]:

@@ -14,7 +14,6 @@ from . import (
     memory,
     occupancy,
     peers,
-    projection,
     scaling,
     stages,
     throughput,
@@ -63,7 +62,6 @@ MEASUREMENTS: Mapping[str, Callable[[Settings, Results], Iterable[dict[str, Any]
     "scaling": lambda settings, results: scaling.measure(settings, results.rows("stages")),
     "joined": lambda settings, results: concatenation.measure(settings),
     "training": lambda settings, results: training.measure(settings),
-    "projection": lambda settings, results: projection.measure(settings),
 }
 """In the order in which they are made: the stand-in stages take the times of real ones."""
 
@@ -138,12 +136,6 @@ of the steps. The split adds the same numbers in the same order; where kernels a
 rounding may differ.""",
         ("training",),
         training.render,
-    ),
-    "projection": Table(
-        "N GPUs at the paper's sizes",
-        "Steps of 4, 8 and 16 GPUs, simulated from stages that were measured on one.",
-        ("projection",),
-        projection.render,
     ),
 }
 

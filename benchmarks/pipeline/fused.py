@@ -12,8 +12,8 @@ from autosplit.compare.settings import Row, Settings, comparison_table, duration
 from ..results import Rows, table
 
 
-def measure(steps: int, folder: pathlib.Path) -> Rows:
-    """Train the decoder with both backwards; leaves the timelines of the run in ``folder``."""
+def measure(steps: int) -> Rows:
+    """Train the decoder with both backwards; leaves the timelines of the run beside the page."""
     settings = Settings(
         factory="examples.models:llama",
         overrides={},
@@ -31,6 +31,7 @@ def measure(steps: int, folder: pathlib.Path) -> Rows:
     found = compare(settings)
     if found is None:
         raise SystemExit("run this without torchrun")
+    folder = pathlib.Path(__file__).parent
     write_pictures(found, folder)
     for name in ("trace.json", "timeline.html"):
         (folder / name).unlink()

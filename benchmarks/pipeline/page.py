@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-from collections.abc import Callable
 
-from ..part import Part, fill
-from ..results import Results, Rows
-from . import compute, engine, fused, memory, overhead, peers, playing, standin, yardstick
+from ..page import Page, Part, option
+from . import compute, engine, fused, memory, peers, standin, yardstick
 
 TEMPLATE = """\
 # Pipelines: measured against their ideal and against torch's
@@ -28,16 +25,13 @@ their target.
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How much to measure, where pictures go, and who takes rows that cannot wait for the rest."""
+    """How much to measure."""
 
-    steps: int
-    rounds: int
-    soak: int
-    backends: tuple[str, ...]
-    microbatches: tuple[int, ...]
-    ranks: tuple[int, ...]
-    folder: pathlib.Path
-    deliver: Callable[[Rows], None]
+    steps: int = option(12, "timed steps of each contender")
+    soak: int = option(2000, "steps of the soak")
+    backends: tuple[str, ...] = option(peers.BACKENDS, "of the peers' table", peers.BACKENDS)
+    microbatches: tuple[int, ...] = option(peers.COUNTS, "of the peers' table", peers.COUNTS)
+    ranks: tuple[int, ...] = option((*standin.UNITS,), "of the stand-ins' table", standin.UNITS)
 
 
 PARTS: dict[str, Part[Settings]] = {
@@ -50,16 +44,8 @@ is the interquartile range, the speed-up is the median over the pairs. *Ideal* i
 the durations of F, I, W and B measured in this run; a first stage has no input gradient, so its
 I is empty and its W carries the whole backward. `grad diff` is the largest difference from the
 gradients of single-process autograd.""",
-        lambda settings: fused.measure(settings.steps, settings.folder),
+        lambda settings: fused.measure(settings.steps),
         fused.render,
-    ),
-    "overhead": Part(
-        "What splitting costs on one rank",
-        """\
-The second of two stages of each example, one thread: plain autograd's forward and backward
-against F, I and W of the `eager` backend, interleaved.""",
-        lambda settings: overhead.measure_all(settings.rounds),
-        overhead.render,
     ),
     "standin": Part(
         "Every schedule against its own ideal",
@@ -85,15 +71,6 @@ simulated, as multiples of the shortest there is, which OR-tools' CP-SAT finds a
 is timed. Target for `schedule="auto"`: {yardstick.TARGET}x.""",
         lambda settings: yardstick.measure_all(),
         yardstick.render,
-    ),
-    "playing": Part(
-        "Playing a given order",
-        f"""\
-A search plays thousands of orders. Time an action of ZB-H1's order with messages, one stage a rank:
-in the simulator's core, which needs no clock, and by list scheduling, which makes orders and has
-one. Both give the same step. Medians of {playing.TURNS} turns of {playing.PLAYS} plays.""",
-        lambda settings: playing.measure_all(),
-        playing.render,
     ),
     "compute": Part(
         "Every schedule against its simulation, computing for real",
@@ -128,7 +105,7 @@ too, and is the time from one step to the next, without a meeting of the ranks b
 *Peak* is what the larger rank allocates in a step, parameters excluded. Sums of weight gradients
 are exact, bit for bit those of autograd, but for *fused sums* (`accumulation="fused"`).""",
         lambda settings: peers.measure_all(
-            settings.steps, settings.backends, settings.microbatches, settings.deliver
+            settings.steps, settings.backends, settings.microbatches
         ),
         peers.render,
     ),
@@ -143,12 +120,4 @@ one rank and with messages between two; and a soak of steps that watches the mem
 }
 
 
-def page(results: Results) -> str:
-    """``README.md``."""
-    return fill(TEMPLATE, PARTS, results)
-
-
-def write(results: Results, part: str, rows: Rows, command: str, environment: str) -> None:
-    """Add a part's rows to ``results`` and make the page beside it anew."""
-    results.update(part, rows, command, environment)
-    (results.path.parent / "README.md").write_text(page(results))
+PAGE = Page("pipeline", TEMPLATE, PARTS, Settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,6 @@ BACKENDS = ("eager", "inductor")
 FACTORY = "examples.models:llama"
 OVERRIDES = {"seq": "128"}  # actions of 20 ms and more
 TARGET = {2: 1.05, 4: 1.05, 8: 1.0}  # our best over their best
-
-Deliver = Callable[[Rows], None]
 
 _HEADERS = ("by", "schedule", "step ms", "spread ms", "peak MiB", "over ours of the same schedule")
 
@@ -55,18 +53,16 @@ class Row(Rounds):
     match: str = ""
 
 
-def _nowhere(rows: Rows) -> None:
-    pass
-
-
 def measure_all(
-    rounds: int, backends: Sequence[str], counts: Sequence[int], deliver: Deliver
-) -> Rows:
-    """Each of the backends at each M, delivered as soon as it is measured; what is left: none."""
+    rounds: int, backends: Sequence[str], counts: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Each of the backends at each M."""
     for backend in backends:
         chosen = [each for each in (*OURS, *THEIRS) if each.compiled or backend == "eager"]
-        measure(FACTORY, counts, rounds, backend, contenders=chosen, deliver=deliver)
-    return []
+        for row in measure(FACTORY, counts, rounds, backend, contenders=chosen):
+            whose = "ours" if row.ours else "torch"
+            name = f"{backend}, M={row.microbatches}: {whose} {row.schedule}"
+            yield {"name": name, **dataclasses.asdict(row)}
 
 
 def measure(
@@ -76,8 +72,6 @@ def measure(
     backend: str = "eager",
     overrides: Mapping[str, object] = OVERRIDES,
     contenders: Sequence[Contender] = (*OURS, *THEIRS),
-    *,
-    deliver: Deliver = _nowhere,
 ) -> list[Row]:
     """Every contender at every M, taking turns in an order of its own in each round; one launch.
 
@@ -88,9 +82,8 @@ def measure(
         backend: how stages are run.
         overrides: settings of the workload.
         contenders: who takes part.
-        deliver: takes the rows of each M once they are there, in another process.
     """
-    args = (factory, overrides, tuple(contenders), tuple(microbatches), rounds, backend, deliver)
+    args = (factory, overrides, tuple(contenders), tuple(microbatches), rounds, backend)
     return launch(_on_rank, RANKS, args, timeout=3600.0)[0]
 
 
@@ -101,23 +94,10 @@ def _on_rank(
     microbatches: Sequence[int],
     rounds: int,
     backend: str,
-    deliver: Deliver,
 ) -> list[Row]:
     warnings.filterwarnings("ignore")
     turns = Turns(load_workload(factory, overrides), backend)
-    rows: list[Row] = []
-    for count in microbatches:
-        found = _compare(turns, contenders, count, rounds)
-        if turns.rank == 0:
-            deliver([_with_name(backend, row) for row in found])
-        rows += found
-    return rows
-
-
-def _with_name(backend: str, row: Row) -> dict[str, Any]:
-    whose = "ours" if row.ours else "torch"
-    name = f"{backend}, M={row.microbatches}: {whose} {row.schedule}"
-    return {"name": name, **dataclasses.asdict(row)}
+    return [row for count in microbatches for row in _compare(turns, contenders, count, rounds)]
 
 
 def _compare(turns: Turns, contenders: Sequence[Contender], count: int, rounds: int) -> list[Row]:

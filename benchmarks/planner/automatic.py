@@ -23,6 +23,7 @@ from autosplit.planner.estimate import estimate
 from autosplit.planner.profile import BlockOptions, distinct, profile
 from autosplit.planner.trial import TrialRun, measure_links, run_trial
 
+from ..page import option
 from .models import CASES
 from .training import Training, alternate
 
@@ -39,12 +40,12 @@ _TIMEOUT = 600.0
 class Amount:
     """How much to measure."""
 
-    steps: int = 20
-    seconds: float = 12.0  # of profiling
+    steps: int = option(20, "timed steps of each of two ways to cut")
+    seconds: float = option(12.0, "of profiling, for each model")
     rehearsal: float = 3.0  # seconds of timed steps of each way that is rehearsed
     turns: int = 3  # rehearsals beside training
     turn: float = 2.0  # seconds of training in each, if they are enough for a few steps
-    tiny: bool = False
+    tiny: bool = option(False, "tiny models: only that it works")
 
 
 def measure(amount: Amount, names: Sequence[str] = tuple(CASES)) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ from autosplit.planner.meta_model import meta_model
 from autosplit.planner.profile import BlockOptions
 from examples.families import FAMILIES, PAPER, TINY
 
-from ..malloc import KEEPING
+from ..page import KEEPING
 from ..results import Rows, table
 
 TARGET_SECONDS = 120.0

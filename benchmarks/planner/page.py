@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..part import Part, fill
-from ..results import Results, Rows
+from ..page import Page, Part
+from ..results import Rows
 from . import big
 from .automatic import MICROBATCHES, SCHEDULE, STAGES, Amount, measure
 from .tables import render_predictions, render_stages, render_steps
@@ -65,7 +65,7 @@ these is kept, or a more even one that is as fast but for noise. Both ways then 
 alternating step by step; a step is `forward_backward`, without the optimizer's update. Ratios are
 medians over pairs of steps, the spread is their interquartile range. The last column is where a
 plan from FLOPs and bytes would cut, without any profile. Processes keep what was freed
-(`MALLOC_TRIM_THRESHOLD_` and its like, see [malloc.py](../malloc.py)), as allocators made for
+(`MALLOC_TRIM_THRESHOLD_` and its like, see [page.py](../page.py)), as allocators made for
 training do: how much malloc would else give back and take anew in each step is a matter of chance,
 another in each trainer.""",
         lambda amount: measure(amount),
@@ -86,6 +86,4 @@ twice as long.""",
 }
 
 
-def page(results: Results) -> str:
-    """``README.md``."""
-    return fill(TEMPLATE, PARTS, results)
+PAGE = Page("planner", TEMPLATE, PARTS, Amount, keeping=True)

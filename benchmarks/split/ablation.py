@@ -18,8 +18,7 @@ from autosplit.runtime.residuals import Residuals
 from ..results import Rows, table
 from .clock import elapsed
 from .meter import extra
-from .models import Subject
-from .settings import Settings
+from .models import Settings, Subject
 
 COUNTS = (1, 2, 4, 8)
 SLICES = 4

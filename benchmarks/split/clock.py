@@ -15,9 +15,8 @@ import torch
 
 from autosplit.text.figures import quartiles, ratios
 
-from .contenders import Contender
+from .contenders import ACTIONS, Contender, microbatch
 from .models import Subject
-from .run import ACTIONS, microbatch
 
 WARMUP = 3
 

@@ -17,12 +17,9 @@ from typing import Any
 
 import torch
 
-from ..results import Rows, table
-from .contenders import compiled
-from .models import SIZES
-from .run import microbatch
-from .settings import Settings
-from .targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
+from .contenders import compiled, microbatch
+from .models import SIZES, Settings
 
 WAYS = ("torch.compile", "autosplit")
 COLD = Target("cold / torch.compile cold", at_most=1.3, style=".2f")
@@ -73,7 +70,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    settings = Settings(options.size, options.device, (options.model,), (options.threads,), 1)
+    settings = Settings((options.model,), (options.threads,), 1, options.device, options.size)
     subject = settings.subject(options.model)
     make = compiled(subject)[options.way]
     start = time.perf_counter()

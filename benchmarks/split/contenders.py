@@ -1,8 +1,11 @@
-"""Ways to run one microbatch: plain autograd, autosplit, torch's eager split, and by hand."""
+"""Ways to run one microbatch, action by action: plain autograd, autosplit, torch's eager split, and
+by hand.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +23,8 @@ from .deferral import defer_by_hand
 from .models import Subject
 
 Forward = Callable[[Tensor], Tensor]
+ACTIONS = ("F", "I", "W")
+Around = Callable[[str], AbstractContextManager[object]]
 
 
 class Contender(Protocol):
@@ -42,6 +47,22 @@ class Contender(Protocol):
 
     def clear(self) -> None:
         """Forget the gradients."""
+
+
+def microbatch(
+    contender: Contender, subject: Subject, around: Around = lambda action: nullcontext()
+) -> None:
+    """F, I and W, each within what ``around`` gives for it. Leaves the gradients.
+
+    The input and the gradient of the output are made inside, as if they had just been
+    received, and results are dropped inside, as if they had been sent on.
+    """
+    with around("F"):
+        contender.forward(subject.x.clone())
+    with around("I"):
+        contender.backward_input(subject.grad.clone())
+    with around("W"):
+        contender.backward_weight()
 
 
 class Autograd:

@@ -18,8 +18,7 @@ from examples.families import FAMILIES
 from ..results import Rows, table
 from .clock import elapsed
 from .meter import extra
-from .models import SIZES
-from .settings import Settings
+from .models import SIZES, Settings
 from .steps import difference
 
 COUNTS = (1, 2, 4, 8)

@@ -13,9 +13,8 @@ from torch import nn
 
 import autosplit
 
-from ..results import Rows, table
-from .settings import Settings
-from .targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
+from .models import Settings
 
 WIDTH, BATCH = 8, 4
 LAYERS = 100  # with a weight and a bias each

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..results import Rows, table
-from .contenders import Contender, eager
+from ..results import Rows, Target, table, verdicts
+from .contenders import ACTIONS, Contender, eager, microbatch
 from .meter import levels
-from .models import Subject
+from .models import Settings, Subject
 from .operations import MEMORY
 from .reference import autograd_saves, floor
-from .run import ACTIONS, microbatch
-from .settings import Settings
-from .targets import Target, verdicts
 
 SAVED = {
     "llama": Target("saved after F", at_most=0.85, style=".2f"),

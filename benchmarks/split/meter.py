@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from .contenders import Contender
+from .contenders import ACTIONS, Around, Contender, microbatch
 from .models import Subject
 from .reference import distinct_bytes
-from .run import ACTIONS, Around, microbatch
 
 Run = Callable[[Around], None]
 T = TypeVar("T")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.compare import configure
+from examples.families import settings as families
 from examples.families.models import bert_config, llama_config, mamba_config, resnet_config
 from examples.families.settings import (
     PAPER,
@@ -21,8 +22,9 @@ from examples.families.settings import (
     LlamaSettings,
     MambaSettings,
     ResNetSettings,
-    Settings,
 )
+
+from ..page import option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,7 @@ BUILDERS: dict[str, Callable[[Any], nn.Module]] = {
 }
 
 
-def shape(settings: Settings) -> tuple[int, ...]:
+def shape(settings: families.Settings) -> tuple[int, ...]:
     """Of the input, the microbatch first. An image's stem leaves a quarter of its sides."""
     if isinstance(settings, ResNetSettings):
         side = settings.image // 4
@@ -128,7 +130,7 @@ def shape(settings: Settings) -> tuple[int, ...]:
     return (settings.microbatch_size, settings.seq, settings.width)
 
 
-SMALL: dict[str, Settings] = {
+SMALL: dict[str, families.Settings] = {
     "llama": LlamaSettings(),
     "bert": BertSettings(),
     "mamba": MambaSettings(layers=2, seq=48, microbatch_size=2),
@@ -136,7 +138,7 @@ SMALL: dict[str, Settings] = {
 }
 """50 to 500 ms a step on one core or two."""
 
-TINY: dict[str, Settings] = {
+TINY: dict[str, families.Settings] = {
     "llama": LlamaSettings(width=128, hidden=352, layers=1, heads=2, seq=8),
     "bert": BertSettings(width=128, hidden=512, layers=1, heads=2, seq=8),
     "mamba": MambaSettings(width=16, layers=1, seq=4, microbatch_size=2),
@@ -144,7 +146,7 @@ TINY: dict[str, Settings] = {
 }
 """Only to see that the measuring works."""
 
-LARGE: dict[str, Settings] = {
+LARGE: dict[str, families.Settings] = {
     "llama": configure(LlamaSettings, {**PAPER["llama"], "vocabulary": 8, "layers": 8}),
     "bert": configure(BertSettings, {**PAPER["bert"], "vocabulary": 8, "microbatch_size": 8}),
     "mamba": configure(
@@ -157,3 +159,19 @@ LARGE: dict[str, Settings] = {
 Mamba-1.4B with a sequence that the loop of its scan can unroll, ResNet-152."""
 
 SIZES = {"small": SMALL, "tiny": TINY, "large": LARGE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is measured, and how often."""
+
+    models: tuple[str, ...] = option((*SMALL,), "of transformers", SMALL)
+    threads: tuple[int, ...] = option((1, 2), "every time is measured with each")
+    rounds: int = option(15, "timed microbatches of each contender")
+    device: str = option("cpu", "where", ["cpu", "cuda"])
+    size: str = option("small", 'of the models; "large" is for a GPU', SIZES)
+
+    def subject(self, model: str) -> Subject:
+        """A model and its microbatch."""
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        return build(model, SIZES[self.size][model], self.device, dtype)

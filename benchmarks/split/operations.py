@@ -8,12 +8,9 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..results import Rows, table
-from .contenders import Autograd, Autosplit, ByHand, Contender
-from .models import Subject
-from .run import ACTIONS, microbatch
-from .settings import Settings
-from .targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
+from .contenders import ACTIONS, Autograd, Autosplit, ByHand, Contender, microbatch
+from .models import Settings, Subject
 
 MEMORY = ("fast", "balanced", "lean")
 ALL = Target("(F+I+W) / unsplit", at_most=1.005, at_least=0.995)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..part import Part
-from ..results import Results
+from ..page import Page, Part
 from . import (
     ablation,
-    allocator,
     autograd_overhead,
     compilation,
-    convolutions,
     gathering,
     lazy,
     memory,
     operations,
     steps,
 )
-from .settings import Settings
+from .models import Settings
 
 TEMPLATE = """\
 # What splitting costs
@@ -37,8 +32,7 @@ of its output are made inside, as if just received. **Bold** figures miss their 
   ([deferral.py](deferral.py)), as Megatron-style code does.
 
 On the CPU, processes keep what was freed (`MALLOC_TRIM_THRESHOLD_` and its like, see
-[malloc.py](../malloc.py)), as allocators made for training do; `--as-it-comes` leaves malloc
-as it is.
+[page.py](../page.py)), as allocators made for training do.
 {sections}
 ## To reproduce
 
@@ -69,25 +63,6 @@ forms: `torch.compile` takes the one for compilers (`associative_scan`), autospl
 the sequence, as eager mode does. They compute the same function by different algorithms.""",
         steps.measure_inductor,
         lambda rows: steps.render(rows, steps.INDUCTOR_TARGET),
-    ),
-    "convolutions": Part(
-        "Convolutions, divided",
-        """\
-The backward operator of every convolution of ResNet by itself: both gradients in one call, as
-autograd asks for them; in two calls; and all gradients of inputs before all gradients of
-weights. Tensors lie as eager has them, and channels last as Inductor lays them. What is left in the
-last column above 1 is in the kernels, and no split saves it.""",
-        convolutions.measure,
-        convolutions.render,
-    ),
-    "allocator": Part(
-        "Memory given back and taken again",
-        """\
-The eager step as above, with glibc's malloc as it comes, which gives freed memory back to the
-system and takes it again page by page, and told to keep it. *page faults*: of one microbatch.
-What waits for W is held while the rest is freed, so a split gives back and takes more.""",
-        allocator.measure,
-        allocator.render,
     ),
     "flops": Part(
         "Operations",
@@ -162,27 +137,4 @@ different algorithms, as above: autosplit unrolls a loop, `torch.compile` has no
 }
 
 
-def page(results: Results) -> str:
-    """``README.md``."""
-    parts = results.parts
-    environment = next((part["environment"] for part in parts.values()), "")
-    return TEMPLATE.format(
-        environment=environment,
-        sections="".join(_section(key, parts[key], environment) for key in _ordered(parts)),
-        commands="\n".join(parts[key]["commands"][-1] for key in _ordered(parts)),
-    )
-
-
-def _ordered(parts: dict[str, Any]) -> list[str]:
-    order = list(PARTS)
-    return sorted(parts, key=lambda key: (" on " in key, order.index(key.split()[0])))
-
-
-def _section(key: str, part: dict[str, Any], environment: str) -> str:
-    name, _, device = key.partition(" on ")
-    described = PARTS[name]
-    title = described.title + (f", {device}" if device else "")
-    text = [f"\n## {title}", described.about, described.render(part["rows"])]
-    if part["environment"] != environment:
-        text.insert(1, part["environment"] + ".")
-    return "\n\n".join(text) + "\n"
+PAGE = Page("split", TEMPLATE, PARTS, Settings, keeping=True)

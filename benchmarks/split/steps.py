@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..results import Rows, table
+from ..results import Rows, Target, table, verdicts
 from .clock import Durations, interleave, ratio
-from .contenders import Contender, compiled, eager
-from .models import Subject
-from .run import microbatch
-from .settings import Settings
-from .targets import Target, verdicts
+from .contenders import Contender, compiled, eager, microbatch
+from .models import Settings, Subject
 
 Builders = Mapping[str, Callable[[], Contender]]
 

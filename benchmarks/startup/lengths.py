@@ -18,8 +18,7 @@ from torch._dynamo.utils import counters
 
 import autosplit
 
-from ..results import Rows, table
-from ..split.targets import Target, verdicts
+from ..results import Rows, Target, table, verdicts
 from .fresh_process import command, measured
 from .measure import Settings
 from .models import MODELS
@@ -60,7 +59,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """A row for each text model and depth; processes with empty caches take turns."""
     texts = [name for name in settings.models if name != "vit"]
     for model in texts:
-        for layers in settings.layers:
+        for layers in settings.depths((2, 8, 32)):
             found: dict[str, list[Any]] = {way: [] for way in WAYS}
             for _ in range(settings.turns):
                 for way, took in found.items():

@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from ..results import Rows, table
-from ..split.targets import Target, verdicts
+from ..page import option
+from ..results import Rows, Target, table, verdicts
 from .fresh_process import measured
+from .models import MODELS
 
 RATIO = Target("over torch.compile", at_most=0.25, style=".2f")
 GROWTH = Target("s a layer", at_most=0.03, style=".3f")
@@ -23,24 +24,24 @@ ENDS = (8, 80)  # the depths between which growth is counted
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        models: of ``MODELS``.
-        layers: depths.
-        turns: processes of each kind; medians count.
-    """
+    models: tuple[str, ...] = option((*MODELS,), "families", MODELS)
+    layers: tuple[int, ...] = option((0,), "2 8 32 80, with Inductor 2 8, of lengths 2 8 32")
+    turns: int = option(3, "processes of each kind; medians count")
 
-    models: tuple[str, ...]
-    layers: tuple[int, ...]
-    turns: int
+    def depths(self, default: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that were asked for."""
+        return default if self.layers == (0,) else self.layers
 
 
-def measure(settings: Settings, ours: str, theirs: str) -> Iterator[dict[str, Any]]:
+def measure(
+    settings: Settings, ours: str, theirs: str, depths: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
     """A row for each model and depth: ours, the whole compiled, and each block compiled."""
     ways = {"ours": ours, "theirs": theirs, "regional": f"regional {theirs}"}
     for model in settings.models:
-        for layers in settings.layers:
+        for layers in settings.depths(depths):
             found: dict[str, list[Any]] = {whose: [] for whose in ways}
             for _ in range(settings.turns):
                 for whose, way in ways.items():

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..part import Part, fill
-from ..results import Results
+from ..page import Page, Part
 from . import lengths
 from .measure import Settings, measure, render
 
@@ -33,13 +32,13 @@ PARTS: dict[str, Part[Settings]] = {
     "eager": Part(
         "Eager kernels",
         'Beside `torch.compile(backend="aot_eager")`, which captures the same graphs.',
-        lambda settings: measure(settings, "autosplit", "aot_eager"),
+        lambda settings: measure(settings, "autosplit", "aot_eager", (2, 8, 32, 80)),
         render,
     ),
     "inductor": Part(
         "Inductor",
         'Beside `torch.compile`. Ours is `split(backend="inductor")`.',
-        lambda settings: measure(settings, "autosplit inductor", "inductor"),
+        lambda settings: measure(settings, "autosplit inductor", "inductor", (2, 8)),
         render,
     ),
     "lengths": Part(
@@ -52,6 +51,4 @@ PARTS: dict[str, Part[Settings]] = {
 }
 
 
-def page(results: Results) -> str:
-    """``README.md``."""
-    return fill(TEMPLATE, PARTS, results)
+PAGE = Page("startup", TEMPLATE, PARTS, Settings)

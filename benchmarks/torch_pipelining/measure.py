@@ -8,7 +8,7 @@ import functools
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from autosplit.compare.workload import Workload, load_workload
 from autosplit.pipeline.engine.launch import launch
 
+from ..page import option
 from ..pipeline.turns import (
     RANKS,
     TIMEOUT,
@@ -30,7 +31,6 @@ from ..pipeline.turns import (
     root_of,
     take_turns,
 )
-from ..results import Rows
 from .activations import activation_peak
 from .contenders import CONTENDERS, Contender
 from .gradients import Gradients, difference, gradients_of, reference
@@ -40,9 +40,6 @@ from .task import Step, Task
 
 COUNTS = (2, 4, 8)
 FACTORY = "examples.models:llama"
-OVERRIDES = {"seq": "128"}  # actions of 20 ms and more
-
-Deliver = Callable[[Rows], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,41 +74,44 @@ class Row(Rounds):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        schedules: names.
-        microbatches: the Ms.
-        contenders: names.
-        rounds: turns of each contender.
-        overrides: settings of the model.
-    """
+    schedules: tuple[str, ...] = option((*ENTRIES,), "of torch's", ENTRIES)
+    microbatches: tuple[int, ...] = option(COUNTS, "M")
+    contenders: tuple[str, ...] = option((*CONTENDERS,), "who takes turns", CONTENDERS)
+    rounds: int = option(5, "turns of each contender")
+    seq: int = option(128, "tokens a sample; actions take 20 ms and more")
+    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    schedules: Sequence[str] = tuple(ENTRIES)
-    microbatches: Sequence[int] = COUNTS
-    contenders: Sequence[str] = tuple(CONTENDERS)
-    rounds: int = 5
-    overrides: Mapping[str, str] = dataclasses.field(default_factory=lambda: OVERRIDES)
+    @property
+    def model(self) -> dict[str, str]:
+        """What is not as in the workload."""
+        return {"seq": str(self.seq), **self.overrides}
 
 
-def measure(settings: Settings, deliver: Deliver) -> list[Row]:
-    """All of it in one launch; ``deliver`` takes the rows of each schedule and M, elsewhere."""
-    return launch(_on_rank, RANKS, (settings, deliver), timeout=3600.0)[0]
+def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
+    """A row for each schedule, M and contender."""
+    model = ", ".join(f"{name} {value}" for name, value in settings.model.items())
+    for row in measure(settings):
+        yield {**dataclasses.asdict(row), "settings": model}
 
 
-def _on_rank(settings: Settings, deliver: Deliver) -> list[Row]:
+def measure(settings: Settings) -> list[Row]:
+    """All of it in one launch."""
+    return launch(_on_rank, RANKS, (settings,), timeout=3600.0)[0]
+
+
+def _on_rank(settings: Settings) -> list[Row]:
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)  # torch logs the whole schedule with each error that is expected
-    field = Field(load_workload(FACTORY, settings.overrides))
-    rows: list[Row] = []
-    for schedule in settings.schedules:
-        for count in settings.microbatches:
-            contenders = [CONTENDERS[name] for name in settings.contenders]
-            found = field.compare(ENTRIES[schedule], count, contenders, settings.rounds)
-            if dist.get_rank() == 0:
-                deliver([dataclasses.asdict(row) for row in found])
-            rows += found
-    return rows
+    field = Field(load_workload(FACTORY, settings.model))
+    contenders = [CONTENDERS[name] for name in settings.contenders]
+    return [
+        row
+        for schedule in settings.schedules
+        for count in settings.microbatches
+        for row in field.compare(ENTRIES[schedule], count, contenders, settings.rounds)
+    ]
 
 
 class Field:

@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from ..results import Results, Rows, table
+from ..page import Page, Part
+from ..results import Rows, table
 from .contenders import CONTENDERS
+from .measure import Settings, measure_all
 from .targets import (
     Cell,
     Figure,
@@ -21,25 +23,26 @@ from .targets import (
     verdicts,
 )
 
-PART = "steps"
-
 TEMPLATE = """\
 # Under torch.distributed.pipelining: its stages, ours, and our engine
 
 Written by `python -m benchmarks.torch_pipelining`; do not edit. {environment}.
+{sections}
+## To reproduce
 
-A LLaMA-like decoder (`examples.models:llama`, {settings}) on two processes with one thread each,
-under every schedule of torch's: forward and backward of a whole step, until both ranks are done.
-The contenders of a row take turns in one run, in another order in each of {rounds} rounds. Each is
-a [program](programs) of its own: torch's `PipelineStage`, eager and after `module.compile()`; the
-same without donated buffers, where that fails; `SplitPipelineStage`, eager and with
-`backend="inductor"`; and `PipelineTrainer` with every rank's actions in torch's order.
+```sh
+{commands}
+```
+"""
 
-## Targets
+_SECTIONS = """\
+`examples.models:llama` with {settings}; {rounds} rounds.
+
+### Targets
 
 {verdicts}
 
-## Time of a step
+### Time of a step
 
 Medians in ms, with the range between the quartiles.
 
@@ -50,7 +53,7 @@ target. *Fastest eager*: of torch's stage, ours and our engine.
 
 {ratios}
 
-## What the orders leave to gain
+### What the orders leave to gain
 
 Simulated, without messages or overheads, with F, I and W as long as each other. *Split over
 unsplit*: the same order with every I and its W as one B, over it as it is. Torch's stage splits the
@@ -59,39 +62,30 @@ long as a whole B, where each goes through the whole graph, over the order as it
 
 {ideals}
 
-## Peak memory of activations
+### Peak memory of activations
 
 MiB that a step from no gradients holds at its most, but for parameters and for what is left as
 gradients, on the rank where that is more.
 
 {memory}
 
-## Gradients
+### Gradients
 
 The largest difference from plain autograd in one process, over the largest gradient of its stage.
 
 {differences}
 
-## Lines changed
+### Lines changed
 
 Of the program with torch's eager stages, by a user.
 
 {lines}
-{errors}
-## To reproduce
-
-```sh
-{commands}
-```
-"""
+{errors}"""
 
 
-def page(results: Results) -> str:
-    """``README.md``."""
-    rows = results.rows(PART)
-    part = results.parts[PART]
-    return TEMPLATE.format(
-        environment=part["environment"],
+def render(rows: Rows) -> str:
+    """All that rows say, target by target."""
+    return _SECTIONS.format(
         settings=", ".join(sorted({row["settings"] for row in rows})),
         rounds=" or ".join(
             str(each) for each in sorted({len(row["rounds"]) for row in rows if row["rounds"]})
@@ -108,15 +102,7 @@ def page(results: Results) -> str:
         ),
         lines=_lines(),
         errors=_errors(rows),
-        commands="\n".join(part["commands"]),
     )
-
-
-def write(results: Results, model: str, rows: Rows, command: str, environment: str) -> None:
-    """Add rows of a ``model`` of these settings to ``results``; make the page beside it anew."""
-    marked = [{**row, "settings": model} for row in rows]
-    results.update(PART, marked, command, environment)
-    (results.path.parent / "README.md").write_text(page(results))
 
 
 def _time(row: dict[str, Any]) -> str:
@@ -191,9 +177,31 @@ def _errors(rows: Rows) -> str:
         if row["error"]:
             said.setdefault(row["error"], []).append(row["name"])
     return "".join(_error(error, names) for error, names in said.items()) and (
-        "\n## What failed\n" + "".join(_error(error, names) for error, names in said.items())
+        "\n### What failed\n" + "".join(_error(error, names) for error, names in said.items())
     )
 
 
 def _error(error: str, names: list[str]) -> str:
     return f"\n{'; '.join(names)}:\n\n```\n{error}\n```\n"
+
+
+PAGE = Page(
+    "torch_pipelining",
+    TEMPLATE,
+    {
+        "steps": Part(
+            "Steps of a decoder",
+            """\
+A LLaMA-like decoder on two processes with one thread each, under every schedule of torch's: forward
+and backward of a whole step, until both ranks are done. The contenders of a row take turns in one
+run, in another order in each round. Each is a [program](programs) of its own: torch's
+`PipelineStage`, eager and after `module.compile()`; the same without donated buffers, where that
+fails; `SplitPipelineStage`, eager and with `backend="inductor"`; and `PipelineTrainer` with every
+rank's actions in torch's order.""",
+            measure_all,
+            render,
+        )
+    },
+    Settings,
+    keeping=True,
+)

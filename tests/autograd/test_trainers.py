@@ -1,4 +1,4 @@
-"""Programs that know nothing of pending gradients: transformers' Trainer, torch's pipelines."""
+"""Programs that know nothing of pending gradients: transformers' Trainer, torch's own split."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch.distributed.pipelining._backward import stage_backward_input
 import autosplit
 from autosplit import SplitError
 from autosplit.torch_internals.version import TORCH
-from tests.autograd.pipelining_workers import SCHEDULES, all_errors
-from tests.ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,14 +52,6 @@ def test_the_inner_loop_of_a_trainer() -> None:
     assert logs[0] == logs[1]
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_torchs_pipelines(on_ranks: Ranks) -> None:
-    """``scale_grads`` divides what is pending too; schedules that split say what they want."""
-    for rank in on_ranks(all_errors, 2, timeout=100):
-        assert list(rank) == list(SCHEDULES)
-        for name, worst in rank.items():
-            assert worst < 1e-6, name
 
 
 def test_torchs_own_split_backward_says_what_it_wants() -> None:

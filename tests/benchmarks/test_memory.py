@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.memory import budgets, critics, lean, limit, prediction, yardstick
-from benchmarks.memory.page import PARTS, page
+from benchmarks.memory.page import PAGE
 from benchmarks.memory.settings import Settings
 from benchmarks.results import Results
 from benchmarks.split.models import Subject
@@ -71,8 +71,8 @@ def test_the_page_judges_what_was_found(tmp_path: Path) -> None:
     assert "ValueError: x" in text
     results = Results.read(tmp_path / "results.json")
     results.update("lean", rows, "the command", "the environment")
-    assert PARTS["lean"].title in page(results)
-    assert "the command" in page(results)
+    assert PAGE.parts["lean"].title in PAGE.render(results)
+    assert "the command" in PAGE.render(results)
 
 
 def test_what_balancing_buys_is_projected_from_one_layer(

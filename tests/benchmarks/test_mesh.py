@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from benchmarks.mesh import beside, collectives, exactness, hidden
-from benchmarks.mesh.page import PARTS, write
+from benchmarks.mesh.page import PAGE
 from benchmarks.results import Results
 
 _EXCHANGE = torch.ops._c10d_functional
@@ -83,9 +83,9 @@ def test_reductions_that_are_not_hidden_and_two_norms_stand_out(tmp_path: Path) 
     fails = {**torchs, "name": "fails", "mesh": "pp 3", "seconds": [], "said": "it broke"}
     alone = {**ours, "name": "alone", "mesh": "pp 3", "peak": 2**21}
     results.update("beside", [torchs, ours, fails, alone], "command", "machine")
-    write(results)
+    PAGE.write(results)
     page = (tmp_path / "README.md").read_text()
-    for part in PARTS.values():
+    for part in PAGE.parts.values():
         assert part.title in page
     assert "**2 norms**, 1.5, 2.5" in page
     assert "**50%**" in page

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 
 from autosplit.pipeline.simulation.simulate import simulate
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import concatenation, projection, scaling, theory, training
+from benchmarks.paper import concatenation, scaling, theory, training
 from benchmarks.paper.overview import overview
-from benchmarks.paper.projection import __main__ as projecting
 from benchmarks.paper.settings import SIZES
 from benchmarks.paper.tables import MEASUREMENTS, TABLES, needed, page
 from benchmarks.results import Results
@@ -102,13 +100,6 @@ def test_w_of_several_microbatches_is_a_trainers(monkeypatch: pytest.MonkeyPatch
     assert text.count("bert, 2 microbatches") == 4
 
 
-def test_nothing_is_projected_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.projection, "measure", lambda settings: iter(()))
-    with pytest.raises(SystemExit, match="nothing to project from: no stage has been timed on a G"):
-        command.main(["projection", "--output", str(tmp_path)])
-    assert not (tmp_path / "projection").exists()
-
-
 def test_the_folder_says_what_holds_up(tmp_path: Path) -> None:
     results = Results.read(tmp_path / "results.json")
     nothing = overview(results)
@@ -126,28 +117,3 @@ def test_the_folder_says_what_holds_up(tmp_path: Path) -> None:
     assert "0 of 1 families the loss falls, and alike" in text
     assert "reaches 1.40x with the paper's placement of W and 1.50x with autosplit's" in text
     assert "within 0.000 of the formulas" in text
-
-
-def test_a_projection_says_that_it_is_one(tmp_path: Path) -> None:
-    stage: dict[str, Any] = {"family": "made up", "share": 0.25, "saved": 8.0, "deferred": 4.0}
-    stage |= {"ms": {"F": 1.0, "I": 1.0, "W": 1.0}, "environment": "nowhere"}
-    (tmp_path / "device.json").write_text(json.dumps({"stages": [stage]}))
-    rows = [*projection.measure(SMALLEST, tmp_path)]
-    text = projection.render({"projection": rows})
-    assert "**A projection, not a measurement**" in text
-    assert "device: made up" in text
-    one = projection.project(stage, theory.BY_LABEL["1F1B-1"], 4)
-    two = projection.project(stage, theory.BY_LABEL["1F1B-1"], 8)
-    assert one["fused"] == pytest.approx(7 * 0.003)
-    assert one["split"] <= 15 * 0.001 + 1e-9
-    assert two["fused"] == pytest.approx(15 * 0.0015)
-
-
-def test_stages_are_stored_for_a_projection(tmp_path: Path) -> None:
-    file = tmp_path / "results" / "cpu.json"
-    options = ["--families", "llama", "--device", "cpu", "--size", "tiny", "--rounds", "1"]
-    projecting.main([*options, "--output", str(file)])
-    (row,) = projection.measure(SMALLEST, file.parent)
-    assert row["name"] == "cpu: llama"
-    assert row["ms"].keys() == {"F", "I", "W"}
-    assert row["saved"] >= row["deferred"] > 0

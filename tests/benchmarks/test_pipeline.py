@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,12 @@ import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from autosplit.pipeline.builders.build import build
-from benchmarks.pipeline import compute, engine, memory, page, peers, playing, standin
+from benchmarks.pipeline import compute, engine, memory, page, peers, standin
 from benchmarks.pipeline.contenders import Contender
 from benchmarks.results import Results
 from examples.decoder import LlamaConfig
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
-
-
-def test_an_order_is_played_both_ways() -> None:
-    rows = list(playing.measure_all(plays=1))
-    assert len(rows) == len(playing.SIZES)
-    assert rows[0]["name"] in playing.render(rows)
 
 
 def test_stand_ins_take_their_time_and_steps_in_flight_are_counted() -> None:
@@ -60,7 +53,7 @@ def test_repeated_steps_follow_each_other_on_every_rank() -> None:
 def test_engine_page(tmp_path: Path) -> None:
     results = Results.read(tmp_path / "results.json")
     results.update("engine", engine.measure(soak=10), "command", "environment")
-    text = page.page(results)
+    text = page.PAGE.render(results)
     assert "microseconds" in text
     assert "Soak: 10 steps" in text
 
@@ -97,7 +90,7 @@ def fails_on_the_last_rank(stage: Any, microbatches: int, loss_fn: Any) -> Sched
     return Schedule1F1B(stage, microbatches, loss_fn=fail)
 
 
-def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row(tmp_path: Path) -> None:
+def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row() -> None:
     chosen = [
         Contender("1f1b", True, "1f1b"),
         Contender("in flight: 1f1b", True, "1f1b", in_flight=True),
@@ -105,19 +98,13 @@ def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row(tmp_path: Path
         Contender("1F1B", False, Schedule1F1B, split_backward=False, match="1f1b"),
         Contender("in flight: 1F1B", False, Schedule1F1B, match="in flight: 1f1b", in_flight=True),
     ]
-    results = Results.read(tmp_path / "results.json")
-    deliver = functools.partial(page.write, results, "peers", command="c", environment="e")
     factory = "examples.models:llama"
-    found = peers.measure(factory, (2, 4), 2, "eager", TINY, chosen, deliver=deliver)
-    assert all((row.seconds > 0) is not bool(row.error) for row in found)
-    rows = Results.read(tmp_path / "results.json").rows("peers")
-    assert [row["schedule"] for row in rows] == [each.name for each in chosen] * 2
+    rows = peers.measure(factory, (2, 4), 2, "eager", TINY, chosen)
+    assert [row.schedule for row in rows] == [each.name for each in chosen] * 2
     for row in rows:
-        assert len(row["rounds"]) == (0 if row["schedule"] == "fails" else 2)
-        assert ("this rank only" in row["error"]) is (row["schedule"] == "fails")
-    text = (tmp_path / "README.md").read_text()
-    assert "### eager, M=2" in text
-    assert "### eager, M=4" in text
+        assert (row.seconds > 0) is not bool(row.error)
+        assert len(row.rounds) == (0 if row.schedule == "fails" else 2)
+        assert ("this rank only" in row.error) is (row.schedule == "fails")
 
 
 def test_ranks_are_weighed_while_they_run_and_counted_where_they_are_many() -> None:

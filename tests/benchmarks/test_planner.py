@@ -11,7 +11,7 @@ import torch
 from benchmarks.planner import big, tables
 from benchmarks.planner.automatic import Amount, measure
 from benchmarks.planner.models import CASES, Pyramid
-from benchmarks.planner.page import page
+from benchmarks.planner.page import PAGE
 from benchmarks.results import Results
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
@@ -28,7 +28,7 @@ def test_a_model_is_cut_both_ways_and_measured(tmp_path: Path) -> None:
     assert row["blocks"] == row["kinds"] == 3
     results = Results.read(tmp_path / "results.json")
     results.update("automatic", [row], "the command", "the environment")
-    text = page(results)
+    text = PAGE.render(results)
     assert "convolutional pyramid" in text
     assert "the command" in text
 

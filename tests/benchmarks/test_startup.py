@@ -12,7 +12,7 @@ from benchmarks.startup import lengths
 from benchmarks.startup.first_step import first_step
 from benchmarks.startup.measure import render
 from benchmarks.startup.models import MODELS
-from benchmarks.startup.page import page
+from benchmarks.startup.page import PAGE
 
 
 @pytest.mark.parametrize("way", ["autosplit", "aot_eager", "regional aot_eager"])
@@ -48,7 +48,7 @@ def test_figures_that_miss_their_target_are_bold(tmp_path: Path) -> None:
     assert "Target s a layer ≤ 0.030: missed by llama (0.056)." in text
     results = Results.read(tmp_path / "results.json")
     results.update("eager", bad, "the command", "the environment")
-    assert "the command" in page(results)
+    assert "the command" in PAGE.render(results)
 
 
 def test_lengths_are_counted(monkeypatch: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,7 @@ def row(contender: str, *rounds: float, microbatches: int = 4, **more: Any) -> d
 
 @pytest.mark.skipif(VERSION not in SUPPORTED, reason="another torch.distributed.pipelining")
 @pytest.mark.usefixtures("launched_on_ranks")
-def test_contenders_take_turns_and_what_a_schedule_refuses_is_said(tmp_path: Path) -> None:
-    results = Results.read(tmp_path / "results.json")
+def test_contenders_take_turns_and_what_a_schedule_refuses_is_said() -> None:
     settings = Settings(
         schedules=("GPipe", "ZBVZeroBubble", "DualPipeV"),
         microbatches=(2,),
@@ -50,8 +48,7 @@ def test_contenders_take_turns_and_what_a_schedule_refuses_is_said(tmp_path: Pat
         rounds=2,
         overrides=TINY,
     )
-    deliver = functools.partial(page.write, results, "tiny", command="c", environment="e")
-    found = measure(settings, deliver)
+    found = measure(settings)
     ran = [each for each in found if not each.error]
     assert [(each.schedule, each.contender) for each in ran] == [
         (schedule, contender)
@@ -60,7 +57,7 @@ def test_contenders_take_turns_and_what_a_schedule_refuses_is_said(tmp_path: Pat
     ]
     assert all(len(each.rounds) == 2 and each.peak > 0 for each in ran)
     assert {each.difference for each in ran} == {0.0}
-    text = (tmp_path / "README.md").read_text()
+    text = page.render([{**dataclasses.asdict(each), "settings": "tiny"} for each in found])
     assert "No schedule in which ours fails. Met in all 2 rows" in text
     assert f"DualPipeV, M=2: {TORCH}; DualPipeV, M=2: {OURS}" in text
     assert "ValueError: DualPipeV requires at least as many microbatches as stages" in text
@@ -114,8 +111,8 @@ def test_targets_are_judged_by_turns_of_the_same_round() -> None:
 def test_a_page_has_what_failed_and_every_figure(tmp_path: Path) -> None:
     results = Results.read(tmp_path / "results.json")
     rows = [row(TORCH, 1.0, 1.1, difference=2e-7), row(COMPILED, error="RuntimeError: in full\nso")]
-    results.update(page.PART, rows, "the command", "the machine")
-    text = page.page(results)
+    results.update("steps", rows, "the command", "the machine")
+    text = page.PAGE.render(results)
     assert "RuntimeError: in full\nso\n" in text
     assert "2.0e-07" in text
     assert "1050 ±25" in text

@@ -1,4 +1,4 @@
-"""A slice of ``python -m benchmarks.checkpoint mutations``."""
+"""Checkpoints that are damaged at random."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autosplit.errors import CheckpointError
-from benchmarks.checkpoint import mutations
-from benchmarks.checkpoint.mutations import FORMS, Judge, Mutation, WrongError, search
+from tests.checkpoint import mutations
+from tests.checkpoint.mutations import FORMS, Judge, Mutation, WrongError, search
 
 
 @pytest.mark.parametrize("form", FORMS)

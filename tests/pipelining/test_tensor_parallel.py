@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autosplit.pipelining import SplitPipelineStage, weight_gradients
 from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH
-from tests.semantics.parallel.tensor_parallel_workers import Mlp
+from tests.semantics.parallel.test_tensor_parallel import Mlp
 
 from .programs import CPU, mean_square
 

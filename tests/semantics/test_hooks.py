@@ -74,14 +74,16 @@ def test_forward_hook_added_and_removed_after_the_capture() -> None:
 
 def test_hooks_on_parameters_fire_for_every_microbatch() -> None:
     model = Model()
-    split = autosplit.split(model)
+    split, plain = autosplit.split(model), copy.deepcopy(model)
     log: list[str] = []
     model.last.weight.register_hook(lambda grad: log.append("grad") or grad * 2)
     model.last.weight.register_post_accumulate_grad_hook(lambda _: log.append("done"))
     for count, batch in enumerate(batches(), 1):
         split(*batch).sum().backward()
         assert log == ["grad", "done"] * count
+        plain(*batch).sum().backward()
     assert split.pending == 0
+    assert torch.equal(model.last.weight.grad, 2 * plain.last.weight.grad)
 
 
 def test_hooks_on_inputs_and_outputs() -> None:

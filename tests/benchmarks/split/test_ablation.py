@@ -9,8 +9,7 @@ from torch import Tensor, nn
 import autosplit
 from benchmarks.split.ablation import COUNTS, SLICES, WAYS, deferred, measure, render
 from benchmarks.split.meter import extra
-from benchmarks.split.models import Subject
-from benchmarks.split.settings import Settings
+from benchmarks.split.models import Settings, Subject
 
 
 def allocate(kib: int) -> Tensor:
@@ -46,7 +45,7 @@ def test_extra_memory_of_a_call() -> None:
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_rows_and_their_tables() -> None:
-    settings = Settings(size="tiny", device="cpu", models=("resnet",), threads=(1,), rounds=1)
+    settings = Settings(size="tiny", models=("resnet",), threads=(1,), rounds=1)
     rows = list(measure(settings))
     assert [row["name"] for row in rows] == [
         "resnet, 1 microbatch",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import Results
-from benchmarks.split import __main__ as command
+from benchmarks.results import Results, Target, verdicts
 from benchmarks.split import clock, gathering, memory, operations, reference, steps
 from benchmarks.split.contenders import Autograd, Autosplit, ByHand, Contender, TorchSplit, eager
 from benchmarks.split.meter import levels
 from benchmarks.split.models import BUILDERS, SIZES, Subject, build
-from benchmarks.split.page import PARTS, page
-from benchmarks.split.targets import Target, verdicts
+from benchmarks.split.page import PAGE
 
 KIB = 1024
 
@@ -222,23 +219,19 @@ def test_contender_that_fails_is_a_result(subject: Subject) -> None:
 def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "MEMORY", ("fast", "lean"))
     monkeypatch.setattr(memory, "MEMORY", ("balanced", "lean"))
-    words = "split eager flops memory --models resnet --threads 1 --rounds 2 --size tiny --output"
-    monkeypatch.setattr(sys, "argv", [*words.split(), str(tmp_path / "new")])
-    command.main()
+    words = "eager flops memory --models resnet --threads 1 --rounds 2 --size tiny --output"
+    PAGE.main([*words.split(), str(tmp_path / "new")])
     found = Results.read(tmp_path / "new" / "results.json")
     assert list(found.parts) == ["eager", "flops", "memory"]
     text = (tmp_path / "new" / "README.md").read_text()
-    assert text == page(found)
+    assert text == PAGE.render(found)
     assert "| resnet, 1 thread" in text
-    assert "python -m benchmarks.split flops --rounds 2" in text
+    assert "benchmarks.split flops --models resnet --threads 1 --rounds 2 --size tiny" in text
     row = next(row for row in found.rows("memory") if row["way"] == "autosplit balanced")
     assert row["held"]["I"] <= 1.03 * row["floor"]
 
 
-def test_unknown_part_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["split", "speed"])
+def test_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.main()
-    assert f"unknown part 'speed'; known parts: {', '.join(PARTS)}" in capsys.readouterr().err
+        PAGE.main(["speed"])
+    assert f"unknown part 'speed'; known parts: {', '.join(PAGE.parts)}" in capsys.readouterr().err

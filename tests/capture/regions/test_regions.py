@@ -281,15 +281,7 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("memory", ["fast", "lean"])
 def test_memory_settings(memory: str) -> None:
-    model = Stack()
-    split = autosplit.split(model, memory=memory)
-    (x,) = batches()[0]
-    split(x).sum().backward()
-    split.backward_weight()
-    mine = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    model(x).sum().backward()
-    assert all(map(torch.equal, mine, [parameter.grad for parameter in model.parameters()]))
+    split = assert_equals_autograd(Stack(), batches(), memory=memory)
     assert kinds(split) == [4]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autosplit
 from autosplit.errors import CaptureError
+from tests.semantics.against_autograd import assert_equals_autograd
 
 LABELS = torch.tensor([[1, 3, -1, 0, 0], [0, -1, 0, 0, 0], [4, 3, 2, 1, 0]])
 LOSSES = {
@@ -48,14 +48,4 @@ def test_one_graph_is_refused(kind: type[Model]) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_parts_are_as_in_eager_mode(name: str) -> None:
     loss, shape, target = LOSSES[name]
-    model = Model(loss)
-    twin, split = copy.deepcopy(model), autosplit.split(model)
-    for _ in range(2):
-        x = torch.randn(shape)
-        found, expected = split(x, target), twin(x, target)
-        assert torch.equal(found, expected)
-        found.sum().backward()
-        expected.sum().backward()
-    autosplit.backward_weight(split)
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_equals_autograd(Model(loss), [(torch.randn(shape), target) for _ in range(2)])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError
+from tests.semantics.against_autograd import assert_equals_autograd
 
 
 class Hooked(nn.Module):
@@ -42,17 +41,8 @@ def doubled(gradient: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("place", ["input", "weight", "removed", "view", "middle"])
 def test_gradients_are_autograds(place: str) -> None:
-    module = Hooked(place)
-    plain, split = copy.deepcopy(module), autosplit.split(module)
-    for _ in range(2):
-        mine = torch.randn(3, 4).requires_grad_()
-        theirs = mine.detach().clone().requires_grad_()
-        split(mine).sum().backward()
-        plain(theirs).sum().backward()
-        assert mine.grad is not None
-        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
-    for ours, expected in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, expected.grad)  # type: ignore[arg-type]
+    batches = [(torch.randn(3, 4, requires_grad=True),) for _ in range(2)]
+    assert_equals_autograd(Hooked(place), batches)
 
 
 @pytest.mark.parametrize("place", ["input", "weight"])

@@ -1,1 +1,0 @@
-"""What happens to damaged checkpoints, and what looking for damage costs."""
