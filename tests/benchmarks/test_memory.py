@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from autosplit.pipeline import Costs, StageMemory
 from benchmarks.memory import budgets, critics, lean, limit, prediction, yardstick
 from benchmarks.memory.page import PAGE
 from benchmarks.memory.settings import Settings
@@ -41,9 +42,8 @@ def test_budgets_are_measured_on_one_stage(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("launched_on_ranks")
 def test_predictions_are_held_against_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the cases the first, which is not split, and the one that recomputes."""
-    fused, *_, lean, _ = prediction.CASES
-    monkeypatch.setattr(prediction, "CASES", (fused, lean))
+    """Of the cases the one that recomputes."""
+    monkeypatch.setattr(prediction, "CASES", (prediction.DRAWN,))
     monkeypatch.setattr(prediction, "SIZES", {"tiny": {"bert": SMALLEST.overrides("bert")}})
     rows = [*prediction.measure(TINY)]
     assert len(rows) == len(prediction.CASES)
@@ -78,9 +78,14 @@ def test_the_page_judges_what_was_found(tmp_path: Path) -> None:
 def test_what_balancing_buys_is_projected_from_one_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def layer(attention: str, samples: int, settings: Settings) -> critics.Measured:
+        memory = [StageMemory(samples * 8.0, samples * 6.0, 1.0)] * critics.RANKS
+        return critics.Measured(Costs([(samples**0.9,) * 3] * critics.RANKS, memory), samples)
+
     monkeypatch.setattr(critics, "RANKS", 4)
     monkeypatch.setattr(critics, "SAMPLES", 8)
     monkeypatch.setattr(critics, "ATTENTION", ("sdpa",))
+    monkeypatch.setattr(critics, "_layer", layer)
     rows = [*critics.measure_all(TINY)]
     assert len(rows) == len(critics.ATTENTION) * len(critics.LINKS) * len(critics.CAPS)
     roomy = [row for row in rows if "cap 1.3" in row["name"]]

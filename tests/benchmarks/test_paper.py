@@ -64,7 +64,7 @@ def test_cells_make_their_pages(tmp_path: Path) -> None:
     assert "of 1 cells" in text
     for name, words in {
         "memory": "Geometric mean",
-        "bubble": "| 4   | 1F1B-1     | split",
+        "bubble": "| 2   | 1F1B-1     | split",
         "occupancy": "bert",
         "scaling": "F = I = W",
     }.items():

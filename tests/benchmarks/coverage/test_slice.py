@@ -20,9 +20,8 @@ from benchmarks.coverage.results import tally
 from benchmarks.coverage.subject import Subject
 
 GOOD = {Verdict.EQUAL, Verdict.CLOSE}
-ENTRIES = ["nn.Linear", "nn.Conv2d", "nn.BatchNorm2d", "nn.MultiheadAttention", "nn.Embedding"]
-ENTRIES += ["nn.LSTMCell", "nn.GroupNorm", "nn.CrossEntropyLoss", "nn.TransformerDecoderLayer"]
-MODELS = ["llama tied train", "bert tied eval", "mamba tied train", "resnet train", "jetmoe train"]
+ENTRIES = ["nn.BatchNorm2d", "nn.MultiheadAttention", "nn.LSTMCell", "nn.CrossEntropyLoss"]
+MODELS = ["bert tied eval", "jetmoe train"]
 
 
 @functools.cache
@@ -121,7 +120,7 @@ def test_a_failing_plan_shrinks_to_the_step_that_fails() -> None:
     assert len(plan.splitlines()) == 3
 
 
-OPERATORS = ["sgn", "unfold", "cat", "linalg.det", "fft.ifft", "custom NumpySortCustomOp"]
+OPERATORS = ["sgn", "cat", "linalg.det", "custom NumpySortCustomOp"]
 OPERATORS += ["function NumpyCubeNotComposableAutogradFunction"]
 
 
