@@ -15,7 +15,7 @@ from benchmarks.startup.models import MODELS
 from benchmarks.startup.page import PAGE
 
 
-@pytest.mark.parametrize("way", ["autosplit", "aot_eager", "regional aot_eager"])
+@pytest.mark.parametrize("way", ["autosplit", "regional aot_eager"])
 def test_a_first_step_is_measured(way: str) -> None:
     found = first_step("bert", 2, way)
     assert found["first"] > found["later"] > 0

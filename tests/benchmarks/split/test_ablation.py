@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from benchmarks.split.ablation import COUNTS, SLICES, WAYS, deferred, measure, render
+from benchmarks.split.ablation import SLICES, WAYS, deferred, measure_subject, render
 from benchmarks.split.meter import extra
-from benchmarks.split.models import Settings, Subject
+from benchmarks.split.models import SIZES, Subject, build
 
 
 def allocate(kib: int) -> Tensor:
@@ -45,12 +45,8 @@ def test_extra_memory_of_a_call() -> None:
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_rows_and_their_tables() -> None:
-    settings = Settings(size="tiny", models=("resnet",), threads=(1,), rounds=1)
-    rows = list(measure(settings))
-    assert [row["name"] for row in rows] == [
-        "resnet, 1 microbatch",
-        *(f"resnet, {count} microbatches" for count in COUNTS[1:]),
-    ]
+    rows = list(measure_subject(build("resnet", SIZES["tiny"]["resnet"]), 1, (1, 2)))
+    assert [row["name"] for row in rows] == ["resnet, 1 microbatch", "resnet, 2 microbatches"]
     times, memory = render(rows).split("\n\n")
     assert times.count("\n") == memory.count("\n") == 1 + len(rows)
     for row in rows:

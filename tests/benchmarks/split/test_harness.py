@@ -219,13 +219,13 @@ def test_contender_that_fails_is_a_result(subject: Subject) -> None:
 def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "MEMORY", ("fast", "lean"))
     monkeypatch.setattr(memory, "MEMORY", ("balanced", "lean"))
-    words = "eager flops memory --models resnet --threads 1 --rounds 2 --size tiny --output"
+    words = "flops memory --models resnet --threads 1 --rounds 2 --size tiny --output"
     PAGE.main([*words.split(), str(tmp_path / "new")])
     found = Results.read(tmp_path / "new" / "results.json")
-    assert list(found.parts) == ["eager", "flops", "memory"]
+    assert list(found.parts) == ["flops", "memory"]
     text = (tmp_path / "new" / "README.md").read_text()
     assert text == PAGE.render(found)
-    assert "| resnet, 1 thread" in text
+    assert "| resnet" in text
     assert "benchmarks.split flops --models resnet --threads 1 --rounds 2 --size tiny" in text
     row = next(row for row in found.rows("memory") if row["way"] == "autosplit balanced")
     assert row["held"]["I"] <= 1.03 * row["floor"]
