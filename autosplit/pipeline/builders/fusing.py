@@ -63,21 +63,17 @@ def _fused(row: Sequence[Action], urgent: frozenset[Action]) -> Iterator[Action]
 
 def _urgent(schedule: Schedule, costs: Costs, timeline: Timeline) -> frozenset[Action]:
     """Is whose gradient another rank would still wait for while a B runs, or whose B is longer."""
-    starts: dict[Action, float] = {}
-    ends: dict[Action, float] = {}  # a W in slices has several spans
-    for span in timeline.spans:
-        starts[span.action] = min(span.start, starts.get(span.action, span.start))
-        ends[span.action] = max(span.end, ends.get(span.action, span.end))
+    spans = {span.action: span for span in timeline.spans}
     wholes: dict[Action, float] = {}
     urgent = set()
-    for action, start in starts.items():
-        weight = replace(action, kind=ActionKind.BACKWARD_WEIGHT)
-        if action.kind is ActionKind.BACKWARD_INPUT and weight in ends:
+    for action, span in spans.items():
+        weight = spans.get(replace(action, kind=ActionKind.BACKWARD_WEIGHT))
+        if action.kind is ActionKind.BACKWARD_INPUT and weight is not None:
             whole = replace(action, kind=ActionKind.BACKWARD)
-            wholes[action] = start + costs.seconds(whole)
-            if wholes[action] > ends[weight] * (1 + _TOLERANCE):
+            wholes[action] = span.start + costs.seconds(whole)
+            if wholes[action] > weight.end * (1 + _TOLERANCE):
                 urgent.add(action)
-    takers = {result_of(action): start for action, start in starts.items()}
+    takers = {result_of(action): span.start for action, span in spans.items()}
     feeds = None if costs.wiring is None else Feeds(schedule.stages, costs.wiring)
     graph = StepGraph(schedule, feeds=feeds, transfer=costs.transfer)
     for made, rank, messages in zip(graph.actions, graph.ranks, graph.makes, strict=True):

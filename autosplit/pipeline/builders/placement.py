@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import cast
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -80,14 +80,8 @@ _PLACE = {
 }
 
 
-class Filled(NamedTuple):
-    """Rows with their Ws, also as the filler's numbers, and what a step of them takes under the
-    times that they were made for.
-    """
-
-    rows: tuple[Row, ...]
-    step: float
-    numbers: list[list[int]]
+Numbers = list[list[int]]
+"""Rows with their Ws, as the numbers of a filler's actions."""
 
 
 class Filler:
@@ -114,7 +108,7 @@ class Filler:
         self._graph = StepGraph(schedule, placed)
         self._forward = [each.kind is ActionKind.FORWARD for each in self._graph.actions]
 
-    def fill(self, times: Sequence[StageTimes], *, patience: float = 0.0) -> Filled:
+    def fill(self, times: Sequence[StageTimes], *, patience: float = 0.0) -> Numbers:
         """The rows with their Ws.
 
         Args:
@@ -150,16 +144,21 @@ class Filler:
 
         scheduler.run(choose)
         self._refuse_rest([graph.actions[order[0]] for order in orders if order])
-        rows = tuple(tuple(graph.actions[n] for n in row) for row in scheduler.rows)
-        step = self._step(scheduler.rows, scheduler.starts, scheduler.ends)
-        return Filled(rows, step, scheduler.rows)
+        return scheduler.rows
 
-    def step(self, numbers: Sequence[Sequence[int]], times: Sequence[StageTimes]) -> float:
-        """Seconds of a step of rows that were filled under other times."""
+    def rows(self, numbers: Numbers) -> tuple[Row, ...]:
+        """The actions of filled rows."""
+        return tuple(tuple(self._graph.actions[n] for n in row) for row in numbers)
+
+    def step(self, numbers: Numbers, times: Sequence[StageTimes]) -> float:
+        """Seconds of a step of filled rows, as ``simulate`` has them where links cost nothing."""
         seconds = self._seconds(times)
-        starts = play(self._graph, numbers, seconds).starts
-        ends = [starts[row[-1]] + seconds[row[-1]] if row else 0.0 for row in numbers]
-        return self._step(numbers, starts, ends)
+        begun = play(self._graph, numbers, seconds).starts
+        starts = [begun[row[0]] if row else 0.0 for row in numbers]
+        ends = [begun[row[-1]] + seconds[row[-1]] if row else 0.0 for row in numbers]
+        if not self._schedule.crosses_step:
+            starts = [min(starts)] * len(starts)
+        return max(end - start for start, end in zip(starts, ends, strict=True))
 
     def _seconds(self, times: Sequence[StageTimes]) -> list[float]:
         return [times[action.stage][_PLACE[action.kind]] for action in self._graph.actions]
@@ -170,17 +169,6 @@ class Filler:
                 f"no place for the backward weights within {max(self._budgets)} microbatches in "
                 f"flight: nothing can run while {', '.join(map(str, stuck))} wait"
             )
-
-    def _step(
-        self, rows: Sequence[Sequence[int]], begun: Sequence[float], ends: Sequence[float]
-    ) -> float:
-        """Seconds of a step as ``simulate`` has them: links cost nothing here, and no action starts
-        later than it can.
-        """
-        starts = [begun[row[0]] if row else 0.0 for row in rows]
-        if not self._schedule.crosses_step:
-            starts = [min(starts)] * len(starts)
-        return max(end - start for start, end in zip(starts, ends, strict=True))
 
 
 WEIGHTS = ("2bp", "fill")
@@ -228,18 +216,15 @@ class WeightPlacement:
         The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
         under true times may start a W that no longer fits and pass the delay on to every stage.
         """
-        filler, even = self._even
-        if times is None:
-            return even.rows
-        triples = per_stage(times, len(self._template.placement))
-        step = filler.step(even.numbers, triples)
-        greedy = min(
-            (filler.fill(triples, patience=each) for each in _PATIENCE), key=lambda each: each.step
-        )
-        return even.rows if step <= greedy.step else greedy.rows
+        filler, found = self._even
+        if times is not None:
+            triples = per_stage(times, len(self._template.placement))
+            greedy = (filler.fill(triples, patience=each) for each in _PATIENCE)
+            found = min((found, *greedy), key=lambda each: filler.step(each, triples))
+        return filler.rows(found)
 
     @cached_property
-    def _even(self) -> tuple[Filler, Filled]:
+    def _even(self) -> tuple[Filler, Numbers]:
         """What fills, and how it does under F = I = W."""
         template = self._template
         unfilled = with_rows(self._name, template, tuple(map(_inputs_only, template.rows)))

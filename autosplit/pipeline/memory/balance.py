@@ -38,7 +38,7 @@ from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.runtime.fitting import fitting
 
 from .measures import bounds_of, refuse_excess
-from .trips import Held, Occupancy, Trip, choose_trips, in_whole, to_partner
+from .trips import WAYS, Held, Occupancy, Trip, choose_trips, in_whole, to_partner
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,6 @@ def _needed(
 
 
 _LEADS = (0, 1, 2, 3)
-_WAYS: tuple[dict[str, bool], ...] = ({}, {"smooth": True}, {"strict": True})
-"""Of choosing trips, see ``choose_trips``: only those that wait keep a low bound by order alone."""
 _SLOWER = 1.005  # of a step: what is so much faster is worth more transfers
 _WORTH = 1.02  # times the step, for what a pair keeps whatever transfers take
 
@@ -259,8 +257,8 @@ def _pair(
     if best is not None and not best[0].long:
         return best[1:]
     for moved in _amounts(schedule, donor, bounds[donor.rank], costs, whole=whole):
-        for lead, way in product(_LEADS, _WAYS):
-            made = _evicted(schedule, donor, partner, bounds, costs, moved, lead, way)
+        for lead, way in product(_LEADS, WAYS):
+            made = _evicted(schedule, donor, partner, bounds[donor.rank], costs, moved, lead, way)
             if made is None:
                 continue
             tried, ran = made
@@ -348,28 +346,16 @@ def _evicted(
     schedule: Schedule,
     donor: Occupancy,
     partner: Occupancy,
-    bounds: Sequence[float],
+    bound: float,
     costs: Costs,
-    moved: dict[int, int],
+    moved: Mapping[int, int],
     lead: int,
-    way: Mapping[str, bool],
+    way: tuple[bool, bool],
 ) -> tuple[Schedule, Timeline] | None:
     """The schedule in which the donor evicts so much of each microbatch, if it runs."""
-    link = costs.transfer.link(donor.rank, partner.rank)
-
-    def size(held: Held) -> float:
-        return min(held.size, moved.get(held.stage, held.size))
-
-    pieces = (size(held) / costs.memory[held.stage].tensors for held in donor.held)
-    piece = max(pieces, default=0.0)
+    link, (smooth, strict) = costs.transfer.link(donor.rank, partner.rank), way
     trips = choose_trips(
-        donor,
-        bounds[donor.rank] - (piece if way.get("smooth") else 0.0),
-        size,
-        lambda held: link.latency + size(held) / link.bandwidth,
-        lead=lead,
-        prefer=lambda held: held.used,
-        **way,
+        donor, bound, moved, link, lambda held: held.used, lead=lead, smooth=smooth, strict=strict
     )
     made = replace(to_partner(schedule, donor, partner, trips), moved={**schedule.moved, **moved})
     try:

@@ -26,10 +26,9 @@ from autosplit.pipeline.simulation.activation_memory import ROUNDING
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
-from .trips import Held, Occupancy, choose_trips, inserted, to_host
+from .trips import WAYS, Held, Occupancy, choose_trips, inserted, to_host
 
 _LEADS = (0, 1, 2, 4)
-_WAYS = ((False, False), (True, False), (False, True))  # smooth, strict: see choose_trips
 _FREE = 1.002  # of a step: what is no slower than that costs nothing
 _HALVINGS = 7
 _LOOK_BACK = (0, 2, 5)  # compute actions before the backward among which a wait is looked for
@@ -137,23 +136,12 @@ def _with_trips(
         return
     link = costs.transfer.host or Link()
 
-    def size(held: Held) -> float:
-        return min(held.size, schedule.moved.get(held.stage, held.size))
-
     def life(held: Held) -> float:
         return there.starts[held.used] - there.ends[held.made]
 
-    piece = max(size(held) / costs.memory[held.stage].tensors for held in there.held)
-    for lead, (smooth, strict) in product(_LEADS, _WAYS):
+    for lead, (smooth, strict) in product(_LEADS, WAYS):
         trips = choose_trips(
-            there,
-            bound - (piece if smooth else 0.0),
-            size,
-            lambda held: link.latency + size(held) / link.bandwidth,
-            lead=lead,
-            prefer=life,
-            smooth=smooth,
-            strict=strict,
+            there, bound, schedule.moved, link, life, lead=lead, smooth=smooth, strict=strict
         )
         yield to_host(schedule, there, trips)
 

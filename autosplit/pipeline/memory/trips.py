@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import TAKERS, journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -50,6 +51,7 @@ class Occupancy:
         rank: whose.
 
     Attributes:
+        memory: by stage.
         places: per slot, its place in the row.
         kinds: per slot, what it runs.
         starts: per slot, when it starts.
@@ -62,6 +64,7 @@ class Occupancy:
 
     def __init__(self, schedule: Schedule, costs: Costs, timeline: Timeline, rank: int) -> None:
         self.rank = rank
+        self.memory = costs.memory
         row = schedule.ranks[rank]
         self.places = [place for place, action in enumerate(row) if action.kind.is_compute]
         self.kinds = [row[place].kind for place in self.places]
@@ -79,9 +82,9 @@ class Occupancy:
         for place in self.places:
             self.level.append(max(by_place[done + 1 : place + 1]))
             done = place
-        self.held = self._held(schedule, costs)
+        self.held = self._held(schedule)
 
-    def _held(self, schedule: Schedule, costs: Costs) -> list[Held]:
+    def _held(self, schedule: Schedule) -> list[Held]:
         away = {
             (each.stage, each.microbatch, each.deferred)
             for each in journeys_of(schedule)
@@ -93,7 +96,7 @@ class Occupancy:
         for slot, place in enumerate(self.places):
             action = row[place]
             key = action.stage, action.microbatch
-            size = costs.memory[action.stage]
+            size = self.memory[action.stage]
             deferred = action.kind is ActionKind.BACKWARD_WEIGHT
             makes = action.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE)
             if not makes and (*key, deferred) not in away:
@@ -147,34 +150,41 @@ class Trip:
     awaited: int | None = None
 
 
-Size = Callable[[Held], float]
-"""How much of it travels, or how long that takes."""
+WAYS = ((False, False), (True, False), (False, True))
+"""Of choosing trips, smooth and strict: only those that wait keep a low bound by order alone."""
 
 
 def choose_trips(
     there: Occupancy,
     bound: float,
-    size: Size,
-    took: Size,
+    moved: Mapping[int, int],
+    link: Link,
+    prefer: Callable[[Held], float],
     *,
     lead: int,
-    prefer: Callable[[Held], float],
-    smooth: bool = False,
-    strict: bool = False,
+    smooth: bool,
+    strict: bool,
 ) -> list[Trip]:
     """Send away what a rank holds beyond a bound, as late as can be, and have it back in time.
 
     Args:
         there: the rank.
         bound: the most it may hold.
-        size: how much of what it holds would travel.
-        took: the seconds of one way.
-        lead: so many compute actions before it is used, at least, what was away starts back.
+        moved: see ``Schedule.moved``.
+        link: over which it goes.
         prefer: of all that could go the one with the largest number goes.
+        lead: so many compute actions before it is used, at least, what was away starts back.
         smooth: count on what leaves while another arrives to make room for it, tensor by tensor.
         strict: have the rank wait wherever something would otherwise not have left in time.
     """
+
+    def size(held: Held) -> float:
+        return min(held.size, moved.get(held.stage, held.size))
+
     begin, end = [*there.level], [*there.level]
+    if smooth:
+        pieces = (size(held) / there.memory[held.stage].tensors for held in there.held)
+        bound -= max(pieces, default=0.0)
     most = bound * (1 + _ROUNDING) + _ROUNDING
     left = {each: True for each in there.held if size(each) > 0}
     trips: list[Trip] = []
@@ -193,7 +203,8 @@ def choose_trips(
                 trip
                 for each in left
                 if each.made < gone_by and each.used > slot
-                for trip in (_trip(there, each, gone_by, took(each), lead, strict=strict),)
+                for took in (link.latency + size(each) / link.bandwidth,)
+                for trip in (_trip(there, each, gone_by, took, lead, strict=strict),)
                 if each.made < trip.out and trip.back > slot and _is_gone(there, trip, gone_by)
             ]
             if not able:

@@ -12,7 +12,7 @@ from autosplit.pipeline.schedule.moves import Journey
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, PeakMemory, changes_of, levels
-from autosplit.pipeline.simulation.lanes import Lanes, add_lanes
+from autosplit.pipeline.simulation.lanes import add_lanes
 from autosplit.pipeline.simulation.playing import Play, play
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import StepGraph
@@ -118,21 +118,17 @@ class Problem(StepGraph):
         """
         self.tally.actions += sum(map(len, schedule.ranks))
         graph: StepGraph = self
-        seconds, lanes = self.seconds, Lanes()
-        rows = [self._known_numbers(row) for row in schedule.ranks]
+        seconds = self.seconds
+        rows: Sequence[Sequence[int]] = [self._known_numbers(row) for row in schedule.ranks]
         if not all(rows):
             graph, seconds = self.copy(), [*seconds]
             rows = [
                 known or [self._placed(graph, seconds, rank, action) for action in row]
                 for rank, (known, row) in enumerate(zip(rows, schedule.ranks, strict=True))
             ]
-            lanes = add_lanes(
-                graph, schedule, rows, self.costs.transfer, self.costs.memory, journeys
-            )
-            seconds += [lanes.took[number] for number in range(len(seconds), len(graph.actions))]
-            for number, more in lanes.spent.items():
-                seconds[number] += more
-        rows = [*rows, *lanes.rows]
+            rows = add_lanes(
+                graph, schedule, rows, seconds, self.costs.transfer, self.costs.memory, journeys
+            ).rows
         run = play(graph, rows, seconds)
         done = run.places == [*map(len, rows)]
         return PlayedOrder(self, schedule, graph, rows, run) if done else None

@@ -63,7 +63,7 @@ def search(
     check_counts(ranks=ranks, microbatches=microbatches)
     check_size(stages, microbatches)
     caps = caps_of(cap, ranks)
-    named = _placed(costs, microbatches, ranks, placement)
+    named = placed(costs, microbatches, ranks, placement)
     problems = {
         place: Problem(costs, place, microbatches, caps)
         for place in dict.fromkeys(each.placement for each in named)
@@ -89,22 +89,14 @@ def search(
     return replace(min(steps, key=lambda each: each[0])[1], name="auto")
 
 
-def placements(
-    costs: Costs, microbatches: int, ranks: int, placement: Sequence[int] | None = None
-) -> list[tuple[int, ...]]:
-    """Where a search puts the stages: as told, or as each named schedule does.
-
-    Raises:
-        ScheduleError: no named schedule admits the counts or that placement.
-    """
-    named = _placed(costs, microbatches, ranks, placement)
-    return list(dict.fromkeys(each.placement for each in named))
-
-
-def _placed(
+def placed(
     costs: Costs, microbatches: int, ranks: int, placement: Sequence[int] | None
 ) -> list[Schedule]:
-    """The named schedules of that placement, or all."""
+    """The named schedules of that placement, or all.
+
+    Raises:
+        ScheduleError: none admits the counts or that placement.
+    """
     named = list(named_schedules(costs.times, microbatches, ranks, placement))
     if not named and placement is not None:
         raise ScheduleError(f"no named schedule places the stages on the ranks {list(placement)}")
@@ -177,5 +169,5 @@ def _with_reductions(played: PlayedOrder, costs: Costs) -> tuple[float, Schedule
     if costs.reductions is None:
         return played.makespan, played.schedule
     rows = costs.reductions.placed(played.schedule.ranks, costs.seconds)
-    placed = replace(played.schedule, ranks=rows)
-    return costs.timeline(placed).makespan, placed
+    made = replace(played.schedule, ranks=rows)
+    return costs.timeline(made).makespan, made

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import permutations
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -25,8 +26,7 @@ from autosplit.text.figures import few
 from .changes import adds_in_order, early, without
 from .local_search import improve
 from .problem import Problem, Tally
-from .search import caps_of, placements, search
-from .starts import named_schedules
+from .search import caps_of, placed, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
     "balance": balance.nearest,
@@ -40,6 +40,7 @@ _ALONE = 100_000
 
 _TOGETHER = 240_000  # with all of them, behind that
 _ORDERS = 60_000  # actions that each search for an order without measures plays
+_BASES = 3  # schedules without measures that several are tried on, the shortest first
 _STARTS = 3  # schedules that other orders are looked for from
 _SHORT = 0.6  # of the work with several measures is a look from each start, the rest for the best
 _SAME = 1 + 1e-6  # of a step
@@ -301,12 +302,7 @@ class _LimitSearch:
         among them.
         """
         costs = self._costs
-        places = set(placements(costs, microbatches, ranks, placement))
-        named = [
-            each
-            for each in named_schedules(costs.times, microbatches, ranks)
-            if each.placement in places
-        ]
+        named = placed(costs, microbatches, ranks, placement)
         for cap in (math.inf, [max(cap, 1.0) for cap in self._caps]):
             with contextlib.suppress(ScheduleError):
                 named.append(
@@ -343,12 +339,25 @@ class _LimitSearch:
     def _within(self, measures: tuple[str, ...], work: int) -> None:
         """Look for the best with some measures, in so many actions."""
         begun, found = self.simulated, self._found_by[measures]
-        for step, base in self._bases:
+        for tried, (step, base) in enumerate(self._bases):
             if step >= found.shortest:
                 break
-            if not self._keep(base, base, found) and len(measures) == 1:
-                self._keep(MEASURES[measures[0]](base, self._costs, self._caps), base, found)
+            if not self._keep(base, base, found) and (tried < _BASES or len(measures) == 1):
+                for made in self._measured(base, measures):
+                    self._keep(made, base, found)
         self._rearranged(measures, found, begun + work)
+
+    def _measured(self, base: Schedule, measures: tuple[str, ...]) -> Iterator[Schedule]:
+        """The base with one measure; of several, with one, and another for what is still too much.
+
+        A partner takes only what was not sent to the host or run again: it comes first.
+        """
+        for order in permutations(measures, min(len(measures), 2)):
+            if "balance" not in order[1:]:
+                made = base
+                for measure in order:
+                    made = MEASURES[measure](made, self._costs, self._caps)
+                yield made
 
     def frugal(self) -> tuple[float, str, Schedule]:
         """What comes nearest to the limit: by how much it exceeds it, what it is, and itself."""

@@ -38,17 +38,15 @@ class Lanes:
     """The transfers of a step, as rows of further actions of its graph.
 
     Attributes:
-        rows: per lane, the numbers of its transfers in order.
+        rows: per rank, the numbers of its actions, then per lane those of its transfers, in order.
         took: per transfer, the seconds for which it keeps its lane.
         latency: per transfer, the seconds from then until all is there.
-        spent: per action of a rank, the seconds that moves take of the rank then.
         ends: of every move of a rank, its rank, its action and its transfer.
     """
 
-    rows: list[list[int]] = field(default_factory=list)
+    rows: list[Sequence[int]]
     took: dict[int, float] = field(default_factory=dict)
     latency: dict[int, float] = field(default_factory=dict)
-    spent: dict[int, float] = field(default_factory=dict)
     ends: list[tuple[int, Action, int]] = field(default_factory=list)
 
     def spans(self, starts: Sequence[float]) -> Iterator[tuple[int, Action, float, float]]:
@@ -63,6 +61,7 @@ def add_lanes(
     graph: StepGraph,
     schedule: Schedule,
     rows: Sequence[Sequence[int]],
+    seconds: list[float],
     transfer: Transfer = INSTANT,
     memory: Sequence[StageMemory] | None = None,
     journeys: Sequence[Journey] | None = None,
@@ -73,6 +72,7 @@ def add_lanes(
         graph: of the schedule; gets further actions.
         schedule: whose moves.
         rows: per rank, the numbers of its actions.
+        seconds: per action; gets those of the transfers, and what moves take of ranks.
         transfer: the links, and what moves take of ranks.
         memory: by stage.
         journeys: those of the schedule, where they are known.
@@ -82,16 +82,17 @@ def add_lanes(
     """
     journeys = journeys_of(schedule) if journeys is None else journeys
     if not journeys:
-        return Lanes()
-    builder = _Builder(graph, len(schedule.ranks))
+        return Lanes([*rows])
+    builder = _Builder(graph, rows)
     took = [_took(schedule, transfer, memory, journey) for journey in journeys]
     for journey, each in zip(journeys, took, strict=True):
-        builder.add(journey, rows, each)
-    builder.close(schedule, rows)
+        builder.add(journey, each)
+    builder.close(schedule)
+    seconds += builder.lanes.took.values()
     if transfer.moves != FREE_MOVES:
-        builder.lanes.spent = _spent(
-            schedule, rows, transfer.moves, [*zip(journeys, took, strict=True)]
-        )
+        moved = [*zip(journeys, took, strict=True)]
+        for number, more in _spent(schedule, rows, transfer.moves, moved).items():
+            seconds[number] += more
     return builder.lanes
 
 
@@ -175,10 +176,10 @@ def _time_of_rank(row: Sequence[Action], costs: MoveCosts) -> tuple[dict[int, fl
 
 
 class _Builder:
-    def __init__(self, graph: StepGraph, ranks: int) -> None:
-        self.lanes = Lanes()
+    def __init__(self, graph: StepGraph, rows: Sequence[Sequence[int]]) -> None:
+        self.lanes = Lanes([*rows])
         self._graph = graph
-        self._ranks = ranks
+        self._rows = rows
         self._queues: dict[tuple[int, int | str], list[tuple[int, int]]] = {}
         """By lane, its transfers, each behind the place of the move that starts it."""
         self._transfers: dict[tuple[int, int], int] = {}
@@ -186,20 +187,18 @@ class _Builder:
         self._parcels: dict[tuple[int, int, float], int] = {}
         """By an action and the row that waits for it, and for how long after it."""
 
-    def add(
-        self, journey: Journey, rows: Sequence[Sequence[int]], took: tuple[float, float]
-    ) -> None:
+    def add(self, journey: Journey, took: tuple[float, float]) -> None:
         """The two transfers of a journey, and who starts and awaits them; ``took`` is how long each
         keeps its lane, and then is on its way.
         """
-        owner, partner = journey.rank, journey.partner
+        owner, partner, rows = journey.rank, journey.partner, self._rows
         ends = [(owner, journey.leaves), (owner, journey.comes)]
         if partner is None:
-            out = self._transfer((owner, "out"), journey.leaves, rows[owner], took)
-            back = self._transfer((owner, "in"), journey.comes, rows[owner], took)
+            out = self._transfer((owner, "out"), owner, journey.leaves, took)
+            back = self._transfer((owner, "in"), owner, journey.comes, took)
         else:
-            out = self._transfer((owner, partner), journey.leaves, rows[owner], took)
-            back = self._transfer((partner, owner), journey.returned, rows[partner], took)
+            out = self._transfer((owner, partner), owner, journey.leaves, took)
+            back = self._transfer((partner, owner), partner, journey.returned, took)
             ends += [(partner, journey.accepted), (partner, journey.returned)]
         for (rank, place), transfer in zip(ends, (out, back, out, back), strict=False):
             move = rows[rank][place]
@@ -209,14 +208,14 @@ class _Builder:
         self._edge(out, back, took[1])
         self._edge(back, rows[owner][journey.used], took[1])
 
-    def close(self, schedule: Schedule, rows: Sequence[Sequence[int]]) -> None:
+    def close(self, schedule: Schedule) -> None:
         """Put the lanes in order, and let ranks wait for what has to have left."""
-        self.lanes.rows = [[number for _, number in sorted(q)] for q in self._queues.values()]
+        self.lanes.rows += [[number for _, number in sorted(q)] for q in self._queues.values()]
         # What one transfer of a lane waits for, those behind it need not.
         told: set[tuple[int, int]] = set()
         for rank, row in enumerate(schedule.ranks):
             for place, departures in waited_departures(row):
-                waiting: int | None = rows[rank][place]
+                waiting: int | None = self._rows[rank][place]
                 if row[place].kind.is_move:
                     waiting = self._transfers.get((rank, place))
                 for each in departures:
@@ -230,12 +229,13 @@ class _Builder:
     def _transfer(
         self,
         lane: tuple[int, int | str],
+        rank: int,
         place: int,
-        row: Sequence[int],
         took: tuple[float, float],
     ) -> int:
         graph, queue = self._graph, self._queues.setdefault(lane, [])
-        number = graph.add(self._ranks + [*self._queues].index(lane), graph.actions[row[place]])
+        row = len(self._rows) + [*self._queues].index(lane)
+        number = graph.add(row, graph.actions[self._rows[rank][place]])
         queue.append((place, number))
         self.lanes.took[number], self.lanes.latency[number] = took
         return number

@@ -182,15 +182,13 @@ def replay(
     graph = StepGraph(schedule, given=given)
     seconds = [duration(action) for action in graph.actions]
     rows = rows_of(schedule)
-    lanes = add_lanes(graph, schedule, rows)
-    seconds += [0.0] * len(lanes.took)
-    played = [*rows, *lanes.rows]
-    run = play(graph, played, seconds)
+    lanes = add_lanes(graph, schedule, rows, seconds)
+    run = play(graph, lanes.rows, seconds)
     times = [
         [(run.starts[number], run.starts[number] + seconds[number]) for number in row[:place]]
         for row, place in zip(rows, run.places, strict=False)
     ]
-    return Replay(times, waits_of(graph, played, run, len(rows)))
+    return Replay(times, waits_of(graph, lanes.rows, run, len(rows)))
 
 
 def rows_of(schedule: Schedule) -> list[range]:
@@ -259,7 +257,6 @@ class ListScheduler:
 
     Attributes:
         rows: per rank, the numbers of what it has started, in order.
-        starts: per action, when it began.
         ends: per rank, when it ends what it has started.
     """
 
@@ -267,7 +264,6 @@ class ListScheduler:
         self._graph = graph
         self._seconds = seconds
         self.rows: list[list[int]] = [[] for _ in range(ranks)]
-        self.starts = [-1.0] * len(seconds)
         self.ends = [0.0] * ranks
         self._arrivals = [math.inf] * len(graph.takers)
 
@@ -294,7 +290,6 @@ class ListScheduler:
             if action is None:
                 continue
             self.rows[rank].append(action)
-            self.starts[action] = now
             ends[rank] = end = now + seconds[action]
             for parcel, link, took, latency in makes[action]:
                 arrivals[parcel] = end

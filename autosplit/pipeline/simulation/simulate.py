@@ -6,7 +6,7 @@ What a step of a pipeline costs, whatever its schedule: seconds, what is kept, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autosplit.errors import ScheduleError
@@ -15,7 +15,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Wiring
 
 from .activation_memory import StageMemory, memory_over_time
-from .lanes import Lanes, add_lanes
+from .lanes import add_lanes
 from .playing import play, rows_of, waits_of
 from .reductions import Reductions
 from .step_graph import StepGraph
@@ -74,11 +74,15 @@ def simulate(
         )
     feeds = None if wiring is None else Feeds(schedule.stages, wiring)
     graph, rows = StepGraph(schedule, feeds=feeds, transfer=transfer), rows_of(schedule)
-    lanes = add_lanes(graph, schedule, rows, transfer, memory)
-    seconds = [*_seconds(graph, duration, lanes, gathers)]
-    played = [*rows, *lanes.rows]
-    run = play(graph, played, seconds)
-    waits = waits_of(graph, played, run, len(rows))
+    seconds = [_seconds(action, duration, gathers) for action in graph.actions]
+    lanes = add_lanes(graph, schedule, rows, seconds, transfer, memory)
+    for action, value in zip(graph.actions, seconds, strict=True):
+        if not (math.isfinite(value) and value >= 0.0):
+            raise ScheduleError(
+                f"the duration of {action} must be finite seconds >= 0, got {value!r}"
+            )
+    run = play(graph, lanes.rows, seconds)
+    waits = waits_of(graph, lanes.rows, run, len(rows))
     if waits:
         text = "".join(f"\n  {wait}" for wait in waits.values())
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end:{text}")
@@ -95,24 +99,10 @@ def simulate(
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 
 
-def _seconds(
-    graph: StepGraph, duration: Durations, lanes: Lanes, gathers: Sequence[float] | None
-) -> Iterator[float]:
-    """Durations by the number of an action; missing and impossible ones are refused."""
-    for number, action in enumerate(graph.actions):
-        value = lanes.took.get(number, 0.0)
-        if action.kind.is_compute:
-            value = _asked(action, duration)
-        elif action.kind is ActionKind.UNSHARD and gathers is not None:
-            value = gathers[action.stage]
-        if not (math.isfinite(value) and value >= 0.0):
-            raise ScheduleError(
-                f"the duration of {action} must be finite seconds >= 0, got {value!r}"
-            )
-        yield value + lanes.spent.get(number, 0.0)
-
-
-def _asked(action: Action, duration: Durations) -> float:
+def _seconds(action: Action, duration: Durations, gathers: Sequence[float] | None) -> float:
+    """How long an action takes by itself; a missing duration is refused."""
+    if not action.kind.is_compute:
+        return gathers[action.stage] if gathers and action.kind is ActionKind.UNSHARD else 0.0
     if not isinstance(duration, Mapping):
         return duration(action)
     key = (action.stage, action.kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -13,10 +13,17 @@ from .grid import Cell
 Found = tuple[str, tuple[Cell, ...]]
 """A fault's text, and its cells: rank and position in its row."""
 
+_Event = tuple[int, ActionKind]
+"""What a rank does with one microbatch of a stage: the place in its row, and the kind."""
+
 _BACK = {ActionKind.LOAD: ActionKind.EVICT, ActionKind.RELOAD: ActionKind.OFFLOAD}
 _COUNTERPART = {ActionKind.EVICT: ActionKind.ACCEPT, ActionKind.LOAD: ActionKind.RETURN}
-_BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
-_USES = (*_BACKWARDS, ActionKind.BACKWARD_WEIGHT, ActionKind.RECOMPUTE)
+_USES = (
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_WEIGHT,
+    ActionKind.RECOMPUTE,
+)
 
 
 def partner_faults(schedule: Schedule) -> Iterator[str]:
@@ -48,14 +55,12 @@ def right_rank(action: Action, schedule: Schedule, rank: int) -> int | None:
 
 def move_faults(schedule: Schedule) -> Iterator[Found]:
     """Whatever is wrong with moves and recomputation, of actions that are on their ranks."""
-    rows: dict[tuple[int, int, int], list[tuple[int, ActionKind]]] = defaultdict(list)
-    moving = False
+    if not any(action.kind.is_memory for row in schedule.ranks for action in row):
+        return
+    rows: dict[tuple[int, int, int], list[_Event]] = defaultdict(list)
     for rank, row in enumerate(schedule.ranks):
         for place, action in enumerate(row):
             rows[rank, action.stage, action.microbatch].append((place, action.kind))
-            moving = moving or action.kind.is_memory
-    if not moving:
-        return
     for (rank, stage, microbatch), events in rows.items():
         if rank == schedule.home(stage, microbatch):
             yield from _owner_faults(schedule, rank, stage, microbatch, events)
@@ -66,24 +71,19 @@ def move_faults(schedule: Schedule) -> Iterator[Found]:
 
 
 def _owner_faults(
-    schedule: Schedule,
-    rank: int,
-    stage: int,
-    microbatch: int,
-    events: list[tuple[int, ActionKind]],
+    schedule: Schedule, rank: int, stage: int, microbatch: int, events: Sequence[_Event]
 ) -> Iterator[Found]:
-    """One microbatch on the rank that runs the stage: here, away, and back."""
-    away: tuple[int, ActionKind] | None = None
+    """One microbatch on the rank that runs the stage: here, away, and back; and run again."""
     again = [place for place, kind in events if kind is ActionKind.RECOMPUTE]
-    state = "not there yet"
+    states = [*_states(events, again=bool(again))]
+    alone = schedule.partners is None or schedule.partners[rank] == rank
+    away: tuple[int, ActionKind] | None = None
     unused = False  # since it came back
-    for place, kind in events:
+    for (place, kind), state in zip(events, states, strict=True):
         action, here = Action(stage, kind, microbatch), ((rank, place),)
-        if kind in (ActionKind.EVICT, ActionKind.OFFLOAD):
-            if kind is ActionKind.EVICT and (
-                schedule.partners is None or schedule.partners[rank] == rank
-            ):
-                yield f"{action}: rank {rank} has no partner to send it to", here
+        if kind is ActionKind.EVICT and alone:
+            yield f"{action}: rank {rank} has no partner to send it to", here
+        if kind in _BACK.values():
             if away is not None:
                 yield f"{action} sends away what is away already", ((rank, away[0]), *here)
             elif state != "held":
@@ -91,40 +91,42 @@ def _owner_faults(
             elif unused:
                 yield f"{action} sends away what came back and was not used", here
             away = place, kind
-        elif kind is ActionKind.AWAIT:
-            if away is None:
-                yield f"{action} waits for what no EVICT or OFFLOAD sent away", here
+        elif kind is ActionKind.AWAIT and away is None:
+            yield f"{action} waits for what no EVICT or OFFLOAD sent away", here
         elif kind in _BACK:
             if away is None or away[1] is not _BACK[kind]:
                 yield f"{action} brings back what no {_BACK[kind].value} sent away", here
             away, unused = None, True
         elif away is not None and kind in _USES:
-            yield (
-                f"{action} uses what is away since {_text(stage, away[1], microbatch)}",
-                ((rank, away[0]), *here),
-            )
+            left = Action(stage, away[1], microbatch)
+            yield f"{action} uses what is away since {left}", ((rank, away[0]), *here)
             away = None
         unused = unused and kind not in _USES
+        if kind is ActionKind.RECOMPUTE and place != again[0]:
+            yield f"{action} runs {len(again)} times, expected at most once", here
+        elif kind is ActionKind.RECOMPUTE and state == "let go":
+            yield f"{action} comes behind the backward that needs it", here
+        elif kind is ActionKind.BACKWARD_INPUT and again and state != "held":
+            yield f"{action} comes before the RECOMPUTE that it needs", here
+    if away is not None:
+        yield f"{Action(stage, away[1], microbatch)} is never brought back", ((rank, away[0]),)
+
+
+def _states(events: Sequence[_Event], *, again: bool) -> Iterator[str]:
+    """What there is of a microbatch before each event; ``again``: its F is run again."""
+    state = "not there yet"
+    for _, kind in events:
+        yield state
         if kind is ActionKind.FORWARD:
             state = "not there before its RECOMPUTE" if again else "held"
-        elif kind is ActionKind.RECOMPUTE:
-            if place != again[0]:
-                yield f"{action} runs {len(again)} times, expected at most once", here
-            elif state == "let go":
-                yield f"{action} comes behind the backward that needs it", here
+        elif kind in (ActionKind.RECOMPUTE, ActionKind.BACKWARD_INPUT):
             state = "held"
         elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
             state = "let go"
-        elif kind is ActionKind.BACKWARD_INPUT:
-            if again and state != "held":
-                yield f"{action} comes before the RECOMPUTE that it needs", here
-            state = "held"
-    if away is not None:
-        yield f"{_text(stage, away[1], microbatch)} is never brought back", ((rank, away[0]),)
 
 
 def _holder_faults(
-    rank: int, stage: int, microbatch: int, events: list[tuple[int, ActionKind]]
+    rank: int, stage: int, microbatch: int, events: Sequence[_Event]
 ) -> Iterator[Found]:
     """The same on the partner: taken in, given back."""
     holds = gave = False
@@ -144,23 +146,24 @@ def _holder_faults(
 
 
 def _unmatched(
-    schedule: Schedule, rows: dict[tuple[int, int, int], list[tuple[int, ActionKind]]]
+    schedule: Schedule, rows: Mapping[tuple[int, int, int], Sequence[_Event]]
 ) -> Iterator[Found]:
     """An ACCEPT for every EVICT, a RETURN for every LOAD, and no others."""
     if schedule.partners is None:
         return
-    for stage, microbatch in sorted({(stage, microbatch) for _, stage, microbatch in rows}):
+    for key in sorted({(stage, microbatch) for _, stage, microbatch in rows}):
+        stage, microbatch = key
         home = schedule.home(stage, microbatch)
         partner = schedule.partners[home]
         for one, other in _COUNTERPART.items():
-            here = [p for p, kind in rows.get((home, stage, microbatch), ()) if kind is one]
-            there = [p for p, kind in rows.get((partner, stage, microbatch), ()) if kind is other]
+            mine, theirs = Action(stage, one, microbatch), Action(stage, other, microbatch)
+            here = [(home, p) for p, kind in rows.get((home, *key), ()) if kind is one]
+            there = [(partner, p) for p, kind in rows.get((partner, *key), ()) if kind is other]
             if len(here) != len(there):
                 yield (
-                    f"rank {home} lists {_text(stage, one, microbatch)} {len(here)} times, but its "
-                    f"partner, rank {partner}, lists {_text(stage, other, microbatch)} "
-                    f"{len(there)} times",
-                    (*((home, place) for place in here), *((partner, place) for place in there)),
+                    f"rank {home} lists {mine} {len(here)} times, but its partner, rank {partner}, "
+                    f"lists {theirs} {len(there)} times",
+                    (*here, *there),
                 )
 
 
@@ -192,7 +195,3 @@ def _transfers(schedule: Schedule, rank: int) -> list[tuple[tuple[int, int, bool
         for place, action in enumerate(schedule.ranks[rank])
         if action.kind in kinds
     ]
-
-
-def _text(stage: int, kind: ActionKind, microbatch: int) -> str:
-    return str(Action(stage, kind, microbatch))

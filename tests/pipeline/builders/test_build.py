@@ -396,6 +396,7 @@ def test_filling_tells_the_simulated_step(
     )
     unfilled = with_rows(name, template, rows)
     triples = [tuple(map(float, times))] * unfilled.stages
-    found = Filler(unfilled, template.budgets).fill(triples, patience=patience)
-    schedule = replace(unfilled, ranks=found.rows)
-    assert simulate(schedule, seconds(*map(float, times))).step_time == found.step
+    filler = Filler(unfilled, template.budgets)
+    found = filler.fill(triples, patience=patience)
+    schedule = replace(unfilled, ranks=filler.rows(found))
+    assert simulate(schedule, seconds(*map(float, times))).step_time == filler.step(found, triples)
