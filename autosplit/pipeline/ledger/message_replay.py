@@ -54,28 +54,22 @@ class Level:
         """For a while there are so many bytes more."""
         self.highest = max(self.highest, self.now + more)
 
-    def change(self, more: int) -> None:
-        """There are so many bytes more from here on, or fewer."""
-        self.now += more
-        self.note(0)
-
-    def hold(self, storages: Iterable[Storage]) -> None:
+    def hold(self, storages: Iterable[Storage | None]) -> None:
         """Another one holds each."""
         self.swap((), storages)
         self.note(0)
 
-    def swap(self, taken: Iterable[Storage], made: Iterable[Storage]) -> None:
+    def swap(self, taken: Iterable[Storage], made: Iterable[Storage | None]) -> None:
         """Hold what was made and let go of what was taken, in one moment."""
-        made = [*made]
-        for storage in made:
+        for storage in filter(None, made):
             if storage.own and not storage.holders:
                 self.now += storage.bytes
             storage.holders += 1
         self.release(taken)
 
-    def release(self, storages: Iterable[Storage]) -> None:
+    def release(self, storages: Iterable[Storage | None]) -> None:
         """One of its holders lets go of each."""
-        for storage in storages:
+        for storage in filter(None, storages):
             storage.holders -= 1
             if storage.own and not storage.holders:
                 self.now -= storage.bytes
@@ -123,7 +117,7 @@ class MessageReplay:
         self._source = {p: peer for peer, ps in self._routes.receives.items() for p in ps}
         self._place = {p: at for ps in self._routes.receives.values() for at, p in enumerate(ps)}
         self._posted: dict[int, int] = {}
-        self._sent: Mapping[int, deque[list[Storage]]] = {}
+        self._sent: Mapping[int, deque[Values]] = {}
         self._retired: dict[int, int] = {}
         self._coming: dict[Parcel, Values] = {}
         self._here: dict[Parcel, Values] = {}
@@ -159,10 +153,10 @@ class MessageReplay:
                 continue
             positions = self._feeds.positions(source.stage, action.stage) or ()
             each = found[makers.index(source.stage)][positions.index(source.position)]
-            self._level.hold([each] if each else [])
+            self._level.hold([each])
             given.append(each)
         for values in found:
-            self._drop(values)
+            self._level.release(values)
         return given
 
     def gradients(self, action: Action) -> Values:
@@ -189,8 +183,8 @@ class MessageReplay:
             if target == self._rank:
                 self._here[parcel] = given
             else:
-                self._sent[target].append([each for each in given if each])
-        self._drop(values)
+                self._sent[target].append(given)
+        self._level.release(values)
 
     def _keep_loss(self, stage: int, values: Values) -> None:
         """A loss in memory that is not its alone is kept as a copy."""
@@ -214,13 +208,13 @@ class MessageReplay:
                 inputs = enumerate(wiring.inputs[parcel.taker])
                 at = [i for i, s in inputs if (s.stage, s.position) == (parcel.stage, position)]
                 first, *others = (values[place] for place in at)
-                self._level.hold([first] if first else [])
+                self._level.hold([first])
                 for other in others:
-                    self._level.hold([other] if other else [])
+                    self._level.hold([other])
                     first = self._added(first, other)
                 given.append(first)
             return given
-        self._level.hold(each for each in given if each)
+        self._level.hold(given)
         return given
 
     def _added(self, one: Storage | None, other: Storage | None) -> Storage | None:
@@ -263,7 +257,7 @@ class MessageReplay:
         for position in wanted:
             each = self._kept[result, position]
             if position in later:
-                self._level.hold([each] if each else [])
+                self._level.hold([each])
             else:
                 del self._kept[result, position]
             complete.append(each)
@@ -285,6 +279,3 @@ class MessageReplay:
         return self._level.buffer(
             (meta.shape, meta.dtype), meta.shape.numel() * meta.dtype.itemsize
         )
-
-    def _drop(self, values: Values) -> None:
-        self._level.release(each for each in values if each)

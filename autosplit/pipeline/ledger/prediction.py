@@ -195,7 +195,7 @@ class RankReplay:
         for name, storage in pairs:
             if storage and name in functions.tangent_specs:
                 taken[Role(Kind.TANGENT, name)] = storage
-            elif storage:
+            else:
                 self._level.release([storage])
         made = self._call(action, taken)
         names = functions.capture.inputs
@@ -207,7 +207,7 @@ class RankReplay:
     def _pass_over(self, action: Action) -> None:
         """The backward of a stage with nothing to differentiate."""
         self._saved.pop((action.stage, action.microbatch), None)
-        self._level.release(each for each in self._messages.gradients(action) if each)
+        self._level.release(self._messages.gradients(action))
         if action.kind is ActionKind.BACKWARD_INPUT:
             self._deferred[action.stage, action.microbatch] = {}
         count = len(self._stages[action.stage].functions.capture.inputs)

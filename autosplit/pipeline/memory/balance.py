@@ -17,7 +17,6 @@ the partner between a backward and the forward behind it, wherever that falls by
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.runtime.fitting import fitting
 
-from .measures import bounds_of, refuse_excess
+from .measures import bounds_of, refuse_excess, those_that_run
 from .trips import WAYS, Held, Occupancy, Trip, choose_trips, in_whole, to_partner
 
 
@@ -259,16 +258,14 @@ def _pair(
     for moved in _amounts(schedule, donor, bounds[donor.rank], costs, whole=whole):
         for lead, way in product(_LEADS, WAYS):
             made = _evicted(schedule, donor, partner, bounds[donor.rank], costs, moved, lead, way)
-            if made is None:
-                continue
-            tried, ran = made
-            excess = _over(costs.peaks(tried, ran), bounds, pair)
-            by_order = _over(peak_memory(tried, costs.memory), bounds, pair)
-            score = _Score(excess, ran.step_time > longest, by_order, ran.step_time)
-            if best is None or score._replace(step=score.step * _SLOWER) < best[0]:
-                best = score, tried, ran
-            if best[0] <= (0.0, False, 0.0, timeline.step_time * _SLOWER):
-                return best[1:]
+            for tried, ran in those_that_run([made], costs):
+                excess = _over(costs.peaks(tried, ran), bounds, pair)
+                by_order = _over(peak_memory(tried, costs.memory), bounds, pair)
+                score = _Score(excess, ran.step_time > longest, by_order, ran.step_time)
+                if best is None or score._replace(step=score.step * _SLOWER) < best[0]:
+                    best = score, tried, ran
+                if best[0] <= (0.0, False, 0.0, timeline.step_time * _SLOWER):
+                    return best[1:]
     return (schedule, timeline) if best is None else best[1:]
 
 
@@ -303,21 +300,22 @@ def _exchanged(
     """The shortest step in which both exchange what is beyond their bounds, and keep them so
     whatever transfers take; None if that cannot be.
     """
-    best: tuple[_Score, Schedule, Timeline] | None = None
+    pair = donor.rank, partner.rank
     shortest = min(end - start for start, end in zip(donor.starts, donor.ends, strict=True))
-    for rule in RULES:
-        for moved, trips in swaps(donor, bounds[donor.rank], costs.memory, rule):
-            made = to_partner(schedule, donor, partner, trips, late=rule.slack * shortest)
-            tried = replace(made, moved={**schedule.moved, **moved})
-            peaks = peak_memory(tried, costs.memory)
-            if _over(peaks, bounds, (donor.rank, partner.rank)):
-                continue
-            with contextlib.suppress(ScheduleError):  # they would wait for each other
-                ran = costs.timeline(tried)
-                score = _Score(0.0, ran.step_time > longest, 0.0, ran.step_time)
-                if best is None or score < best[0]:
-                    best = score, tried, ran
-    return best
+    tried = (
+        replace(
+            to_partner(schedule, donor, partner, trips, late=rule.slack * shortest),
+            moved={**schedule.moved, **moved},
+        )
+        for rule in RULES
+        for moved, trips in swaps(donor, bounds[donor.rank], costs.memory, rule)
+    )
+    within = (each for each in tried if not _over(peak_memory(each, costs.memory), bounds, pair))
+    scored = [
+        (_Score(0.0, ran.step_time > longest, 0.0, ran.step_time), each, ran)
+        for each, ran in those_that_run(within, costs)
+    ]
+    return min(scored, key=lambda each: each[0], default=None)
 
 
 def _amounts(
@@ -351,14 +349,10 @@ def _evicted(
     moved: Mapping[int, int],
     lead: int,
     way: tuple[bool, bool],
-) -> tuple[Schedule, Timeline] | None:
-    """The schedule in which the donor evicts so much of each microbatch, if it runs."""
+) -> Schedule:
+    """The schedule in which the donor evicts so much of each microbatch."""
     link, (smooth, strict) = costs.transfer.link(donor.rank, partner.rank), way
     trips = choose_trips(
         donor, bound, moved, link, lambda held: held.used, lead=lead, smooth=smooth, strict=strict
     )
-    made = replace(to_partner(schedule, donor, partner, trips), moved={**schedule.moved, **moved})
-    try:
-        return made, costs.timeline(made)
-    except ScheduleError:  # they would wait for each other
-        return None
+    return replace(to_partner(schedule, donor, partner, trips), moved={**schedule.moved, **moved})

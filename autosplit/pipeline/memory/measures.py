@@ -86,18 +86,25 @@ def rank_by_rank(
         there = Occupancy(schedule, costs, timeline, rank)
         if max(there.level) <= bound * ROUNDING:
             continue
-        best: tuple[tuple[float, float], Schedule, Timeline] | None = None
-        for tried in changed(schedule, there, bound):
-            try:
-                ran = costs.timeline(tried)
-            except ScheduleError:
-                continue
-            score = max(0.0, costs.peaks(tried, ran)[rank] - bound * ROUNDING), ran.step_time
-            if best is None or score < best[0]:
-                best = score, tried, ran
-        if best is not None:
-            _, schedule, timeline = best
+        scored = [
+            ((max(0.0, costs.peaks(*each)[rank] - bound * ROUNDING), each[1].step_time), each)
+            for each in those_that_run(changed(schedule, there, bound), costs)
+        ]
+        if scored:
+            _, (schedule, timeline) = min(scored, key=lambda each: each[0])
     return schedule
+
+
+def those_that_run(
+    schedules: Iterable[Schedule], costs: Costs
+) -> Iterator[tuple[Schedule, Timeline]]:
+    """With its timeline, each in which ranks do not wait for each other."""
+    for schedule in schedules:
+        try:
+            timeline = costs.timeline(schedule)
+        except ScheduleError:
+            continue
+        yield schedule, timeline
 
 
 def offload(
