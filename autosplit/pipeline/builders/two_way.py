@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -123,26 +122,23 @@ class _RowWriter:
     """A row being written: the next pass of each lane, and the Ws that wait."""
 
     def __init__(self, lanes: tuple[Lane, Lane]) -> None:
-        self._lanes = lanes
-        self._forwards = [0, 0]
-        self._backwards = [0, 0]
+        self._forwards, self._backwards = (
+            [map(lane, itertools.count()) for lane in lanes] for _ in range(2)
+        )
         self.pending: deque[Action] = deque()
         self.row: list[Action] = []
 
     def forward(self, lane: int) -> None:
-        self.row.append(forward(*self._lanes[lane](self._forwards[lane])))
-        self._forwards[lane] += 1
+        self.row.append(forward(*next(self._forwards[lane])))
 
     def backward(self, lane: int) -> None:
-        self.row.append(backward(*self._lanes[lane](self._backwards[lane])))
-        self._backwards[lane] += 1
+        self.row.append(backward(*next(self._backwards[lane])))
 
     def inputs(self, lane: int) -> None:
         """The next backward as an I, whose W waits."""
-        self.backward(lane)
-        whole = self.row.pop()
-        self.row.append(replace(whole, kind=ActionKind.BACKWARD_INPUT))
-        self.pending.append(replace(whole, kind=ActionKind.BACKWARD_WEIGHT))
+        stage, microbatch = next(self._backwards[lane])
+        self.row.append(Action(stage, ActionKind.BACKWARD_INPUT, microbatch))
+        self.pending.append(Action(stage, ActionKind.BACKWARD_WEIGHT, microbatch))
 
     def weight(self) -> None:
         """The oldest W that waits, if any does."""

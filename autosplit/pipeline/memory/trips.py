@@ -190,13 +190,7 @@ def choose_trips(
     trips: list[Trip] = []
     for slot in range(len(begin)):
         while max(begin[slot], end[slot]) > most:
-            longer = _longer(trips, slot) if strict else None
-            if longer is not None:
-                at, trip = longer
-                for each in range(trips[at].back, trip.back):
-                    begin[each] -= size(trip.what)
-                    end[each] -= size(trip.what)
-                trips[at] = trip
+            if strict and _lengthened(trips, slot, size, begin, end):
                 continue
             gone_by = slot if begin[slot] > most else slot + 1
             able = [
@@ -216,15 +210,26 @@ def choose_trips(
     return trips
 
 
-def _longer(trips: Sequence[Trip], slot: int) -> tuple[int, Trip] | None:
-    """Of trips that end too early for a slot the one that is needed last, ended behind it."""
+def _lengthened(
+    trips: list[Trip],
+    slot: int,
+    size: Callable[[Held], float],
+    begin: list[float],
+    end: list[float],
+) -> bool:
+    """End behind a slot, of trips that end too early for it, the one that is needed last; whether
+    any does.
+    """
     early = [
         (trip.what.used, at) for at, trip in enumerate(trips) if trip.back <= slot < trip.what.used
     ]
-    if not early:
-        return None
-    _, at = max(early)
-    return at, replace(trips[at], back=slot + 1)
+    if early:
+        _, at = max(early)
+        for each in range(trips[at].back, slot + 1):
+            begin[each] -= size(trips[at].what)
+            end[each] -= size(trips[at].what)
+        trips[at] = replace(trips[at], back=slot + 1)
+    return bool(early)
 
 
 def _is_gone(there: Occupancy, trip: Trip, slot: int) -> bool:

@@ -76,11 +76,7 @@ def simulate(
     graph, rows = StepGraph(schedule, feeds=feeds, transfer=transfer), rows_of(schedule)
     seconds = [_seconds(action, duration, gathers) for action in graph.actions]
     lanes = add_lanes(graph, schedule, rows, seconds, transfer, memory)
-    for action, value in zip(graph.actions, seconds, strict=True):
-        if not (math.isfinite(value) and value >= 0.0):
-            raise ScheduleError(
-                f"the duration of {action} must be finite seconds >= 0, got {value!r}"
-            )
+    _check_seconds(graph.actions, seconds)
     run = play(graph, lanes.rows, seconds)
     waits = waits_of(graph, lanes.rows, run, len(rows))
     if waits:
@@ -97,6 +93,14 @@ def simulate(
         spans += reductions.spans(spans)
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
+
+
+def _check_seconds(actions: Sequence[Action], seconds: Sequence[float]) -> None:
+    for action, value in zip(actions, seconds, strict=True):
+        if not (math.isfinite(value) and value >= 0.0):
+            raise ScheduleError(
+                f"the duration of {action} must be finite seconds >= 0, got {value!r}"
+            )
 
 
 def _seconds(action: Action, duration: Durations, gathers: Sequence[float] | None) -> float:

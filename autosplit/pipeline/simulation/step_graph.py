@@ -161,11 +161,9 @@ class StepGraph:
     def _travel(self, parcel: Parcel, source: int, target: int) -> tuple[float, float]:
         """Seconds for which a parcel keeps the link between two ranks, and then to its arrival."""
         latency, bandwidth = self._transfer.link(source, target)
-        if self._feeds.wiring is None:
-            return self._transfer.bytes_of(parcel) / bandwidth, latency
-        positions = positions_of(parcel, self._schedule, self._feeds) or ()
-        outputs = self._feeds.wiring.outputs[parcel.boundary]
-        return self._transfer.bytes_with(parcel, positions, outputs) / bandwidth, latency
+        positions = positions_of(parcel, self._schedule, self._feeds)
+        outputs = self._feeds.wiring.outputs[parcel.boundary] if self._feeds.wiring else 0
+        return self._transfer.bytes_of(parcel, positions, outputs) / bandwidth, latency
 
 
 def _listed(schedule: Schedule) -> Iterator[tuple[int, Action]]:

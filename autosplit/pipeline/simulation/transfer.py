@@ -97,53 +97,40 @@ class Transfer:
         pair = (one, other) if one < other else (other, one)
         return self.pairs.get(pair) or Link(self.latency, self.bandwidth)
 
-    def bytes_of(self, parcel: Parcel) -> float:
-        """The bytes of a parcel, where each stage feeds the next.
-
-        Raises:
-            ScheduleError: the bytes of its boundary are not known.
-        """
-        size = self._at(parcel.boundary, forward=parcel.forward)
-        return sum(size) if isinstance(size, Sequence) else size
-
-    def bytes_with(self, parcel: Parcel, positions: Sequence[int], outputs: int) -> float:
+    def bytes_of(
+        self, parcel: Parcel, positions: Sequence[int] | None = None, outputs: int = 0
+    ) -> float:
         """The bytes of a parcel.
 
         Args:
             parcel: outputs of a stage, or gradients of its outputs.
-            positions: which of them.
+            positions: which of them; None: all, where each stage feeds the next.
             outputs: how many that stage has.
 
         Raises:
-            ScheduleError: the bytes of these outputs are not known.
+            ScheduleError: the bytes of its boundary, or of these outputs, are not known.
         """
-        size = self._at(parcel.boundary, forward=parcel.forward)
-        if not isinstance(size, Sequence):
-            size = [size] if size else [0.0] * outputs
-        if len(size) != outputs:
-            name = self._name(forward=parcel.forward)
+        name, sizes = "message_bytes", self.message_bytes
+        if not parcel.forward and self.gradient_bytes is not None:
+            name, sizes = "gradient_bytes", self.gradient_bytes
+        if not isinstance(sizes, Mapping):
+            sizes = {parcel.boundary: sizes}
+        if parcel.boundary not in sizes:
+            raise ScheduleError(
+                f"no {name} for the boundary after stage {parcel.boundary}; known: {sorted(sizes)}"
+            )
+        size = sizes[parcel.boundary]
+        given = size if isinstance(size, Sequence) else [size]
+        if positions is None:
+            return sum(given)
+        if size == 0.0:
+            return 0.0
+        if len(given) != outputs:
             raise ScheduleError(
                 f"stage {parcel.boundary} puts out {outputs} tensors, and a wiring says which of "
-                f"them go where: expected the {name} of each, got "
-                f"{self._at(parcel.boundary, forward=parcel.forward)!r}"
+                f"them go where: expected the {name} of each, got {size!r}"
             )
-        return sum(size[position] for position in positions)
-
-    def _name(self, *, forward: bool) -> str:
-        """Which attribute has the bytes."""
-        return "message_bytes" if forward or self.gradient_bytes is None else "gradient_bytes"
-
-    def _at(self, boundary: int, *, forward: bool) -> float | Sequence[float]:
-        """The bytes of what goes over a boundary in one direction."""
-        name = self._name(forward=forward)
-        sizes: Bytes = getattr(self, name)
-        if not isinstance(sizes, Mapping):
-            return sizes
-        if boundary not in sizes:
-            raise ScheduleError(
-                f"no {name} for the boundary after stage {boundary}; known: {sorted(sizes)}"
-            )
-        return sizes[boundary]
+        return sum(given[position] for position in positions)
 
 
 def _all_sizes(sizes: Bytes | None) -> Iterator[float]:

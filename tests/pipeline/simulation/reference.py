@@ -100,4 +100,4 @@ class Reference:
         if wiring is None:
             return transfer.bytes_of(parcel)
         positions = positions_of(parcel, self.schedule, Feeds(self.schedule.stages, wiring)) or ()
-        return transfer.bytes_with(parcel, positions, wiring.outputs[parcel.boundary])
+        return transfer.bytes_of(parcel, positions, wiring.outputs[parcel.boundary])
