@@ -24,8 +24,9 @@ happen.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from .action import ARRIVALS, DEPARTURES, Action, ActionKind
 from .schedule import Schedule
@@ -115,35 +116,26 @@ def _places(row: Sequence[Action], moving: set[tuple[int, int]]) -> dict[Action,
 def _from_rank(
     schedule: Schedule, places: Sequence[dict[Action, list[int]]], rank: int
 ) -> Iterator[Journey]:
-    for action, leaves in places[rank].items():
+    partner = None if schedule.partners is None else schedule.partners[rank]
+    own = places[rank]
+    ends: Iterable[tuple[int | None, int, int]]
+    for action, leaves in own.items():
         if action.kind is ActionKind.OFFLOAD:
-            comes = places[rank].get(_of(action, ActionKind.RELOAD), [])
-            ends: list[tuple[int | None, int, int]] = [(None, -1, -1)] * len(leaves)
-        elif action.kind is ActionKind.EVICT and schedule.partners is not None:
-            comes = places[rank].get(_of(action, ActionKind.LOAD), [])
-            partner = schedule.partners[rank]
-            accepted = places[partner].get(_of(action, ActionKind.ACCEPT), [])
-            returned = places[partner].get(_of(action, ActionKind.RETURN), [])
-            ends = [(partner, *each) for each in zip(accepted, returned, strict=False)]
+            comes, ends = own.get(_of(action, ActionKind.RELOAD), []), repeat((None, -1, -1))
+        elif action.kind is ActionKind.EVICT and partner is not None:
+            comes, theirs = own.get(_of(action, ActionKind.LOAD), []), places[partner]
+            accepted = theirs.get(_of(action, ActionKind.ACCEPT), [])
+            returned = theirs.get(_of(action, ActionKind.RETURN), [])
+            ends = zip(repeat(partner), accepted, returned, strict=False)
         else:
             continue
-        for start, end, (partner_rank, taken, given) in zip(leaves, comes, ends, strict=False):
-            used = _use(places[rank], action, end)
-            if used is None:
-                continue
-            inputs = places[rank].get(_of(action, ActionKind.BACKWARD_INPUT), [])
-            yield Journey(
-                action.stage,
-                action.microbatch,
-                rank,
-                start,
-                end,
-                used,
-                bool(inputs) and inputs[0] < start,
-                partner_rank,
-                taken,
-                given,
-            )
+        inputs = own.get(_of(action, ActionKind.BACKWARD_INPUT), [])
+        for start, end, there in zip(leaves, comes, ends, strict=False):
+            used = _use(own, action, end)
+            if used is not None:
+                deferred = bool(inputs) and inputs[0] < start
+                microbatch = action.microbatch
+                yield Journey(action.stage, microbatch, rank, start, end, used, deferred, *there)
 
 
 def _use(places: dict[Action, list[int]], action: Action, behind: int) -> int | None:

@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import permutations
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -270,6 +269,8 @@ class _LimitSearch:
         self._measures = measures
         self._found_by: dict[tuple[str, ...], _Found] = defaultdict(_Found)
         """By the measures that were tried."""
+        self._made: dict[tuple[int, str], Schedule] = {}
+        """By the place of a base and a measure, what that makes of it."""
         self._bases = self._found(microbatches, ranks, placement)
         self._problems = {
             place: Problem(self._costs, place, microbatches, caps, self._costs.tally)
@@ -339,25 +340,29 @@ class _LimitSearch:
     def _within(self, measures: tuple[str, ...], work: int) -> None:
         """Look for the best with some measures, in so many actions."""
         begun, found = self.simulated, self._found_by[measures]
-        for tried, (step, base) in enumerate(self._bases):
+        for place, (step, base) in enumerate(self._bases):
             if step >= found.shortest:
                 break
-            if not self._keep(base, base, found) and (tried < _BASES or len(measures) == 1):
-                for made in self._measured(base, measures):
+            if not self._keep(base, base, found) and (place < _BASES or len(measures) == 1):
+                for made in self._measured(place, measures):
                     self._keep(made, base, found)
         self._rearranged(measures, found, begun + work)
 
-    def _measured(self, base: Schedule, measures: tuple[str, ...]) -> Iterator[Schedule]:
-        """The base with one measure; of several, with one, and another for what is still too much.
+    def _measured(self, place: int, measures: tuple[str, ...]) -> Iterator[Schedule]:
+        """A base with one measure; of several, with each for what another leaves too much.
 
-        A partner takes only what was not sent to the host or run again: it comes first.
+        A partner takes only what is not sent to the host or run again: it comes first.
         """
-        for order in permutations(measures, min(len(measures), 2)):
-            if "balance" not in order[1:]:
-                made = base
-                for measure in order:
-                    made = MEASURES[measure](made, self._costs, self._caps)
+        for first in measures:
+            if (place, first) not in self._made:
+                base = self._bases[place][1]
+                self._made[place, first] = MEASURES[first](base, self._costs, self._caps)
+            made = self._made[place, first]
+            if len(measures) == 1:
                 yield made
+            for second in measures:
+                if second not in (first, "balance"):
+                    yield MEASURES[second](made, self._costs, self._caps)
 
     def frugal(self) -> tuple[float, str, Schedule]:
         """What comes nearest to the limit: by how much it exceeds it, what it is, and itself."""
