@@ -346,6 +346,8 @@ class _LimitSearch:
             if not self._keep(base, base, found) and (place < _BASES or len(measures) == 1):
                 for made in self._measured(place, measures):
                     self._keep(made, base, found)
+                    if self.simulated > begun + work // 2:
+                        break
         self._rearranged(measures, found, begun + work)
 
     def _measured(self, place: int, measures: tuple[str, ...]) -> Iterator[Schedule]:
