@@ -13,7 +13,7 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import TAKERS, journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import changes_of, levels
+from autosplit.pipeline.simulation.activation_memory import levels_of
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
@@ -76,7 +76,7 @@ class Occupancy:
         self.starts = [times[row[place]][0] for place in self.places]
         self.ends = [times[row[place]][1] for place in self.places]
         self.reached = [0.0, *self.ends[:-1]]
-        by_place = list(levels(row, changes_of(schedule, costs.memory)[rank]))
+        by_place = list(levels_of(schedule, costs.memory)[rank])
         self.level: list[float] = []
         done = -1
         for place in self.places:

@@ -11,7 +11,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.activation_memory import ROUNDING, PeakMemory, changes_of, levels
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, PeakMemory, levels_of
 from autosplit.pipeline.simulation.lanes import add_lanes
 from autosplit.pipeline.simulation.playing import Play, play
 from autosplit.pipeline.simulation.simulate import Costs
@@ -163,9 +163,8 @@ class Problem(StepGraph):
     def first_over(self, schedule: Schedule) -> tuple[int, int] | None:
         """A rank and the first place in its row where it holds too much; counts likewise."""
         self.tally.actions += sum(map(len, schedule.ranks)) // 4
-        changes = changes_of(schedule, self.costs.memory)
-        for rank, row in enumerate(schedule.ranks):
-            for place, level in enumerate(levels(row, changes[rank])):
+        for rank, levels in enumerate(levels_of(schedule, self.costs.memory)):
+            for place, level in enumerate(levels):
                 if level > self.room[rank]:
                     return rank, place
         return None

@@ -113,21 +113,21 @@ def moved_bytes(
     return sum(size.pieces[place] for place in fitting(size.pieces, most))
 
 
-def changes_of(
-    schedule: Schedule,
-    sizes: Sequence[StageMemory],
-    journeys: Sequence[Journey] | None = None,
-) -> list[list[Change]]:
-    """Per rank, what each action of its row changes, as if moves took no time; ``journeys`` are
-    those of the schedule, where they are known.
+def levels_of(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[Iterator[float]]:
+    """Per rank, what it keeps at most while it runs each action of its row, whenever transfers
+    happen.
     """
-    moves = _moves(schedule, sizes, journeys)
-    return [_changes(row, sizes, own) for row, own in zip(schedule.ranks, moves, strict=True)]
+    moves = _moves(schedule, sizes, None)
+    return [
+        levels(row, _changes(row, sizes, own))
+        for row, own in zip(schedule.ranks, moves, strict=True)
+    ]
 
 
 def _changes(
     row: Sequence[Action], sizes: Sequence[StageMemory], moves: Mapping[int, Change]
 ) -> list[Change]:
+    """What each action of a row changes, as if moves took no time."""
     again = recomputed(row)
     return [
         sizes[action.stage].change(
@@ -157,7 +157,7 @@ def _moves(
 
 
 def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
-    """What a rank keeps at most while it runs each action of its row, whenever transfers happen."""
+    """As ``levels_of``, of one row from what its actions change."""
     held = LevelByOrder()
     for action, change in zip(row, changes, strict=True):
         if action.kind.is_move:

@@ -16,7 +16,7 @@ from autosplit.pipeline.ledger.prediction import Evicted
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.within_memory import LimitError, search_within
-from autosplit.pipeline.simulation.activation_memory import StageMemory, changes_of, levels
+from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_of
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -170,8 +170,7 @@ class LimitTuner(Tuner):
     def _by_size(self, schedule: Schedule) -> list[int]:
         """What this rank's microbatches hold during each action of its row."""
         rank = self._groups.rank
-        changes = changes_of(schedule, self._sizes)[rank]
-        return [math.ceil(level) for level in levels(schedule.ranks[rank], changes)]
+        return [math.ceil(level) for level in levels_of(schedule, self._sizes)[rank]]
 
     def _played(self, schedule: Schedule) -> list[tuple[Action, int]]:
         """This rank's actions with what it holds then beside the fixed; collective."""

@@ -26,8 +26,7 @@ from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import (
     ROUNDING,
     StageMemory,
-    changes_of,
-    levels,
+    levels_of,
 )
 from autosplit.pipeline.simulation.playing import Wait, replay, unmade
 
@@ -330,9 +329,9 @@ def _kept(
         )
     if any(_misfit(action, schedule) for row in schedule.ranks for action in row):
         return
-    changes = changes_of(schedule, memory)
-    for rank, (row, cap) in enumerate(zip(schedule.ranks, caps, strict=True)):
-        for place, kept in enumerate(levels(row, changes[rank])):
+    for rank, levels in enumerate(levels_of(schedule, memory)):
+        row, cap = schedule.ranks[rank], caps[rank]
+        for place, kept in enumerate(levels):
             if kept > cap * ROUNDING:
                 yield _Fault(
                     f"{row[place]} makes rank {rank} keep {kept:g}, more than its cap of {cap:g}",
