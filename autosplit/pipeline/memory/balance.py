@@ -311,10 +311,10 @@ def _exchanged(
         for moved, trips in swaps(donor, bounds[donor.rank], costs.memory, rule)
     )
     within = (each for each in tried if not _over(peak_memory(each, costs.memory), bounds, pair))
-    scored = [
+    scored = (
         (_Score(0.0, ran.step_time > longest, 0.0, ran.step_time), each, ran)
         for each, ran in those_that_run(within, costs)
-    ]
+    )
     return min(scored, key=lambda each: each[0], default=None)
 
 

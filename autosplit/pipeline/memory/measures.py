@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
+from operator import itemgetter
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
@@ -86,12 +87,13 @@ def rank_by_rank(
         there = Occupancy(schedule, costs, timeline, rank)
         if max(there.level) <= bound * ROUNDING:
             continue
-        scored = [
-            ((max(0.0, costs.peaks(*each)[rank] - bound * ROUNDING), each[1].step_time), each)
-            for each in those_that_run(changed(schedule, there, bound), costs)
-        ]
-        if scored:
-            _, (schedule, timeline) = min(scored, key=lambda each: each[0])
+        scored = (
+            (max(0.0, costs.peaks(tried, ran)[rank] - bound * ROUNDING), ran.step_time, tried, ran)
+            for tried, ran in those_that_run(changed(schedule, there, bound), costs)
+        )
+        best = min(scored, key=itemgetter(0, 1), default=None)
+        if best is not None:
+            *_, schedule, timeline = best
     return schedule
 
 
