@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -326,7 +326,7 @@ class _LimitSearch:
         """
         for measure in self._measures:
             self._within((measure,), _ALONE)
-        if len(self._measures) != 1:
+        if len(self._measures) != 1 and not self._is_least(self._found_by.values()):
             self._within(tuple(self._measures), _TOGETHER)
         fitting = [each for found in self._found_by.values() for each in found.fitting.values()]
         if not fitting:
@@ -399,8 +399,8 @@ class _LimitSearch:
         """What the best become with other orders, and what shorter ones without measures do."""
         together = len(measures) > 1
         known = [*self._found_by.values()] if together else [found]
-        least, first = self._bases[0]
-        if min(each.shortest for each in known) <= least * _SAME:
+        first = self._bases[0][1]
+        if self._is_least(known):
             return
         fitting = sorted(
             (fits for each in known for fits in each.fitting.values()), key=lambda each: each.step
@@ -421,6 +421,10 @@ class _LimitSearch:
         if together and found.fitting:
             best = min(found.fitting.values(), key=lambda each: each.step).schedule
             self._walked(best, max(0, most - self.simulated), measures, found)
+
+    def _is_least(self, known: Iterable[_Found]) -> bool:
+        """Whether something is as short as without a limit."""
+        return any(each.shortest <= self._bases[0][0] * _SAME for each in known)
 
     def _walked(self, start: Schedule, work: int, measures: tuple[str, ...], found: _Found) -> None:
         """Keep what a start becomes in so many actions."""
