@@ -42,6 +42,8 @@ from autosplit.runtime.residuals import HandOver, Residuals, is_shared
 from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.dynamo import RunningBackward, running_backward, watch_gradients
 
+from .pending_weights import ForwardCall
+
 
 class Part:
     """One graph of a model, compiled.
@@ -108,13 +110,13 @@ class Call:
 
     Attributes:
         parameters: index of the graph's input -> parameter.
-        token: what the owner gave when the graph was entered.
+        token: the forward call that it belongs to.
         batch: indices of other inputs that no earlier operator computed.
         absent: outputs that the backward brings no gradient for, by name.
     """
 
     parameters: dict[int, nn.Parameter]
-    token: Any
+    token: ForwardCall
     batch: frozenset[int] = frozenset()
     absent: frozenset[str] = frozenset()
 
@@ -183,14 +185,6 @@ class WeightGraph:
         return left
 
 
-class ForwardCall(Protocol):
-    """One forward call of the model, as the owner tells calls apart."""
-
-    @property
-    def unsplit(self) -> bool:
-        """Whether its backward is I and W in one."""
-
-
 class DeferredGraphOwner(Protocol):
     """Collects the deferred W of graphs."""
 
@@ -208,7 +202,7 @@ class DeferredGraphOwner(Protocol):
             parameters: those whose gradients would be deferred.
         """
 
-    def deferred(self, work: PendingWork, call: Any) -> None:
+    def deferred(self, work: PendingWork, call: ForwardCall) -> None:
         """Queue the W of a graph whose I has run."""
 
 

@@ -30,6 +30,7 @@ from autosplit.capture.aot_session import compile_model
 from autosplit.dump.tables import short_source
 from autosplit.dynamo.backend import SplittingBackend
 from autosplit.dynamo.compiled_backward import Part, call_of
+from autosplit.dynamo.pending_weights import ForwardCall
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
 from autosplit.runtime.specializations import calls_itself
@@ -168,19 +169,6 @@ class History:
         return history
 
 
-class Microbatch:
-    """One forward call of the model, and the graphs it ran.
-
-    Attributes:
-        calls: how often it ran each graph.
-        unsplit: whether its backward is I and W in one.
-    """
-
-    def __init__(self, unsplit: bool = False) -> None:
-        self.calls: Counter[Part] = Counter()
-        self.unsplit = unsplit
-
-
 class Partial:
     """A model split graph by graph.
 
@@ -215,7 +203,7 @@ class Partial:
         self._calls: Counter[Part] = Counter()
         self._names: dict[nn.Parameter, str] = {}
         self._running = threading.local()
-        self._latest = Microbatch()
+        self._latest = ForwardCall()
         self._queue = queue or PendingQueue(Delivery(), PendingBound(math.inf))
         self._warned = False
         self._passed = False  # the history is of a call unlike those after it
@@ -244,7 +232,7 @@ class Partial:
         if unsplit:
             self.backward_weight()
         self._queue.make_room()
-        microbatch = self._running.microbatch = Microbatch(unsplit)
+        microbatch = self._running.microbatch = ForwardCall(unsplit)
         try:
             with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
                 result = forward(*args, **kwargs)
@@ -376,17 +364,17 @@ class Partial:
     def compiled(self, part: Part) -> None:
         self._parts.append(part)
 
-    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> Microbatch:
+    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> ForwardCall:
         """The forward call under way; a recomputation belongs to the backward under way."""
-        microbatch: Microbatch = getattr(self._running, "microbatch", None) or self._latest
+        microbatch: ForwardCall = getattr(self._running, "microbatch", None) or self._latest
         microbatch.calls[part] += 1
         return microbatch
 
-    def deferred(self, work: PendingWork, call: Microbatch) -> None:
+    def deferred(self, work: PendingWork, call: ForwardCall) -> None:
         self.begin(call)
         self._queue.add(call, work)
 
-    def begin(self, microbatch: Microbatch) -> None:
+    def begin(self, microbatch: ForwardCall) -> None:
         """A backward has reached the forward call."""
         self._latest = microbatch
 
@@ -398,7 +386,7 @@ class Partial:
 class _Begin:
     """Tells the owner, once the backward arrives at an output of the model."""
 
-    def __init__(self, owner: Partial, microbatch: Microbatch) -> None:
+    def __init__(self, owner: Partial, microbatch: ForwardCall) -> None:
         self._owner = weakref.ref(owner)
         self._microbatch = microbatch
 

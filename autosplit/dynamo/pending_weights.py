@@ -6,10 +6,12 @@ deferred work waits on the parameters that it is for.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,19 @@ if TYPE_CHECKING:
     from .compiled_backward import Part
 
 
+@dataclasses.dataclass(eq=False)
+class ForwardCall:
+    """One forward call of the model, as the owner tells calls apart.
+
+    Attributes:
+        unsplit: whether its backward is I and W in one.
+        calls: how often it ran each graph.
+    """
+
+    unsplit: bool = False
+    calls: Counter[Part] = dataclasses.field(default_factory=Counter)
+
+
 class PendingOnParameters(PendingQueue):
     """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
 
@@ -38,19 +53,19 @@ class PendingOnParameters(PendingQueue):
     def compiled(self, part: Part) -> None:
         """Nothing: there is no report."""
 
-    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> GraphCall:
+    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> ForwardCall:
         """Microbatches are told apart by their backward alone."""
         wrapper = data_parallel()
         if wrapper is not None and synchronises():
             Deferral(wrapper).backward_weight()
-            return GraphCall(True)
+            return ForwardCall(True)
         unsplit = torch.is_grad_enabled() and has_gradient_hooks(parameters)
         if unsplit:
             Deferral(parameters).backward_weight()
         self.make_room()
-        return GraphCall(unsplit)
+        return ForwardCall(unsplit)
 
-    def deferred(self, work: PendingWork, call: GraphCall) -> None:
+    def deferred(self, work: PendingWork, call: ForwardCall) -> None:
         self.add(work.backward, work)
 
     def compute(self, microbatches: int | None = None) -> None:
@@ -60,16 +75,6 @@ class PendingOnParameters(PendingQueue):
     def compute_for(self, parameter: Tensor) -> None:
         """Compute all pending work of a parameter, of any graph."""
         Deferral(parameter).backward_weight()
-
-
-class GraphCall(NamedTuple):
-    """One call of a compiled graph.
-
-    Attributes:
-        unsplit: whether its backward is I and W in one.
-    """
-
-    unsplit: bool
 
 
 class Deferral:
