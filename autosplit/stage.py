@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,6 +21,7 @@ from autosplit.runtime.in_flight import (
     PendingWeightGradients,
     lent_storages,
 )
+from autosplit.runtime.residuals import State
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded.stage_sharding import StageSharding
@@ -108,6 +109,7 @@ class Stage:
             owner, module, args, options, slices, self.sharding if self._sharded else None
         )
         self._outputs = self._graphs.outputs
+        self._found: _Fitting | None = None
         self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
         self._weights = PendingWeightGradients(owner, summed, slices)
@@ -183,7 +185,12 @@ class Stage:
         return self._graphs.takes(args)
 
     def forward(
-        self, microbatch: int, inputs: list[Tensor], keep: Literal["saved", "inputs"] = "saved"
+        self,
+        microbatch: int,
+        inputs: list[Tensor],
+        keep: Literal["saved", "inputs"] = "saved",
+        *,
+        steady: bool = False,
     ) -> list[Tensor]:
         """F: outputs for these inputs; empties ``inputs``.
 
@@ -192,6 +199,9 @@ class Stage:
             inputs: of the module.
             keep: what is held for the backward: what the graph saves, or only the inputs, from
                 which ``recompute`` makes it before the backward.
+            steady: whether nothing that the module's forward reads was changed since the forward
+                before, as between the microbatches of one step: what that one ran is not asked
+                again whether it fits.
 
         Raises:
             SplitError: this microbatch is already between F and its backward; an input has another
@@ -201,26 +211,36 @@ class Stage:
         """
         if microbatch in self._saved or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
-        self._graphs.check_inputs(inputs)
-        if not self._sharded:
-            functions, state = self._graphs.fitting(), self._graphs.state()
-        else:
-            self.sharding.gather()
-            functions = self._graphs.fitting()
-            with self.sharding.standing_in():
-                state = self._graphs.state()
+        sizes, found = self._graphs.check_inputs(inputs), self._found
+        if not steady or found is None or found.sizes is not sizes:
+            found = self._fitting(sizes)
+        _, functions, state = found
         kept = None
         if keep == "inputs" and functions.has_backward:
             kept = KeptInputs(functions, state, inputs)
         lent = lent_storages(inputs)
         with torch.no_grad():
-            result = run_forward(functions, state, _drain(inputs))
+            taken = [*inputs]
+            inputs.clear()
+            result = run_forward(functions, state, taken)
         if kept is not None:
             self._inputs[microbatch] = kept
         elif functions.has_backward:
             arrived = InFlightMicrobatch(functions, result.saved, state, lent)
             self._saved.put(microbatch, arrived)
         return result.outputs[: len(self._outputs)]
+
+    def _fitting(self, sizes: object) -> _Fitting:
+        """What fits the inputs that were checked last, and the module as it is now."""
+        if not self._sharded:
+            found = _Fitting(sizes, self._graphs.fitting(), self._graphs.state())
+            # Which graphs fit may be decided by what F writes.
+            self._found = None if found.functions.updated_state else found
+            return found
+        self.sharding.gather()
+        functions = self._graphs.fitting()
+        with self.sharding.standing_in():
+            return _Fitting(sizes, functions, self._graphs.state())
 
     def recompute(self, microbatch: int) -> None:
         """F again, of a microbatch that kept its inputs only; nothing but what it saves comes of
@@ -301,7 +321,8 @@ class Stage:
             )
             if names and into is None:
                 sums.add(names, early, functions.dependence.borrowed)
-        self._hand_over()
+        if self._sharded:
+            self._hand_over()
         arrived = InFlightMicrobatch(functions, deferred, state, lent)
         self._weights.in_flight.put(microbatch, arrived)
         return grads
@@ -333,7 +354,8 @@ class Stage:
                 self._weights.run(microbatch)
             else:
                 self._weights.run_slice(microbatch, slice)
-        self._hand_over()
+        if self._sharded:
+            self._hand_over()
 
     @property
     def joins_weights(self) -> bool:
@@ -364,7 +386,8 @@ class Stage:
             grads, gradients = functions.backward(saved, given, into, sums.accumulation)
             if into is None:
                 sums.add(names, gradients, functions.dependence.borrowed)
-        self._hand_over()
+        if self._sharded:
+            self._hand_over()
         return grads
 
     def source(self, call: str, *, microbatches: int = 1, adds: bool = False) -> fx.GraphModule:
@@ -407,6 +430,7 @@ class Stage:
 
     def reset(self) -> None:
         """Forget every microbatch in flight and the gradients gathered so far."""
+        self._found = None
         self._inputs.clear()
         self._saved.clear()
         self._weights.clear()
@@ -423,8 +447,8 @@ class Stage:
         return self._saved.take(microbatch)
 
     def _hand_over(self) -> None:
-        """Let gradients that are reduced in another dtype be added up in that one."""
-        if self._sharded and self.sharding.adds_in_another_dtype:
+        """Let sharded parameters' gradients that are reduced in another dtype be added up in it."""
+        if self.sharding.adds_in_another_dtype:
             self._weights.sums.publish()
             self.sharding.accumulate()
 
@@ -437,10 +461,20 @@ class Stage:
             raise SplitError(
                 f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients"
             )
-        return _drain(output_grads) + [None] * len(functions.updated_inputs)
+        taken = [*output_grads, *[None] * len(functions.updated_inputs)]
+        output_grads.clear()
+        return taken
 
 
-def _drain(items: list[Any]) -> list[Any]:
-    taken = list(items)
-    items.clear()
-    return taken
+class _Fitting(NamedTuple):
+    """What a forward runs.
+
+    Attributes:
+        sizes: of the inputs.
+        functions: the graphs.
+        state: parameters and buffers.
+    """
+
+    sizes: object
+    functions: SplitFunctions
+    state: State

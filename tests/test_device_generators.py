@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from autosplit.device import GeneratorStates, generators_kept
-from autosplit.pipeline.training.optimizer_step import GeneratorState
 
 
 def test_what_is_drawn_inside_is_drawn_again() -> None:
@@ -26,13 +25,6 @@ def test_what_was_drawn_is_drawn_again_from_states_that_were_kept() -> None:
     second = torch.rand(3)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
-
-
-def test_what_was_drawn_is_drawn_again_after_a_rollback() -> None:
-    state = GeneratorState(torch.ones(1).device)
-    first = torch.rand(3)
-    state.restore()
-    assert torch.equal(torch.rand(3), first)
 
 
 @pytest.mark.parametrize(("in_use", "expected"), [(False, []), (True, [0, 1])])

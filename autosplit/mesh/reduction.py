@@ -5,8 +5,10 @@ its gradients are there.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import Protocol
+
+from torch import Tensor
 
 CAP = 25 * 2**20
 """Bytes of a bucket, as DistributedDataParallel has them."""
@@ -37,21 +39,45 @@ def fill_buckets(
     return tuple(map(tuple, sorted(buckets, key=lambda bucket: bucket[-1])))
 
 
-class GradientReduction(Protocol):
-    """One reduction over ranks, of the gradients of some parameters."""
+class GradientReduction(ABC):
+    """One reduction over ranks, of the gradients of some parameters.
+
+    Args:
+        stage: that holds them; None where several do.
+
+    Attributes:
+        stage: see above.
+        timed: whether to note when it starts and ends.
+        times: seconds of ``time.perf_counter``, of the last one that was timed.
+    """
+
+    def __init__(self, stage: int | None) -> None:
+        self.stage = stage
+        self.timed = False
+        self.times: tuple[float, float] | None = None
+        self._before: list[Tensor | None] = []
+
+    @property
+    @abstractmethod
+    def reduced(self) -> Sequence[Tensor]:
+        """The parameters."""
 
     def begin(self) -> None:
         """Put the gradients that are there aside: those to come are reduced."""
-        ...
+        self._before = [each.grad for each in self.reduced]
+        for each in self.reduced:
+            each.grad = None
 
     def give_back(self) -> None:
         """Put them back, in place of what has come since."""
-        ...
+        for each, gradient in zip(self.reduced, self._before, strict=True):
+            each.grad = gradient
 
+    @abstractmethod
     def start(self) -> None:
         """Start to reduce the gradients that have come, which are complete; does not wait."""
-        ...
 
+    @abstractmethod
     def finish(self, settled: Callable[[], None]) -> None:
         """Wait, and add the result to what was put aside.
 
@@ -61,7 +87,6 @@ class GradientReduction(Protocol):
         Raises:
             LostPeerError: another rank did not take part.
         """
-        ...
 
 
 class ReductionQueue:

@@ -27,7 +27,6 @@ from .residuals import (
     Residuals,
     State,
     StorageKey,
-    is_part,
     is_plain,
     storage_of,
 )
@@ -89,7 +88,7 @@ class InFlightMicrobatches:
         Raises:
             SplitError: it is not here, or not with all its tensors.
         """
-        held = self.get(microbatch)
+        held = self._by_number.get(microbatch) or self.get(microbatch)
         if held.residuals.is_away:
             raise SplitError(
                 f"{self._owner}: tensors of microbatch {microbatch} were taken out with "
@@ -441,9 +440,11 @@ def _in_order(
 
 
 def lent_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
-    """Storages in which tensors that were handed over are only a part."""
-    return frozenset(
-        storage_of(tensor)
-        for tensor in tensors
-        if tensor is not None and is_plain(tensor) and is_part(tensor)
-    )
+    """Storages in which tensors that were handed over are only a part, as of a batch."""
+    lent: set[StorageKey] = set()
+    for each in tensors:  # in line, as every call of a stage asks
+        if type(each) in (Tensor, torch.nn.Parameter) and each.layout is torch.strided:
+            storage = each.untyped_storage()
+            if each.nbytes != storage.nbytes():
+                lent.add((each.device, storage.data_ptr()))
+    return frozenset(lent)

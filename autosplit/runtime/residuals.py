@@ -28,13 +28,6 @@ def storage_of(tensor: Tensor) -> StorageKey:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def is_part(tensor: Tensor) -> bool:
-    """Whether a tensor's storage holds more than the tensor, as that of a batch does which was
-    cut into microbatches.
-    """
-    return tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes()
-
-
 def is_plain(value: Any) -> bool:
     """Whether a value is a tensor over one storage, and not one of a subclass."""
     return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from .specializations import CallSignature, OpenSizes, SpecializationCache
 if TYPE_CHECKING:
     from autosplit.sharded.stage_sharding import StageSharding
 
+_SHAPE = attrgetter("shape")
 _MAX_GRAPHS = 64
 _MAX_SIZES = 1024  # combinations of sizes whose inputs need no second look
 
@@ -147,20 +149,23 @@ class StageSpecializations:
             self._keep(found)
         return found
 
-    def check_inputs(self, inputs: list[Tensor]) -> None:
+    def check_inputs(self, inputs: list[Tensor]) -> object:
         """Check dtypes, devices and numbers of dimensions; lay inputs out as the examples were.
+        Returns the same for inputs of the same sizes.
 
         Raises:
             SplitError: an input is not as the stage was traced with it.
         """
-        known = self._known.get(tuple([given.shape for given in inputs]))
+        known = self._known.get(tuple(map(_SHAPE, inputs)))
         if known is None:
             known = self._resized(inputs)
         for position, (given, spec) in enumerate(zip(inputs, known.specs, strict=True)):
             if (given.dtype, given.device) != (spec.dtype, spec.device):
                 raise self._unlike(position, given, spec)
-            inputs[position] = spec.conform(given)
+            if given.stride() != spec.stride:
+                inputs[position] = spec.conform(given)
         self._now = known
+        return known
 
     def takes(self, args: Sequence[Tensor]) -> bool:
         """Whether these are inputs like the first ones, whatever their sizes."""

@@ -180,33 +180,3 @@ def test_a_checkpoint_without_a_scheduler_is_refused_for_one(tmp_path: Path) -> 
         with pytest.raises(CheckpointError, match="has no scheduler's state: leave out"):
             load_checkpoint(engine, tmp_path, scheduler=ramp(engine.optimizer))
         assert not torch.equal(named(engine)["1.0.bias"], before["1.0.bias"])
-
-
-def test_a_step_that_was_not_waited_for_is_saved_as_it_ends(tmp_path: Path) -> None:
-    """With clipping, weights are final only once the norm is known."""
-
-    def run(limit: float, order: tuple[int, int], path: Path, *, wait: bool) -> Any:
-        options = {"max_grad_norm": limit, "optimizer_fn": lambda p: torch.optim.SGD(p, lr=0.5)}
-        norms = []
-        with trainer(whole(0), 2, ranks=1, **options) as engine:
-            for step in order:
-                coming = engine.step_async(batch(step))
-                if wait:
-                    coming.wait()
-                    norms.append(engine.grad_norm)
-            save_checkpoint(engine, path)
-        with trainer(whole(1), 2, ranks=1) as engine:
-            load_checkpoint(engine, path, optimizer=False)
-            return norms, named(engine)
-
-    def growing(order: tuple[int, int]) -> float | None:
-        (first, second), _ = run(1e9, order, tmp_path / "norms", wait=True)
-        return (first + second) / 2 if second > first * 1.01 else None
-
-    orders = [(0, 1), (1, 0), (0, 2), (2, 0)]
-    order = next(order for order in orders if growing(order))
-    limit = growing(order)
-    # The second step moves early, and is to be clipped.
-    _, waited = run(limit, order, tmp_path / "a", wait=True)
-    _, saved = run(limit, order, tmp_path / "b", wait=False)
-    assert all(torch.equal(value, saved[name]) for name, value in waited.items())

@@ -6,16 +6,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import parcels_for, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.stage import Stage
 
 from .first_error import ActionError, LostPeerError, RankActivity
 from .moves import Moves
@@ -38,6 +39,11 @@ class BackwardStage(ForwardStage, Protocol):
     """What a stage must offer to run backward; see ``autosplit.stage.Stage``.
 
     Gradients come and go as lists with one entry per output or input, None where there is none.
+
+    What it may offer besides, as that class does, is asked for by name where it is needed: W in
+    ``slices``, one after another; ``recompute``, F again from its inputs, which ``forward(...,
+    keep="inputs")`` keeps; ``joins_weights``, W of several microbatches in one call, those of
+    ``weight_calls``; and ``held``, ``detach_held`` and ``attach_held``, for microbatches that move.
     """
 
     def backward_input(
@@ -52,62 +58,6 @@ class BackwardStage(ForwardStage, Protocol):
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """Both halves in one call; clears the list it is given."""
-        ...
-
-
-@runtime_checkable
-class SlicedStage(BackwardStage, Protocol):
-    """A stage whose W can be run in parts, one after another, and its gradients taken by part."""
-
-    @property
-    def slices(self) -> Sequence[Sequence[str]]:
-        """For each slice the parameters, of ``module``, whose gradients it adds."""
-        ...
-
-    @property
-    def module(self) -> nn.Module:
-        """What it was made of."""
-        ...
-
-    def backward_weight(self, microbatch: int, slice: int | None = None) -> None:
-        """Add one slice of the weight gradients; None for all of them."""
-        ...
-
-    def publish(self, names: Collection[str] | None = None) -> None:
-        """Add the gradients of these parameters to their ``.grad`` and forget them; None: all."""
-        ...
-
-
-@runtime_checkable
-class RecomputingStage(BackwardStage, Protocol):
-    """A stage that can run F again, from its inputs."""
-
-    def forward(
-        self, microbatch: int, inputs: list[Tensor], keep: Literal["saved", "inputs"] = "saved"
-    ) -> list[Tensor]:
-        """As without ``keep``; with "inputs", nothing else is kept."""
-        ...
-
-    def recompute(self, microbatch: int) -> None:
-        """Make again what F saves for the backward."""
-        ...
-
-
-@runtime_checkable
-class JoiningStage(Protocol):
-    """A stage that may run W of several microbatches in one call."""
-
-    @property
-    def joins_weights(self) -> bool:
-        """Whether it ever does."""
-        ...
-
-    def weight_calls(self, microbatches: Sequence[int]) -> list[list[int]]:
-        """Which of these W, in this order, go together: the microbatches of each call."""
-        ...
-
-    def backward_weight(self, microbatch: int | Sequence[int]) -> None:
-        """Add the weight gradients of one microbatch, or of several in the order given."""
         ...
 
 
@@ -175,11 +125,7 @@ def join_adjacent_weights(row: Iterable[Action], stages: Mapping[int, object]) -
         row: the actions in order.
         stages: the rank's stages by index.
     """
-    joining = {
-        index
-        for index, stage in stages.items()
-        if isinstance(stage, JoiningStage) and stage.joins_weights
-    }
+    joining = {at for at, stage in stages.items() if getattr(stage, "joins_weights", False)}
     for are_weights, actions in groupby(row, _is_weight):
         if not (are_weights and joining):
             yield from actions
@@ -256,7 +202,7 @@ class Executor:
         self._rank = rank
         self._transport = transport
         self._loss_grad = loss_grad
-        self._inputs: Sequence[Sequence[Tensor]] = ()
+        self._inputs: list[list[Tensor]] = [[] for _ in range(schedule.microbatches)]
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
         self._recorder: Recorder | None = None
@@ -264,6 +210,7 @@ class Executor:
         self._moves = moves
         row = schedule.ranks[rank]
         self._again = recomputed(row)
+        self._looked: set[int] = set()
         self._places: dict[Action, deque[int]] = defaultdict(deque)
         for at, action in enumerate(row):  # moves may stand there more than once
             self._places[action].append(at)
@@ -300,7 +247,9 @@ class Executor:
             ActionError: an action failed; its error is the cause.
             LostPeerError: a peer died or did not answer in time.
         """
-        self._inputs, self._targets, self._losses = inputs, targets, {}
+        self._targets, self._losses = targets, {}
+        for own, given in zip(self._inputs, inputs, strict=False):  # none where no stage takes any
+            own[:] = given
         self._recorder = recorder
         action: Action | None = None
         place = self._place
@@ -342,7 +291,9 @@ class Executor:
             raise ActionError(action) from error
         finally:
             place.be(None, waiting=False)
-            self._inputs, self._targets, self._losses = (), (), {}
+            self._targets, self._losses = (), {}
+            for own in self._inputs:
+                own.clear()
 
     # --- preparing them ---------------------------------------------------------------------------
 
@@ -385,15 +336,19 @@ class Executor:
             forward: Callable[..., Values] = partial(stage.forward, microbatch)
             if (action.stage, microbatch) in self._again:
                 forward = partial(self._recomputing(action).forward, microbatch, keep="inputs")
+            # Nobody changes a module within a step; classes of users need not know of that.
+            if action.stage in self._looked and type(stage).forward is Stage.forward:
+                forward = partial(forward, steady=True)
+            self._looked.add(action.stage)
             return [Step(action, forward, self._inputs_of(action), self._outputs_to(action))]
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
         if kind is ActionKind.RECOMPUTE:
             return [Step(action, partial(self._recomputing(action).recompute, microbatch))]
-        if isinstance(action, JoinedWeights) and isinstance(stage, JoiningStage):
+        if isinstance(action, JoinedWeights):
             call = partial(self._run_joined, action, stage)
             return [Step(action, call, recorded=False, adds=(0,))]
-        parts = range(len(stage.slices) if isinstance(stage, SlicedStage) else 1)
+        parts = range(len(getattr(stage, "slices", ((),))))
         weight = partial(stage.backward_weight, microbatch)
         if kind is ActionKind.BACKWARD_WEIGHT and len(parts) == 1:
             return [Step(action, weight, adds=(0,))]
@@ -405,7 +360,7 @@ class Executor:
         adds = tuple(parts) if fused else ()
         return [Step(action, backward, self._gradients_of(action), send, adds=adds)]
 
-    def _run_joined(self, action: JoinedWeights, stage: JoiningStage) -> None:
+    def _run_joined(self, action: JoinedWeights, stage: Any) -> None:
         """Run some W next to each other. Which go together is known only when it is their turn:
         those whose forwards ran different graphs, because the module changed in between, do not.
         """
@@ -417,9 +372,9 @@ class Executor:
             weights = [Action(action.stage, action.kind, each) for each in group]
             self._recorder.run(JoinedWeights.of(weights), call)
 
-    def _recomputing(self, action: Action) -> RecomputingStage:
+    def _recomputing(self, action: Action) -> Any:
         stage = self._stages[action.stage]
-        if not isinstance(stage, RecomputingStage):
+        if not hasattr(stage, "recompute"):
             raise PipelineError(
                 f"{action} is to run with a RECOMPUTE, but stage {action.stage} cannot run its "
                 "forward again: its class has no recompute(), see autosplit.Stage"
@@ -429,7 +384,7 @@ class Executor:
     def _inputs_of(self, action: Action) -> Callable[[], Values]:
         microbatch, feeds = action.microbatch, self._transport.feeds
         receives = [self._transport.receiver(each) for each in parcels_for(action, feeds)]
-        bring = arguments(action.stage, feeds, receives, lambda: [*self._inputs[microbatch]])
+        bring = arguments(action.stage, feeds, receives, self._inputs[microbatch].copy)
         if action.stage < self._last:
             return bring
         return lambda: [*bring(), *self._targets[microbatch]]
@@ -455,9 +410,9 @@ class Executor:
 
     def _held_outside(self, microbatch: int) -> list[Tensor]:
         """Tensors of a microbatch that are held besides by whoever gave them."""
-        given = [rows[microbatch] for rows in (self._inputs, self._targets) if rows]
-        loss_grad = [] if self._loss_grad is None else [self._loss_grad]
-        return [*(tensor for row in given for tensor in row), *loss_grad]
+        targets = self._targets[microbatch] if self._targets else ()
+        loss_grad = () if self._loss_grad is None else (self._loss_grad,)
+        return [*self._inputs[microbatch], *targets, *loss_grad]
 
 
 def _nothing() -> None:

@@ -263,11 +263,6 @@ class Guard:
                 self._end_lost(lost)
             self._end_failed(error)
 
-    @property
-    def ended(self) -> bool:
-        """Whether a fault has ended the run, or the user has closed it."""
-        return self._closed or self._ended is not None
-
     def close(self) -> None:
         """Let nothing run any more."""
         self._closed = True

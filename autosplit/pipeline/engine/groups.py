@@ -222,8 +222,8 @@ class Groups(Control):
             ranks = self.everybody.members
             group = self._new(ranks, "gloo") if len(ranks) > 1 else None
             # In another thread than that whose waits are watched.
-            losing = partial(_losing, contextlib.nullcontext, self.timeout)
-            self._beside = Control(ranks, self._own, group, losing)
+            unwatched = partial(losing, contextlib.nullcontext, self.timeout)
+            self._beside = Control(ranks, self._own, group, unwatched)
         return self._beside
 
     def watch_lent(self, group: dist.ProcessGroup) -> None:
@@ -242,7 +242,7 @@ class Groups(Control):
 
     def _lose(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Wait for ``what``; a failed communication becomes a LostPeerError that says so."""
-        return _losing(self.place.waits, self.timeout, what)
+        return losing(self.place.waits, self.timeout, what)
 
     def cut(self) -> None:
         """End every wait of this rank over Gloo, and those of its peers for it; in any thread."""
@@ -288,9 +288,10 @@ class Groups(Control):
 
 
 @contextlib.contextmanager
-def _losing(
+def losing(
     waits: Callable[[], contextlib.AbstractContextManager[None]], timeout: float, what: str
 ) -> Iterator[None]:
+    """Within ``waits``, wait for what is so called; a failure becomes the LostPeerError for it."""
     started = time.perf_counter()
     try:
         with waits():

@@ -180,7 +180,8 @@ class Modes:
         shape = ""
         if not self._static:
             own = _shape(batch) if self._groups.rank == self._source else None
-            shape = self._agreed(own)
+            alone = self._groups.everybody.ranks == 1
+            shape = own or "" if alone else self._agreed(own)
         if shape in self._known:
             self._known[shape] = self._known.pop(shape)  # used last
         else:
@@ -225,4 +226,5 @@ def _shape(batch: Batch | None) -> str:
     if isinstance(part, Mapping):
         part = [part[name] for name in sorted(part)]
     tensors = part if isinstance(part, tuple | list) else [part]
-    return ", ".join(str(TensorMeta.of(each)) for each in tensors if isinstance(each, Tensor))
+    shapes = [f"{each.dtype}{[*each.shape]}" for each in tensors if isinstance(each, Tensor)]
+    return ", ".join(shapes).replace("torch.", "")

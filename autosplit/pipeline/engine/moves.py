@@ -8,8 +8,8 @@ one as they arrive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,25 +37,6 @@ from .transfers import (
 )
 
 
-@runtime_checkable
-class MovableStage(Protocol):
-    """What a stage must offer so that its microbatches can be moved; see ``autosplit.Stage``."""
-
-    def held(self, microbatch: int) -> list[Tensor]:
-        """The storages that a microbatch holds, as bytes."""
-        ...
-
-    def detach_held(
-        self, microbatch: int, bytes: int | None = None, kept: Iterable[Tensor] = ()
-    ) -> list[Tensor]:
-        """Give them away, at most so many bytes of them, and none that lies under ``kept``."""
-        ...
-
-    def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """Take them back."""
-        ...
-
-
 class Moves:
     """The moves of one rank under one schedule; the same every step.
 
@@ -79,7 +60,7 @@ class Moves:
 
     def __init__(
         self,
-        stages: Mapping[int, object],
+        stages: Mapping[int, Any],
         schedule: Schedule,
         groups: Groups,
         device: torch.device,
@@ -101,7 +82,7 @@ class Moves:
         self._timeout = groups.timeout
         self._place = groups.place
         self._starts: dict[int, Callable[[], Move]] = {}
-        self._arrivals: dict[int, tuple[MovableStage, int, int]] = {}
+        self._arrivals: dict[int, tuple[Any, int, int]] = {}
         self._awaited = dict(waited_departures(self._row))
         self._lanes = {
             kind: Lane(f"autosplit-{kind.value.lower()}", device) for kind in _LANES.values()
@@ -189,7 +170,7 @@ class Moves:
     def _add_own(self, journey: Journey) -> None:
         """Those of what a stage of this rank holds."""
         stage, what = self._stages.get(journey.stage), f"{self._row[journey.leaves]}"
-        if not isinstance(stage, MovableStage):
+        if not hasattr(stage, "detach_held"):
             raise PipelineError(
                 f"{what} is scheduled, but what stage {journey.stage} holds "
                 "cannot be moved: its class has no held(), detach_held() and attach_held(), see "
@@ -243,7 +224,7 @@ class Moves:
         self._starts[journey.accepted] = accept
         self._starts[journey.returned] = give_back
 
-    def _detached(self, journey: Journey, stage: MovableStage) -> list[Tensor]:
+    def _detached(self, journey: Journey, stage: Any) -> list[Tensor]:
         """What the microbatch holds alone, taken out of the stage."""
         microbatch = journey.microbatch
         kept = [*self._kept(microbatch), *self._held_elsewhere(journey)]
@@ -254,7 +235,7 @@ class Moves:
     def _held_elsewhere(self, journey: Journey) -> Iterator[Tensor]:
         """What the rank's other stages hold of the microbatch: an output here is an input there."""
         for index, stage in self._stages.items():
-            if index != journey.stage and isinstance(stage, MovableStage):
+            if index != journey.stage and hasattr(stage, "held"):
                 with contextlib.suppress(SplitError):  # nothing any more, or not yet
                     yield from stage.held(journey.microbatch)
 

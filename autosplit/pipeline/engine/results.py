@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.mesh.dimensions import REPLICATE, SHARD, RankLayout
 from autosplit.mesh.exact_norm import norm_of
-from autosplit.mesh.reduction import CAP, fill_buckets
+from autosplit.mesh.reduction import CAP, GradientReduction, fill_buckets
 from autosplit.torch_internals.dtensor import lay_gradient_out, like, local_tensor
 
 from .control import Losing
@@ -54,7 +54,7 @@ class Member:
         return local_tensor(self.copies[0]).numel()
 
 
-class Bucket:
+class Bucket(GradientReduction):
     """Some members that are alike in link, stage and dtype; their gradients are one message.
 
     Ranks of one link make the same buckets of the same members, and start them in the same order.
@@ -64,45 +64,21 @@ class Bucket:
         members: in the same order on all ranks.
         losing: waits for the others.
         parts: by what to divide the sum, for a mean.
-
-    Attributes:
-        timed: whether to note when it starts and ends.
-        times: seconds of ``time.perf_counter``, of the last one that was timed.
     """
 
     def __init__(self, members: Sequence[Member], losing: Losing, parts: int = 1) -> None:
+        super().__init__(members[0].stage)
         self._members = members
+        self._copies = [copy for member in members for copy in member.copies]
         self._losing = losing
         self._divisor = parts
-        self.timed = False
-        self.times: tuple[float, float] | None = None
         self._sizes = [member.elements for member in members]
-        self._before: list[list[Tensor | None]] = []
         self._flat: Tensor | None = None
         self._work: dist.Work | None = None
 
     @property
-    def stage(self) -> int | None:
-        """See ``Member``."""
-        return self._members[0].stage
-
-    @property
-    def bytes(self) -> int:
-        """Those of the gradients."""
-        return sum(member.bytes for member in self._members)
-
-    def begin(self) -> None:
-        """Put the gradients that are there aside."""
-        self._before = [[copy.grad for copy in member.copies] for member in self._members]
-        for member in self._members:
-            for copy in member.copies:
-                copy.grad = None
-
-    def give_back(self) -> None:
-        """Put back what ``begin`` put aside, in place of what has come since."""
-        for member, before in zip(self._members, self._before, strict=True):
-            for copy, gradient in zip(member.copies, before, strict=True):
-                copy.grad = gradient
+    def reduced(self) -> Sequence[nn.Parameter]:
+        return self._copies
 
     def start(self) -> None:
         """Start to add up the gradients that have come since ``begin``."""
@@ -147,9 +123,10 @@ class Bucket:
         given = flat[-len(self._members) :].tolist()
         if self._divisor > 1:
             flat.div_(self._divisor)
-        rows = zip(self._members, self._parts(flat), given, self._before, strict=True)
-        for member, part, there, before in rows:
-            for number, (copy, earlier) in enumerate(zip(member.copies, before, strict=True)):
+        before = iter(self._before)
+        for member, part, there in zip(self._members, self._parts(flat), given, strict=True):
+            for number, copy in enumerate(member.copies):
+                earlier = next(before)
                 if not there:
                     copy.grad = earlier
                     continue
@@ -207,9 +184,6 @@ class Agreement:
         dtype: the dtype of the losses.
         batch: stands for what this rank took of the batch, where other ranks must have the same;
             fewer than 2**46 in all.
-
-    Attributes:
-        behind: what ``wait`` does besides, once every rank has run the step.
     """
 
     def __init__(
@@ -238,8 +212,8 @@ class Agreement:
         if squares is not None:
             numbers[self._squares :] = squares
         numbers[self._losses + layout.own] = batch
-        self.behind: Callable[[], None] = lambda: None
-        self._sum = groups.everybody.start_sum(numbers)
+        alone = groups.everybody.ranks == 1
+        self._sum = (lambda: numbers) if alone else groups.everybody.start_sum(numbers)
 
     def wait(self) -> Tensor:
         """The loss of each microbatch, shape [M], on the CPU.
@@ -251,10 +225,9 @@ class Agreement:
         with self._guard("the end of a step"):
             numbers = self._sum()
             everywhere = numbers[: self._losses].view(len(self._layout.pipelines), -1)
-            self._check_shared(everywhere, numbers[self._losses : self._squares].tolist())
-            losses = everywhere[self._layout.own].to(self._dtype)
-            self.behind()
-        return losses
+            if len(everywhere) > 1:
+                self._check_shared(everywhere, numbers[self._losses : self._squares].tolist())
+        return everywhere[self._layout.own].to(self._dtype)
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
         """Hold pipelines that share tensors against each other: what each would do by itself."""

@@ -28,7 +28,7 @@ from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.torch_internals.allocations import sizes_known
 
-from .groups import Groups, lost
+from .groups import Groups, losing
 from .host_store import HostStore
 
 
@@ -238,14 +238,11 @@ class PartnerLink:
         self._run(self._in.recv([data], self._number, 0), what)
 
     def _run(self, work: dist.Work | None, what: str) -> None:
-        start = perf_counter()
-        try:
+        # In another thread than that whose waits are watched.
+        with losing(contextlib.nullcontext, self._timeout, f"{self._name}, the partner for {what}"):
             if work is not None:
                 work.wait()
             settle(self._device)
-        except RuntimeError as error:
-            name = f"{self._name}, the partner for {what}"
-            raise lost(name, perf_counter() - start, self._timeout, error) from error
 
 
 class StoreLink:

@@ -176,9 +176,21 @@ class Transport:
 
     def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
         puts = [(self._put(each), self._routes.carried(each)) for each in parcels]
+        known = self._negotiation.known
 
         def send(tensors: Sequence[Tensor]) -> None:
-            self._check_outputs(result, tensors)
+            agreed = known.get(result.stage)
+            if agreed is None:
+                agreed = self._agree(result.stage, tensors)
+            if len(tensors) != len(agreed):
+                raise PipelineError(
+                    f"stage {result.stage} put out {len(tensors)} tensors for microbatch "
+                    f"{result.microbatch}, but {len(agreed)} were agreed on when the pipeline was "
+                    "built; a stage must put out the same tensors every time"
+                )
+            for place, (tensor, meta) in enumerate(zip(tensors, agreed, strict=True)):
+                if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
+                    raise _unlike(f"output {place} of stage {result.stage}", result, tensor, meta)
             for put, positions in puts:
                 ready = tensors if positions is None else [tensors[each] for each in positions]
                 put([*ready])
@@ -187,12 +199,30 @@ class Transport:
 
     def _gradient_sender(self, parcel: Parcel) -> Send:
         put, boundary, taker = self._put(parcel), parcel.boundary, parcel.taker
+        result = parcel.result
         known, select = self._negotiation.known, self.feeds.select
         choose = gradients_for(boundary, taker, self.feeds)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            agreed = known[boundary] if choose is None else select(known[boundary], boundary, taker)
-            put(self._gradients(parcel, choose(gradients) if choose else gradients, agreed))
+            agreed: Sequence[TensorMeta] = known[boundary]
+            if choose is not None:
+                agreed, gradients = select(agreed, boundary, taker), choose(gradients)
+            if len(gradients) < len(agreed):
+                raise PipelineError(
+                    f"stage {result.stage} gave {len(gradients)} input gradients for microbatch "
+                    f"{result.microbatch}; expected one for each of its {len(agreed)} inputs"
+                )
+            ready: list[Tensor | None] = []
+            # The last stage's targets come after the boundary's tensors and take no part.
+            for place, (tensor, meta) in enumerate(zip(gradients, agreed, strict=False)):
+                if not meta.requires_grad:
+                    tensor = None
+                elif tensor is None:
+                    tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
+                elif tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
+                    raise _unlike(self._gradient_name(parcel, place), result, tensor, meta)
+                ready.append(tensor)
+            put(ready)
 
         return send
 
@@ -206,44 +236,10 @@ class Transport:
 
         return put
 
-    def _check_outputs(self, result: Action, given: Sequence[Tensor]) -> None:
-        """Hold outputs to what was agreed on; the first ones are that."""
-        agreed = self._negotiation.known.get(result.stage)
-        if agreed is None:
-            self.feeds.check_outputs(result.stage, len(given))
-            metas = [TensorMeta.of(tensor) for tensor in given]
-            agreed = self._negotiation.publish(result.stage, metas)
-        if len(given) != len(agreed):
-            raise PipelineError(
-                f"stage {result.stage} put out {len(given)} tensors for microbatch "
-                f"{result.microbatch}, but {len(agreed)} were agreed on when the pipeline was "
-                "built; a stage must put out the same tensors every time"
-            )
-        for place, (tensor, meta) in enumerate(zip(given, agreed, strict=True)):
-            if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
-                raise _unlike(f"output {place} of stage {result.stage}", result, tensor, meta)
-
-    def _gradients(
-        self, parcel: Parcel, tensors: Sequence[Tensor | None], agreed: Sequence[TensorMeta]
-    ) -> list[Tensor | None]:
-        result = parcel.result
-        if len(tensors) < len(agreed):
-            raise PipelineError(
-                f"stage {result.stage} gave {len(tensors)} input gradients for microbatch "
-                f"{result.microbatch}; expected one for each of its {len(agreed)} inputs"
-            )
-        ready: list[Tensor | None] = []
-        # The last stage's targets come after the boundary's tensors and take no part.
-        for place, (tensor, meta) in enumerate(zip(tensors, agreed, strict=False)):
-            if not meta.requires_grad:
-                ready.append(None)
-                continue
-            if tensor is None:
-                tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
-            if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
-                raise _unlike(self._gradient_name(parcel, place), result, tensor, meta)
-            ready.append(tensor)
-        return ready
+    def _agree(self, stage: int, given: Sequence[Tensor]) -> Sequence[TensorMeta]:
+        """The first outputs are what later ones are held to."""
+        self.feeds.check_outputs(stage, len(given))
+        return self._negotiation.publish(stage, [TensorMeta.of(tensor) for tensor in given])
 
     def _gradient_name(self, parcel: Parcel, place: int) -> str:
         positions = self.feeds.positions(parcel.boundary, parcel.taker)

@@ -113,7 +113,8 @@ _ADVICE_TO_REPLICAS = (
 def agree_on_batch(
     refused: str, parts: Parts, groups: Groups, *, known: bool, waits: bool = True
 ) -> None:
-    """Have all ranks take a batch, or none of them; collective, unless ``known`` and not ``waits``.
+    """Have all ranks take a batch, or none of them; collective, unless ``known`` and not ``waits``,
+    where it is called for a batch that is refused only.
 
     Without it, ranks would wait for one that refuses, and a loss of 4 samples' outputs and 8
     samples' targets may well broadcast.
@@ -131,8 +132,6 @@ def agree_on_batch(
     """
     everybody = groups.everybody
     alone = everybody.ranks == 1
-    if known and not refused and (alone or not waits):
-        return
     if known and not waits and not alone:
         raise PipelineError(refused)
     if known and not everybody.sum(torch.tensor([float(bool(refused))], device="cpu")):

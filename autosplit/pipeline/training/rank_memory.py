@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -140,6 +140,12 @@ class RankLedger:
         moves = contextlib.nullcontext() if self._moves is None else self._moves.counted()
         with self.recorder.recording(), moves:
             yield
+
+    def run(self, step: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
+        """Run the step; its losses are the caller's."""
+        losses = step()
+        self.recorder.finish(losses.values())
+        return losses
 
     def measured(self) -> dict[str, int]:
         """By action, the most that was held beside fixed owners and the batch: while it ran, or

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import SplitError
-from autosplit.mesh.reduction import CAP, ReductionQueue
+from autosplit.mesh.reduction import CAP, GradientReduction, ReductionQueue
 from autosplit.passes.errors import SliceCountError
-from autosplit.pipeline.engine.executor import SlicedStage
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.results import Bucket, Member, buckets_of
+from autosplit.pipeline.engine.results import Member, buckets_of
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory, TrainableStage
 from autosplit.pipeline.engine.timing import measure_sum
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -29,10 +29,8 @@ from autosplit.pipeline.simulation.timeline import Span
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import versions
 
-from .sharded_stages import GroupReduction, ShardedStages
+from .sharded_stages import ShardedStages
 from .stage_copies import adopt, check_alike
-
-_Reduction = Bucket | GroupReduction
 
 Completion = tuple[int, tuple[str, ...]]
 """A stage, and those of its parameters whose gradients are complete at once."""
@@ -81,9 +79,11 @@ class ModelReplicas:
         self._peers = self._link
         if groups.layout.shards > 1:
             self._peers = groups.of_several(groups.layout.peers)
-        self._queues: dict[tuple[Completion, ...], tuple[ReductionQueue, list[_Reduction]]] = {}
+        self._queues: dict[
+            tuple[Completion, ...], tuple[ReductionQueue, list[GradientReduction]]
+        ] = {}
         self._queue: ReductionQueue | None = None
-        self._reductions: list[_Reduction] = []
+        self._reductions: list[GradientReduction] = []
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
         self._bytes: dict[int, int] = {}
         if self._peers is not None:
@@ -210,7 +210,7 @@ class ModelReplicas:
 
     def _make_queue(
         self, completions: Sequence[Completion]
-    ) -> tuple[ReductionQueue, list[_Reduction]]:
+    ) -> tuple[ReductionQueue, list[GradientReduction]]:
         """Reductions of all gradients, in the order in which they are complete."""
         # A parameter of several completions, as of stages that share it, waits for the last.
         last: dict[int, Completion] = {}
@@ -243,9 +243,9 @@ class ModelReplicas:
 
     def _shards_of(
         self, last: Mapping[int, Completion]
-    ) -> list[tuple[_Reduction, set[Completion]]]:
+    ) -> list[tuple[GradientReduction, set[Completion]]]:
         """The reductions of sharded stages, with what each waits for."""
-        found: list[tuple[_Reduction, set[Completion]]] = []
+        found: list[tuple[GradientReduction, set[Completion]]] = []
         for reduction in () if self._sharded is None else self._sharded.reductions():
             parameters = reduction.parameters
             whole = parameters <= last.keys()
@@ -254,7 +254,7 @@ class ModelReplicas:
 
     def _buckets_of(
         self, members: Sequence[Member], needs: Sequence[tuple[Completion, ...]]
-    ) -> list[tuple[_Reduction, set[Completion]]]:
+    ) -> list[tuple[GradientReduction, set[Completion]]]:
         made = buckets_of(members, self._groups.losing, parts=self._groups.layout.replicas, cap=CAP)
         return [(bucket, {each for at in places for each in needs[at]}) for bucket, places in made]
 
@@ -306,10 +306,9 @@ def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Modul
         stage: made of the module, or of the module and what the trainer adds to it.
         module: as the user knows it.
     """
-    slices: Sequence[Sequence[str]] = ((),)
-    face: dict[str, nn.Parameter] = {}
-    if isinstance(stage, SlicedStage):
-        slices, face = stage.slices, dict(stage.module.named_parameters())
+    slices: Sequence[Sequence[str]] = getattr(stage, "slices", ((),))
+    made_of = getattr(stage, "module", None)
+    face = {} if made_of is None else dict(made_of.named_parameters())
     made = [{id(face[name]) for name in names if name in face} for names in slices]
     own = [*module.named_parameters()]
     if part < len(slices) - 1:
@@ -318,12 +317,11 @@ def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Modul
     return index, tuple(name for name, parameter in own if id(parameter) not in before)
 
 
-def publish_part(stage: TrainableStage, part: int) -> bool:
+def publish_part(stage: Any, part: int) -> bool:
     """Move the gradients of a slice into ``.grad``; whether those are the last of the stage."""
-    if isinstance(stage, SlicedStage):
-        slices = stage.slices
-        if part < len(slices) - 1:
-            stage.publish(slices[part])
-            return False
+    slices = getattr(stage, "slices", ((),))
+    if part < len(slices) - 1:
+        stage.publish(slices[part])
+        return False
     stage.publish()
     return True

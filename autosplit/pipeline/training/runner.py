@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +40,7 @@ from autosplit.torch_internals.state import distinct_storage_bytes
 from .agreement import agree_on_batch, compare_contents, summary_of
 from .auto_schedule import Tuner
 from .memory_limit import LimitTuner
-from .optimizer_step import ForwardState, OptimizerStep
+from .optimizer_step import OptimizerStep
 from .options import MEMORY, Record, TrainerOptions
 from .rank_memory import RankLedger, RankPrediction, RankSize
 from .rank_state import RankState
@@ -169,27 +169,22 @@ class Runner:
             Losses and norm on their way.
         """
         mode, executor, inputs, targets = self._ready(batch, waits=waits)
-        parts = _tensors(inputs, targets)
-        recorder, ledger = self._recording(mode, parts, record)
+        recorder, ledger = self._recording(mode, inputs + targets, record)
         held = self._held
-
-        def run() -> dict[int, Tensor]:
-            with contextlib.nullcontext() if held.twice is None else held.twice.steady():
-                losses = executor.run(inputs, targets, recorder)
-            if ledger is not None:
-                ledger.recorder.finish(losses.values())
-            return losses
-
+        run: Callable[[], dict[int, Tensor]] = partial(executor.run, inputs, targets, recorder)
+        if held.twice is not None:
+            run = held.twice.steady()(run)
+        if ledger is not None:
+            run = partial(ledger.run, run)
         reduced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if held.reduces:
             self._parts = {each: self._completion(*each) for each in executor.completions}
             timed = recorder is not None and self._device.type == "cpu"
             reduced = held.reduced(tuple(self._parts.values()), timed=timed)
-        with contextlib.nullcontext() if ledger is None else ledger.recording():
-            losses = self._run_again(run) if self._update.early else None
-            with reduced:
-                losses = run() if losses is None else losses
-                self._publish()
+        with contextlib.nullcontext() if ledger is None else ledger.recording(), reduced:
+            losses = run()
+            for stage in self.stages.values():
+                stage.publish()
         for call in held.behind:
             call()
         if recorder is not None and held.replicas is not None:
@@ -199,10 +194,10 @@ class Runner:
         if self._tuner is not None:
             self.size.ledger = ledger
             self._tune(self._tuner)
-        return self._agree(mode, losses, parts, clipping=clipping)
+        return self._agree(mode, losses, inputs + targets, clipping=clipping)
 
     def _recording(
-        self, mode: Mode, batch: Sequence[Tensor | None], record: Record
+        self, mode: Mode, batch: Microbatches, record: Record
     ) -> tuple[Recorder | None, RankLedger | None]:
         """What notes when things run in a step, and what is held."""
         weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
@@ -211,7 +206,7 @@ class Runner:
                 mode,
                 self._held,
                 self._update.state,
-                batch,
+                _tensors(batch),
                 self._recorder,
                 self._device,
                 self._calls,
@@ -230,7 +225,7 @@ class Runner:
         built and its schedule chosen, as for that step, but nothing is run.
         """
         mode, _, inputs, targets = self._ready(batch)
-        prediction = RankPrediction(mode, _tensors(inputs, targets), self._calls)
+        prediction = RankPrediction(mode, _tensors(inputs + targets), self._calls)
         return prediction, self.size.fixed_bytes() - self.size.batch_bytes
 
     def _ready(
@@ -244,7 +239,7 @@ class Runner:
         self.size.mode = mode
         if isinstance(self._tuner, LimitTuner) and not self._limited:
             self._limited = True
-            self.size.batch_bytes = distinct_storage_bytes(_tensors(inputs, targets))
+            self.size.batch_bytes = distinct_storage_bytes(_tensors(inputs + targets))
             self._adopt(self._tuner.before_step(self.stages))
             executor = mode.executor or executor
         return mode, executor, inputs, targets
@@ -333,7 +328,7 @@ class Runner:
         for call in self._held.behind:
             call()
         mode.announce_loss(losses)
-        return self._agree(mode, losses, _tensors(inputs, targets), clipping=False)
+        return self._agree(mode, losses, inputs + targets, clipping=False)
 
     def _build_evaluation(self, mode: Mode, batch: Batch | None) -> Executor:
         """Put the modules themselves into an evaluating mode."""
@@ -361,45 +356,23 @@ class Runner:
         except PipelineError as error:
             refused = str(error)
         known = mode.executor is not None
-        try:
-            agree_on_batch(refused, mode.split.offered, self._groups, known=known, waits=waits)
-        except BatchError:
-            modes.drop_unbuilt()
-            raise
+        if refused or not known or (waits and self._groups.everybody.ranks > 1):
+            try:
+                agree_on_batch(refused, mode.split.offered, self._groups, known=known, waits=waits)
+            except BatchError:
+                modes.drop_unbuilt()
+                raise
         mode.split.accept()
         if not self._contents_compared:
             compare_contents(mode.split.given(batch), self._groups)
             self._contents_compared = True
         return mode, *parts
 
-    def _run_again(self, run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
-        """Run behind an optimizer step that may have been wrong, and again if it was."""
-        before = ForwardState(self._held.modules.values(), self._device)
-        losses = run()
-        if self._update.confirm():
-            self._discard()
-            before.restore()
-            losses = run()
-        return losses
-
-    def _publish(self) -> None:
-        for stage in self.stages.values():
-            stage.publish()
-
     def _finished(self, stage: int, part: int) -> None:
         """What follows the last weight gradients of a slice, of a stage that others hold too."""
         if self._held.reducing:
             last = publish_part(self.stages[stage], part)
             self._held.complete(self._parts[stage, part], last=last)
-
-    def _discard(self) -> None:
-        """Forget the gradients of a run, which was on wrong weights."""
-        before = [p.grad for p in self._held.parameters]
-        self._publish()
-        if self._held.sharded is not None:
-            self._held.sharded.forget()
-        for parameter, gradient in zip(self._held.parameters, before, strict=True):
-            parameter.grad = gradient
 
     def _make_mode(self, name: str, schedule: Schedule, shape: str) -> Mode:
         return Mode(
@@ -431,7 +404,7 @@ class Runner:
         self,
         mode: Mode,
         losses: Mapping[int, Tensor],
-        batch: Sequence[Tensor | None],
+        batch: Microbatches,
         *,
         clipping: bool,
     ) -> Agreement:
@@ -442,10 +415,10 @@ class Runner:
             losses,
             count=self.schedule.microbatches,
             squares=self._held.squares() if clipping else None,
-            batch=summary_of(batch) if self._shares_tensors else 0,
+            batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
             dtype=mode.loss_dtype,
         )
 
 
-def _tensors(inputs: Microbatches, targets: Microbatches) -> list[Tensor | None]:
-    return [each for part in (*inputs, *targets) for each in part]
+def _tensors(batch: Microbatches) -> list[Tensor | None]:
+    return [each for part in batch for each in part]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import PIPELINE, REPLICATE, SHARD
+from autosplit.mesh.reduction import GradientReduction
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.torch_internals.autograd import has_accumulate_hooks
 from autosplit.torch_internals.distributed import fsdp_part
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _SHARDS = "the ranks that have the other shards of its parameters"
 
 
-class GroupReduction:
+class GroupReduction(GradientReduction):
     """The reduction of a group's gradients into those of the sharded parameters.
 
     Args:
@@ -37,10 +38,6 @@ class GroupReduction:
         stage: whose.
         waits: for what was started of the stage: its reductions end together.
         stages: all that are sharded.
-
-    Attributes:
-        timed: whether to note when it starts and ends.
-        times: seconds of ``time.perf_counter``, of the last one that was timed.
     """
 
     def __init__(
@@ -50,31 +47,26 @@ class GroupReduction:
         waits: list[Callable[[], None]],
         stages: ShardedStages,
     ) -> None:
+        super().__init__(stage)
         self._group = group
         self._waits = waits
         self._stages = stages
-        self.stage = stage
-        self.timed = False
-        self.times: tuple[float, float] | None = None
-        self._before: list[Tensor | None] = []
+        self._stage = stage
 
     @property
     def parameters(self) -> frozenset[int]:
         """The ``id`` of each sharded parameter that is trained."""
         return frozenset(id(each) for each in self._group.parameters if each.requires_grad)
 
-    def begin(self) -> None:
-        """Put the gradients that are there aside."""
-        self._before = [each.grad for each in self._group.parameters]
-        for each in self._group.parameters:
-            each.grad = None
+    @property
+    def reduced(self) -> Sequence[Tensor]:
+        return self._group.parameters
 
     def give_back(self) -> None:
-        """Put back what ``begin`` put aside, in place of what has come since."""
         self._waits.clear()
-        for each, gradient in zip(self._group.parameters, self._before, strict=True):
+        for each in self.reduced:
             self._group.forget(id(each))
-            each.grad = gradient
+        super().give_back()
 
     def start(self) -> None:
         """Start to reduce what has come, in the parameters as they were gathered.
@@ -96,7 +88,7 @@ class GroupReduction:
         waits = [*self._waits]
         self._waits.clear()
         if waits:
-            self._stages.finish(self.stage, waits)
+            self._stages.finish(self._stage, waits)
         settled()
         for each, earlier in zip(self._group.parameters, self._before, strict=True):
             if earlier is not None:
@@ -250,11 +242,6 @@ class ShardedStages:
                 f"stage {stage} is sharded, and stage_factory={name} is to make it: only "
                 "autosplit.Stage gathers parameters for its graphs. Leave stage_factory out"
             )
-
-    def forget(self) -> None:
-        """Drop gradients that have come and are not reduced."""
-        for sharded in self._stages.values():
-            sharded.forget({id(p) for group in sharded.groups for p in group.parameters})
 
     def reductions(self) -> list[GroupReduction]:
         """A reduction for each parameter group, in the order in which they start where nothing else

@@ -100,11 +100,11 @@ class StageTrainer:
             self.modules = self._held.modules
             parameters = self._held.parameters
             self.optimizer = optimizer_fn(parameters) if parameters else None
-            self._update = OptimizerStep(
-                parameters, self.optimizer, options.max_grad_norm, self.device
-            )
+            self._update = OptimizerStep(parameters, self.optimizer, options.max_grad_norm)
             # Whoever gets here knows that every other rank did.
-            self._groups.everybody.meet()
+            everybody = self._groups.everybody
+            everybody.meet()
+        self._meet = everybody.meet if everybody.ranks > 1 else None
         self._runner = Runner(
             stages,
             loss_fn,
@@ -180,7 +180,6 @@ class StageTrainer:
     @property
     def grad_norm(self) -> float | None:
         """The norm of the model's gradient in the last step; None without ``max_grad_norm``."""
-        self._settle()
         return self._update.norm
 
     @property
@@ -214,7 +213,7 @@ class StageTrainer:
         """
         losses = self.forward_backward(batch)
         with self._guard("the optimizer step"):
-            self._update.step(self._update.norm, self._groups.everybody.meet)
+            self._update.step(self._meet)
         return losses
 
     def step_async(self, batch: Batch | None) -> Agreement:
@@ -225,14 +224,8 @@ class StageTrainer:
         moves as soon as its own rank has its gradients: after a failure, ranks may have come
         one step apart, and only a checkpoint gets them together again.
 
-        With ``max_grad_norm``, the norm is not known by then. As in the Zero Bubble paper (Qi et
-        al., section 4), the optimizer moves as if nothing were to be clipped and the norm is
-        looked at behind the next step: if it is too great or no number, the step is taken back
-        and taken again with clipped gradients, and the next one is run again. So a step that is
-        clipped costs two, but only behind one that was not: behind one that was, the trainer waits
-        for the norm. Until it is known, a copy of this rank's parameters, optimizer state and
-        buffers is kept, and its gradients. Weights are final once ``wait()`` has returned, or any
-        other call of the trainer.
+        With ``max_grad_norm`` a rank waits for the norm, which the last one to have its gradients
+        completes, but not for the optimizers of others.
 
         Args:
             batch: as for ``step``.
@@ -241,9 +234,8 @@ class StageTrainer:
             The losses on their way; ``wait()`` gives what ``step`` returns.
 
         Raises:
-            PipelineError: as for ``step``; or the trainer clips gradients and its optimizer writes
-                into them. What a rank refuses of a batch whose inputs have a shape that they had
-                before is one, too: others have not waited.
+            PipelineError: as for ``step``. What a rank refuses of a batch whose inputs have a shape
+                that they had before is one, too: others have not waited.
         """
         with self._guard("the forward and backward"):
             agreement = self._runner.train(
@@ -251,10 +243,8 @@ class StageTrainer:
             )
         with self._guard("the optimizer step"):
             if self._clipping:
-                agreement.behind = self._update.settle
-                self._update.step_early(agreement)
-            else:
-                self._update.step_alone()
+                self._update.norm = agreement.norm()
+            self._update.step()
         return agreement
 
     def forward_backward(self, batch: Batch | None) -> Tensor:
@@ -263,7 +253,6 @@ class StageTrainer:
         Arguments, result and errors are those of ``step``. Returns only once all ranks are done.
         """
         with self._guard("the forward and backward"):
-            self._update.confirm()
             agreement = self._runner.train(
                 batch, clipping=self._clipping, record=self._record, waits=True
             )
@@ -279,7 +268,6 @@ class StageTrainer:
         Arguments, result and errors are those of ``step``.
         """
         with self._guard("the evaluation"), eval_mode(self.modules.values()):
-            self._update.confirm()
             agreement = self._runner.evaluate(batch)
         return agreement.wait()
 
@@ -300,7 +288,6 @@ class StageTrainer:
             PipelineError: as for ``step``; or the metric gives something else.
         """
         with self._guard("the evaluation"), eval_mode(self.modules.values()):
-            self._update.confirm()
             agreement, own = self._runner.measure(batch, metric_fn)
             found = by_name(self._groups.gather(own))
         return {"loss": agreement.wait(), **found}
@@ -314,7 +301,6 @@ class StageTrainer:
 
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """The state of this process's modules, by stage, with the names within the stage."""
-        self._settle()
         return {index: module.state_dict() for index, module in self.modules.items()}
 
     def timeline(self) -> Timeline:
@@ -374,7 +360,6 @@ class StageTrainer:
         Raises:
             PipelineError: as for ``step``.
         """
-        self._settle()
         with self._guard("predicting the memory"):
             prediction, fixed = self._runner.predict(batch)
             rows = self._groups.gather((self._peak(prediction), fixed))
@@ -390,7 +375,7 @@ class StageTrainer:
     def together(self, where: str) -> Iterator[Groups]:
         """Let all ranks do something between two steps; gives what they talk through.
 
-        Weights are final inside. Whatever is raised inside ends the trainer on every rank.
+        Whatever is raised inside ends the trainer on every rank.
 
         Args:
             where: what that is, for errors: "saving a checkpoint".
@@ -399,7 +384,6 @@ class StageTrainer:
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
         with self._guard(where):
-            self._update.confirm()
             yield self._groups
 
     def finish(self, end: Callable[[], None] | None = None) -> None:
@@ -421,7 +405,6 @@ class StageTrainer:
         Raises:
             CheckpointError: a save that was begun beside the steps has failed, and nobody waited.
         """
-        self._settle()
         try:
             self.finish()
         finally:
@@ -449,16 +432,9 @@ class StageTrainer:
                 self.finish()
         self.close()
 
-    def _settle(self) -> None:
-        if not self._guard.ended:
-            with self._guard("the end of a step"):
-                self._update.settle()
-
     def _end(self) -> None:
         """What a fault leads to."""
         made = self.__dict__  # the fault may have come before
-        if "_update" in made:
-            self._update.take_back()
         if self._watch is not None:
             self._watch.stop()
         if "_held" in made:

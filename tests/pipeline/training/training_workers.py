@@ -260,7 +260,6 @@ def with_reference_stage() -> dict[str, Any]:
         "one rank": one_rank_in_process(),
         "async": asynchronous(microbatches=2),
         # Behind its first step, the trainer knows that nothing was clipped.
-        "validated": asynchronous(1, schedule="zb-h2", max_grad_norm=1e9, weights=None),
     }
 
 
