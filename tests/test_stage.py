@@ -354,3 +354,32 @@ def test_sizes_are_prepared_for() -> None:
     assert stage.takes([torch.randn(9, 4)])
     assert not stage.takes([torch.randn(9, 4, requires_grad=True)])
     assert len(stage.captured) == 2
+
+
+class Scaled(nn.Module):
+    """Reads a number of Python's, and with a norm writes buffers."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.inner = nn.BatchNorm1d(4) if norm else nn.Linear(4, 4)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.inner(x)
+
+
+@pytest.mark.parametrize(("norm", "rows", "kept"), [(0, 3, True), (0, 2, False), (1, 3, False)])
+def test_a_steady_forward_runs_what_the_one_before_ran(norm: int, rows: int, kept: bool) -> None:
+    """But where sizes are others, or the forward writes buffers, and never in another step."""
+    x = torch.randn(3, 4)
+    module = Scaled(bool(norm))
+    stage = Stage(module, [x])
+    (first,) = stage.forward(0, [x.clone()])
+    module.scale = 2.0
+    (second,) = stage.forward(1, [x[:rows].clone()], steady=True)
+    (third,) = stage.forward(2, [x.clone()])
+    assert torch.allclose(third, 2 * first)
+    if rows == 3:
+        assert torch.allclose(second, first if kept else 2 * first)
+    else:
+        assert torch.allclose(second, 2 * first[:rows], atol=1e-6)

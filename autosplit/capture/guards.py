@@ -275,6 +275,11 @@ class Guards:
         if self._open and sizes is not None:
             vars(sizes)["_error_on_new_guards"] = True
 
+    @property
+    def by_value(self) -> bool:
+        """Whether values of tensors decided what is in the graph."""
+        return bool(self._answers)
+
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph may run for these inputs, with the module as it is now."""
         if not is_observed():

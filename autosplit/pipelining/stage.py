@@ -17,7 +17,13 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.in_flight import InFlightMicrobatch
 from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
-from autosplit.runtime.specializations import CallFlattening, CallStructure, Specializations
+from autosplit.runtime.residuals import State
+from autosplit.runtime.specializations import (
+    CallFlattening,
+    CallSignature,
+    CallStructure,
+    Specializations,
+)
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.sharded.stage_sharding import StageSharding
 from autosplit.torch_internals.autograd import without_autocast
@@ -157,6 +163,7 @@ class SplitPipelineStage(RuntimeStage):
         self._untrained: set[int] = set()
         self._done: set[int] = set()
         self._waiting: list[int] = []
+        self._steady: dict[CallSignature, tuple[SplitFunctions, Results, State]] = {}
 
     @property
     def functions(self) -> SplitFunctions:
@@ -216,13 +223,10 @@ class SplitPipelineStage(RuntimeStage):
         """F."""
         leaves, structure = self._flatten(args, kwargs)
         gathered = self.sharding.gather()
-        functions = self._fitting(args, kwargs, leaves, structure)
+        functions, made, state = self._step_graphs(args, kwargs, leaves, structure)
         del args
-        made = self._results_of(functions)
         if not self.is_last:
             made.refuse_other_shapes(self._owner, chunk, self._agreed)
-        with self.sharding.standing_in():
-            state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         kept = self._kept_roots(chunk, functions, leaves, kwargs)
@@ -371,6 +375,28 @@ class SplitPipelineStage(RuntimeStage):
 
     def _given_by_keyword(self, kwargs: dict[str, Any]) -> int:
         return len(self._flatten((), kwargs)[0]) if kwargs else 0
+
+    def _step_graphs(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: list[Any],
+        structure: CallStructure,
+    ) -> tuple[SplitFunctions, Results, State]:
+        """What runs a microbatch. Nobody changes a module between those of one step, so that it is
+        looked at once for inputs of a kind; but the forward itself may write what decides, and so
+        may values of inputs.
+        """
+        signature = CallSignature.of(leaves, structure)
+        found = self._steady.get(signature)
+        if found is None:
+            functions = self._fitting(args, kwargs, leaves, structure)
+            with self.sharding.standing_in():
+                found = functions, self._results_of(functions), self._graphs.state()
+            plain = {Tensor}.issuperset(map(type, leaves)) and not self.sharding.groups
+            if plain and not (functions.updated_state or functions.capture.guards.by_value):
+                self._steady[signature] = found
+        return found
 
     def _fitting(
         self,

@@ -61,3 +61,7 @@ def test_a_step_does_not_walk_through_modules(counts: dict[str, pstats.Stats]) -
     walks = ("named_modules", "_named_members")
     assert _of(counts["PipelineStage"], *walks) > 0
     assert _of(counts["SplitPipelineStage"], *walks) == 0
+
+
+def test_a_module_is_looked_at_once_a_step(counts: dict[str, pstats.Stats]) -> None:
+    assert _of(counts["SplitPipelineStage"], "hold") == 4
