@@ -9,7 +9,6 @@ The gradients of one step, kept apart from those of the steps before it while th
 
 from __future__ import annotations
 
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline.builders.fusing import fuse_adjacent
-from autosplit.pipeline.engine.first_error import Board, Fault, RankError, describe_error
+from autosplit.pipeline.engine.first_error import Board, Fault, RankError
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -180,7 +179,8 @@ class FirstFailure:
             fault = None if board is None else board.first()
             if fault is None and is_told():
                 raise
-            mine = _fault(f"a step of {self._schedule}", error)
+            where = f"a step of {self._schedule}"
+            mine = Fault.of(dist.get_rank(), where, error, error.__traceback__)
             if fault is None:
                 fault = mine if board is None else board.post(mine)
             self._end(fault)
@@ -196,11 +196,6 @@ class FirstFailure:
         if self._group is not None and dist.get_backend(self._group) == "gloo":
             for rank in self._neighbours:
                 disconnect(self._group, rank)
-
-
-def _fault(where: str, error: Exception) -> Fault:
-    trace = "".join(traceback.format_exception(error))
-    return Fault(dist.get_rank(), where, describe_error(error), trace)
 
 
 class StageStep:

@@ -83,10 +83,6 @@ class RankActivity:
 
 
 _KEY = "autosplit/fault"
-# A rank posts before it closes a connection, so the cause is on the board by the time a peer
-# looks. The wait only covers a peer that notices sooner through something else.
-_PATIENCE = 0.5
-_LOOK_EVERY = 0.01
 # A look costs a round trip to the store, so a wait for the device naps in between.
 # What Gloo says of a connection that has ended.
 _LOST = ("gloo/transport", "Connection closed by peer", "caused pair closure", "Socket closed")
@@ -135,6 +131,12 @@ class Fault:
     lost: bool = False
     ended: bool = False
     left: bool = False
+
+    @classmethod
+    def of(cls, rank: int, where: str, error: BaseException, trace: TracebackType | None) -> Fault:
+        """A rank's own error, with its traceback from some frame on."""
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        return cls(rank, where, describe_error(error), text)
 
     @property
     def headline(self) -> str:
@@ -185,13 +187,6 @@ class Board:
             return _decode(self._store.get(_KEY)) if self._store.check([_KEY]) else None
         except RuntimeError:
             return None
-
-    def await_first(self, seconds: float) -> Fault | None:
-        """The fault that stands, waiting up to ``seconds`` for one."""
-        deadline = time.monotonic() + seconds
-        while (fault := self.first()) is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY)
-        return fault
 
 
 def _decode(text: bytes) -> Fault:
@@ -270,7 +265,7 @@ class Guard:
     def left(self, error: BaseException) -> None:
         """End the run because the caller's own code, between two calls, raised an error."""
         if self._ended is None:
-            self._end(self._fault(AROUND, error, error.__traceback__))
+            self._end(Fault.of(self._rank, AROUND, error, error.__traceback__))
 
     def check(self) -> None:
         """Raise LostPeerError if some rank has posted a fault; for loops that wait on the host."""
@@ -313,7 +308,8 @@ class Guard:
     def _cause_of(self, error: LostPeerError) -> Fault | None:
         if self._watch is not None:
             return self._watch.explain(error)
-        return None if self._board is None else self._board.await_first(_PATIENCE)
+        # A rank posts before it closes a connection.
+        return None if self._board is None else self._board.first()
 
     def _end_failed(self, error: BaseException) -> NoReturn:
         cause, trace, where = error, error.__traceback__, self._place.phase
@@ -321,17 +317,13 @@ class Guard:
             where, cause = str(error.action), error.__cause__
             trace = cause.__traceback__
         # The first frame is the guard's or the executor's own.
-        fault = self._fault(where, cause, trace.tb_next if trace is not None else None)
+        fault = Fault.of(self._rank, where, cause, trace and trace.tb_next)
         self._end(fault)
         if not isinstance(cause, Exception) or (
             cause is error and isinstance(cause, AutosplitError)
         ):
             raise cause
         raise RankError(fault.headline, fault) from cause
-
-    def _fault(self, where: str, cause: BaseException, trace: TracebackType | None) -> Fault:
-        text = "".join(traceback.format_exception(type(cause), cause, trace))
-        return Fault(self._rank, where, describe_error(cause), text)
 
     def _end(self, fault: Fault) -> None:
         self._post(fault)

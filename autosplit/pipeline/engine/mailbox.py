@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,15 +91,12 @@ class _Buffer:
         return alone and self._storage.nbytes() == self._bytes
 
 
-class _Message:
+class _Message(NamedTuple):
     """Tensors being sent or filled. They live here until every operation on them is complete."""
 
-    __slots__ = ("parcel", "tensors", "works")
-
-    def __init__(self, parcel: Parcel) -> None:
-        self.parcel = parcel
-        self.tensors: list[Tensor | None] = []
-        self.works: list[dist.Work] = []
+    parcel: Parcel
+    tensors: list[Tensor | None]
+    works: list[dist.Work]
 
 
 class _Box:
@@ -156,7 +154,7 @@ class Outbox(_Box):
 
     def put(self, parcel: Parcel, tensors: list[Tensor]) -> None:
         """Start sending; ``tensors`` are contiguous."""
-        message = _Message(parcel)
+        message = _Message(parcel, [], [])
         self._pending.append(message)
         begun = perf_counter()
         for tensor in tensors:
@@ -242,7 +240,7 @@ class Inbox(_Box):
     def _post(self) -> None:
         parcel = self._parcels[self._posted]
         self._posted += 1
-        message = self._coming[parcel] = _Message(parcel)
+        message = self._coming[parcel] = _Message(parcel, [], [])
         for meta in self._metas(parcel):
             if meta is None:
                 message.tensors.append(None)
