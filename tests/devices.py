@@ -37,7 +37,7 @@ ABOUT_CPUS = {
     "pipeline/engine": _GLOO,
     "pipeline/ledger/test_kernel_workspace.py": _GLOO,
     "pipeline/ledger/test_moved_bands.py": _GLOO,
-    "pipeline/training/test_optimizer_step.py": _GLOO,
+    "pipeline/training/test_rank_state.py": _GLOO,
     "pipeline/training/test_wired.py": _GLOO,
     "torch_internals/test_allocations.py": _GLOO,
     "semantics/calls/test_callers_memory.py": "inputs lie in NumPy's memory",

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from autosplit.device import generator_state, set_generator_state
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.training.optimizer_step import same_value
 
 from .files import load_plain, packed
 from .naming import ModelTensor
@@ -224,7 +223,7 @@ def _merged(states: Sequence[Mapping[str, Any]], places: list[list[_Place]]) -> 
         elif key == _INNER and isinstance(value, list):
             inner = zip(*(state[key] for state in states), strict=True)
             found[key] = [_merged(each, places) for each in inner]
-        elif all(same_value(state[key], value) for state in states):
+        elif all(_same_value(state[key], value) for state in states):
             found[key] = value
         else:
             raise CheckpointError(
@@ -239,7 +238,7 @@ def _of_group(key: str, states: Sequence[Mapping[str, Any]], group: list[_Place]
     values = [(name, states[rank][key][index]) for name, (rank, index) in group]
     first, value = values[0]
     for name, other in values:
-        if not same_value(value, other):
+        if not _same_value(value, other):
             raise CheckpointError(
                 f"the scheduler has {first} and {name} in one group, but in the checkpoint they "
                 f"differ in {key}: group them as then"
@@ -271,3 +270,10 @@ def _value(found: Mapping[str, Any], name: str) -> Any:
 
 def _bytes(value: Any, what: str) -> Tensor:
     return torch.frombuffer(bytearray(packed(value, what)), dtype=torch.uint8)
+
+
+def _same_value(one: object, other: object) -> bool:
+    """Whether two settings are equal, and of one type; tensors by their values."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)

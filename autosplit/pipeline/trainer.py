@@ -20,13 +20,14 @@ from autosplit.pipeline.training.options import (
     TrainerOptions,
     asked,
 )
+from autosplit.pipeline.training.rank_state import OptimizerFunction
 from autosplit.pipeline.training.stage_modules import (
     LossFunction,
     Partitioned,
     StageList,
     StageSource,
 )
-from autosplit.pipeline.training.stage_trainer import OptimizerFunction, StageTrainer
+from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size
 

@@ -28,9 +28,9 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.options import StageOptions
+from autosplit.pipeline.training.rank_state import OptimizerFunction
 from autosplit.pipeline.training.shared_parameters import Holder
 from autosplit.pipeline.training.stage_modules import LossFunction
-from autosplit.pipeline.training.stage_trainer import OptimizerFunction
 from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits, ModelCosts

@@ -25,7 +25,6 @@ from autosplit.stage import Stage
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes
 
-from .optimizer_step import OptimizerStep
 from .rank_state import RankState
 
 
@@ -88,7 +87,6 @@ class RankLedger:
     Args:
         mode: what is run.
         held: the rank's share of the model.
-        optimizer: the tensors of the optimizer's state.
         batch: those of the batch, None for what the rank does not take.
         times: records when what ran.
         device: where the stages run.
@@ -103,7 +101,6 @@ class RankLedger:
         self,
         mode: Mode,
         held: RankState,
-        optimizer: Sequence[Tensor],
         batch: Sequence[Tensor | None],
         times: Recorder,
         device: torch.device,
@@ -112,6 +109,7 @@ class RankLedger:
         self.prediction = RankPrediction(mode, batch, calls)
         self._moves = mode.moves
         stages = [each for each in mode.stages.values() if isinstance(each, Stage)]
+        optimizer = held.optimizer_state
         holdings = BytesByOwner(
             {
                 "parameters": lambda: state_of(held.modules.values()),
@@ -170,7 +168,6 @@ class RankSize:
     Args:
         held: what the rank holds.
         groups: the trainer's process groups.
-        update: the optimizer's steps.
         calls: knows what stages' calls hold.
         store: where the rank offloads, if it does.
 
@@ -184,11 +181,10 @@ class RankSize:
         self,
         held: RankState,
         groups: Groups,
-        update: OptimizerStep,
         calls: CallMemory,
         store: HostStore | None,
     ) -> None:
-        self._held, self._groups, self._update = held, groups, update
+        self._held, self._groups = held, groups
         self._calls, self._store = calls, store
         self.mode: Mode | None = None
         self.batch_bytes = 0
@@ -200,7 +196,7 @@ class RankSize:
         state = distinct_storage_bytes(state_of(self._held.modules.values()))
         trained = [p for p in self._held.parameters if p.requires_grad]
         gradients = sum(local_tensor(p).nbytes for p in trained)
-        return state + gradients + state_bytes(self._update.optimizer) + self.batch_bytes
+        return state + gradients + state_bytes(self._held.optimizer) + self.batch_bytes
 
     def replay(self, schedule: Schedule) -> RankReplay | None:
         """Plays this rank's part of a schedule; None where a stage's graphs are not known."""

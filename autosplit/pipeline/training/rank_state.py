@@ -1,9 +1,11 @@
-"""One rank's share of the model in training, and what keeps it equal with that of others."""
+"""One rank's share of the model in training: what moves it, and keeps it equal with others."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +14,15 @@ from autosplit.errors import PipelineError
 from autosplit.mesh.exact_norm import sum_of_squares
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.torch_internals.dtensor import is_dtensor
+from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 
 from .replicas import Completion, ModelReplicas
 from .sharded_stages import ShardedStages
 from .shared_parameters import Holder, SharedParameters
 from .stage_copies import StagesTwice, TensorParts
 from .stage_modules import StageSource
+
+OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class RankState:
@@ -38,6 +42,7 @@ class RankState:
     Attributes:
         modules: by stage.
         parameters: those that need a gradient, each once.
+        optimizer: moves them, once it was taken; None if there are none.
         sharded: the stages that are sharded.
         parts: of tensors that other ranks have other parts of.
         twice: the stages that another rank of the pipeline holds a copy of.
@@ -99,6 +104,48 @@ class RankState:
         # Of replicas, the first one's are counted.
         self._counted = [p for p in self.parameters if self._is_counted(p, groups)]
         self._known = frozenset(map(id, self.parameters))
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def take_optimizer(self, optimizer_fn: OptimizerFunction) -> None:
+        """Have the optimizer made that moves the parameters, if there are any.
+
+        Raises:
+            PipelineError: this is no optimizer, one of other parameters, or one that wants a
+                closure.
+        """
+        if self.parameters:
+            self.optimizer = optimizer_fn(self.parameters)
+            _check_moves(self.optimizer, self.parameters)
+
+    @property
+    def optimizer_state(self) -> list[Tensor]:
+        """The tensors of the optimizer's state."""
+        found = {} if self.optimizer is None else self.optimizer.state
+        values = (value for each in found.values() for value in each.values())
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def step(
+        self, max_norm: float | None, norm: float | None, agree: Callable[[], None] | None = None
+    ) -> None:
+        """Clip, move and clear the gradients, and hear that all ranks have done so.
+
+        Args:
+            max_norm: clips the norm of the whole model's gradient to this; None does not clip.
+            norm: what it is.
+            agree: comes back when every rank has called it, raises if one did not; None: whatever
+                other ranks do, if there are any.
+        """
+        if max_norm is not None and norm is not None:
+            _clip(self.parameters, max_norm, norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if agree is not None:
+            agree()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        # Those that it does not move would add up for ever, and count in the norm.
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def _is_counted(self, parameter: nn.Parameter, groups: Groups) -> bool:
         """Whether this rank counts a parameter in the norm of the model's gradient."""
@@ -188,3 +235,45 @@ def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 def _dtensors(modules: Iterable[nn.Module]) -> Iterator[bool]:
     for module in modules:
         yield from map(is_dtensor, (*module.parameters(), *module.buffers()))
+
+
+def _clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:
+    """Scale gradients in place by max_norm / norm if ``norm``, that of the model, is greater.
+
+    The same rule as ``torch.nn.utils.clip_grad_norm_``, applied to this rank's share.
+    """
+    total: Tensor = torch.tensor(norm)
+    # Of DTensors this rank's parts, which the plain number can be multiplied with.
+    parts: Any = [_Part(local_tensor(each.grad)) for each in parameters if each.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(parts, max_norm, total)
+
+
+class _Part(NamedTuple):
+    grad: Tensor
+
+
+def _wants_closure(optimizer: Any) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def _check_moves(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Other parameters get no gradient, and nobody would move these."""
+    if not hasattr(optimizer, "param_groups"):
+        raise PipelineError(
+            f"optimizer_fn must return a torch.optim.Optimizer; got a {type(optimizer).__name__}"
+        )
+    if _wants_closure(optimizer):
+        raise PipelineError(
+            f"{type(optimizer).__name__} runs the model again in its step(closure), which a "
+            "pipeline cannot do within a step: take an optimizer with step(), such as "
+            "torch.optim.AdamW"
+        )
+    given = set(map(id, parameters))
+    moved = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(each not in given for each in moved)
+    if foreign:
+        raise PipelineError(
+            f"optimizer_fn built an optimizer of {len(moved)} parameters, {foreign} of which it "
+            "was not given: build it of the list that it is called with, this rank's parameters"
+        )

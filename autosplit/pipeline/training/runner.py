@@ -40,7 +40,6 @@ from autosplit.torch_internals.state import distinct_storage_bytes
 from .agreement import agree_on_batch, compare_contents, summary_of
 from .auto_schedule import Tuner
 from .memory_limit import LimitTuner
-from .optimizer_step import OptimizerStep
 from .options import MEMORY, Record, TrainerOptions
 from .rank_memory import RankLedger, RankPrediction, RankSize
 from .rank_state import RankState
@@ -69,7 +68,6 @@ class Runner:
         held: what this rank holds; its stages are built of it when the first batch is there.
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        update: the optimizer's steps, which tell whether weights were right.
         device: where the stages run.
         store: where this rank offloads, if it does.
 
@@ -90,17 +88,16 @@ class Runner:
         held: RankState,
         groups: Groups,
         guard: Guard,
-        update: OptimizerStep,
         device: torch.device,
         store: HostStore | None,
     ) -> None:
         self._loss_fn, self._autocast = loss_fn, options.stages.autocast
-        self._held, self._groups, self._guard, self._update = held, groups, guard, update
+        self._held, self._groups, self._guard = held, groups, guard
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
         self._calls = CallMemory(device)
         self._feeds = Feeds(stages.count, stages.wiring)
-        self.size = RankSize(held, groups, update, self._calls, store)
+        self.size = RankSize(held, groups, self._calls, store)
         self._tuner = self._tuner_for(schedule, options)
         first = schedule if self._tuner is None else self._tuner.measured
         replicas = held.replicas
@@ -205,7 +202,6 @@ class Runner:
             ledger = RankLedger(
                 mode,
                 self._held,
-                self._update.state,
                 _tensors(batch),
                 self._recorder,
                 self._device,

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.mesh.costs import Link
@@ -27,15 +27,12 @@ from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import MoveCosts
 
 from .agreement import check_layout, check_unanimous, factory_options
-from .optimizer_step import OptimizerStep
 from .options import Record, TrainerOptions, check_record, choose_device, store_for
 from .rank_memory import RankPrediction
-from .rank_state import RankState
+from .rank_state import OptimizerFunction, RankState
 from .runner import Runner
 from .shared_parameters import union_of_groups
 from .stage_modules import LossFunction, MetricFunction, StageSource, by_name
-
-OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class StageTrainer:
@@ -84,7 +81,9 @@ class StageTrainer:
         self.record = options.run.record
         self._ends: list[Callable[[], None]] = []
         self.device = choose_device(device, layout)
-        self._clipping = options.max_grad_norm is not None
+        self._max_norm = options.max_grad_norm
+        self._clipping = self._max_norm is not None
+        self._norm: float | None = None
         self.mesh = options.mesh
         check_layout(layout)
         self._connect(layout, options)
@@ -98,9 +97,8 @@ class StageTrainer:
             if self._held.sharded is not None and not isinstance(factory, SplitStage):
                 self._held.sharded.refuse_factory(factory)
             self.modules = self._held.modules
-            parameters = self._held.parameters
-            self.optimizer = optimizer_fn(parameters) if parameters else None
-            self._update = OptimizerStep(parameters, self.optimizer, options.max_grad_norm)
+            self._held.take_optimizer(optimizer_fn)
+            self.optimizer = self._held.optimizer
             # Whoever gets here knows that every other rank did.
             everybody = self._groups.everybody
             everybody.meet()
@@ -113,7 +111,6 @@ class StageTrainer:
             self._held,
             self._groups,
             self._guard,
-            self._update,
             self.device,
             store,
         )
@@ -180,7 +177,7 @@ class StageTrainer:
     @property
     def grad_norm(self) -> float | None:
         """The norm of the model's gradient in the last step; None without ``max_grad_norm``."""
-        return self._update.norm
+        return self._norm
 
     @property
     def stages(self) -> Mapping[int, TrainableStage]:
@@ -213,7 +210,7 @@ class StageTrainer:
         """
         losses = self.forward_backward(batch)
         with self._guard("the optimizer step"):
-            self._update.step(self._meet)
+            self._held.step(self._max_norm, self._norm, self._meet)
         return losses
 
     def step_async(self, batch: Batch | None) -> Agreement:
@@ -243,8 +240,8 @@ class StageTrainer:
             )
         with self._guard("the optimizer step"):
             if self._clipping:
-                self._update.norm = agreement.norm()
-            self._update.step()
+                self._norm = agreement.norm()
+            self._held.step(self._max_norm, self._norm)
         return agreement
 
     def forward_backward(self, batch: Batch | None) -> Tensor:
@@ -258,7 +255,7 @@ class StageTrainer:
             )
         losses = agreement.wait()
         if self._clipping:
-            self._update.norm = agreement.norm()
+            self._norm = agreement.norm()
         return losses
 
     def evaluate(self, batch: Batch | None) -> Tensor:
