@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
 
 import torch
@@ -219,7 +220,7 @@ class Stage:
         if keep == "inputs" and functions.has_backward:
             kept = KeptInputs(functions, state, inputs)
         lent = lent_storages(inputs)
-        with torch.no_grad():
+        with _without_grad():
             taken = [*inputs]
             inputs.clear()
             result = run_forward(functions, state, taken)
@@ -312,7 +313,7 @@ class Stage:
         """
         functions, saved, state, lent = self._take(microbatch)
         lent |= lent_storages(output_grads)
-        with torch.no_grad(), without_autocast():
+        with _without_grad(), without_autocast():
             names = functions.early_parameters
             into, sums = self._weights.into(names, state) if names else (), self._weights.sums
             given = self._output_grads(functions, output_grads)
@@ -342,7 +343,7 @@ class Stage:
         """
         if self._sharded:
             self.sharding.gather()
-        with torch.no_grad(), without_autocast():
+        with _without_grad(), without_autocast():
             if not isinstance(microbatch, int):
                 if slice is not None:
                     raise SplitError(
@@ -380,7 +381,7 @@ class Stage:
         """
         functions, saved, state, _ = self._take(microbatch)
         names = functions.parameter_names
-        with torch.no_grad(), without_autocast():
+        with _without_grad(), without_autocast():
             into, sums = self._weights.into(names, state), self._weights.sums
             given = self._output_grads(functions, output_grads)
             grads, gradients = functions.backward(saved, given, into, sums.accumulation)
@@ -464,6 +465,11 @@ class Stage:
         taken = [*output_grads, *[None] * len(functions.updated_inputs)]
         output_grads.clear()
         return taken
+
+
+def _without_grad() -> AbstractContextManager[None]:
+    """``torch.no_grad()``; where nothing is tracked anyway, a context that costs nothing."""
+    return torch.no_grad() if torch.is_grad_enabled() else without_autocast()
 
 
 class _Fitting(NamedTuple):

@@ -350,7 +350,9 @@ class SplitPipelineStage(RuntimeStage):
 
     def _hand_to_roots(self, chunk: int, found: Sequence[Tensor | None]) -> None:
         """Let autograd have the gradients of what the caller of ``step`` gave."""
-        pairs = [(tensor, found[at]) for at, tensor in self._roots.pop(chunk, ())]
+        if chunk not in self._roots:
+            return
+        pairs = [(tensor, found[at]) for at, tensor in self._roots.pop(chunk)]
         wanted = [(tensor, grad) for tensor, grad in pairs if grad is not None]
         if wanted:
             torch.autograd.backward([t for t, _ in wanted], [g for _, g in wanted])
