@@ -61,8 +61,8 @@ class SplitPipelineStage(RuntimeStage):
     An I that its own W follows, and whose gradient nobody waits for, runs with it as one B.
 
     The graph is captured when torch agrees on shapes, before the first microbatch, and again where
-    something that the module's forward reads has changed since. Buffers are changed by microbatches
-    only.
+    something that the module's forward reads has changed since, which is looked at once a step.
+    Buffers are changed by microbatches only.
 
     A stage may return a tensor, a tuple, or any structure of tensors (a dictionary): the next
     stage gets a tuple as its arguments, and anything else as its one argument.
