@@ -439,12 +439,16 @@ def _in_order(
     return [ordered[place] for place in fitting([each.bytes for each in ordered], limit)]
 
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
 def lent_storages(tensors: Iterable[Tensor | None]) -> frozenset[StorageKey]:
     """Storages in which tensors that were handed over are only a part, as of a batch."""
     lent: set[StorageKey] = set()
     for each in tensors:  # in line, as every call of a stage asks
-        if type(each) in (Tensor, torch.nn.Parameter) and each.layout is torch.strided:
-            storage = each.untyped_storage()
-            if each.nbytes != storage.nbytes():
-                lent.add((each.device, storage.data_ptr()))
+        if each is None or type(each) not in _PLAIN or each.layout is not torch.strided:
+            continue
+        storage = each.untyped_storage()
+        if each.nbytes != storage.nbytes():
+            lent.add((each.device, storage.data_ptr()))
     return frozenset(lent)

@@ -64,4 +64,4 @@ def test_a_step_does_not_walk_through_modules(counts: dict[str, pstats.Stats]) -
 
 
 def test_a_module_is_looked_at_once_a_step(counts: dict[str, pstats.Stats]) -> None:
-    assert _of(counts["SplitPipelineStage"], "hold") == 4
+    assert _of(counts["SplitPipelineStage"], "_hold") == 4

@@ -202,7 +202,7 @@ class Executor:
         self._rank = rank
         self._transport = transport
         self._loss_grad = loss_grad
-        self._inputs: list[list[Tensor]] = [[] for _ in range(schedule.microbatches)]
+        self._inputs: list[Values] = [[] for _ in range(schedule.microbatches)]
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
         self._recorder: Recorder | None = None

@@ -228,7 +228,7 @@ class Moves:
         """What the microbatch holds alone, taken out of the stage."""
         microbatch = journey.microbatch
         kept = [*self._kept(microbatch), *self._held_elsewhere(journey)]
-        found = stage.detach_held(microbatch, self._moved.get(journey.stage), kept)
+        found: list[Tensor] = stage.detach_held(microbatch, self._moved.get(journey.stage), kept)
         self._moving[journey.leaves] = found
         return found
 

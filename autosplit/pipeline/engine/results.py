@@ -212,8 +212,9 @@ class Agreement:
         if squares is not None:
             numbers[self._squares :] = squares
         numbers[self._losses + layout.own] = batch
-        alone = groups.everybody.ranks == 1
-        self._sum = (lambda: numbers) if alone else groups.everybody.start_sum(numbers)
+        self._numbers: Callable[[], Tensor] = lambda: numbers
+        if groups.everybody.ranks > 1:
+            self._numbers = groups.everybody.start_sum(numbers)
 
     def wait(self) -> Tensor:
         """The loss of each microbatch, shape [M], on the CPU.
@@ -223,7 +224,7 @@ class Agreement:
             PipelineError: ranks that share the tensors of a stage have different losses.
         """
         with self._guard("the end of a step"):
-            numbers = self._sum()
+            numbers = self._numbers()
             everywhere = numbers[: self._losses].view(len(self._layout.pipelines), -1)
             if len(everywhere) > 1:
                 self._check_shared(everywhere, numbers[self._losses : self._squares].tolist())
@@ -256,7 +257,7 @@ class Agreement:
     def norm(self) -> float:
         """The norm of the model's gradient; waits like ``wait``."""
         with self._guard("the end of a step"):
-            return norm_of(self._sum()[self._squares :])
+            return norm_of(self._numbers()[self._squares :])
 
 
 def _own_shares(layout: RankLayout) -> str:

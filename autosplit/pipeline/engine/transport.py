@@ -23,7 +23,7 @@ from autosplit.pipeline.schedule.wiring import Feeds
 
 from .groups import Groups
 from .mailbox import Buffers, Inbox, Outbox
-from .shapes import Negotiation, TensorMeta
+from .shapes import Boundary, Negotiation, TensorMeta
 
 Receive = Callable[[], "list[Tensor | None]"]
 Send = Callable[[Sequence[Any]], None]
@@ -176,21 +176,19 @@ class Transport:
 
     def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
         puts = [(self._put(each), self._routes.carried(each)) for each in parcels]
-        known = self._negotiation.known
+        known, stage = self._negotiation.known, result.stage
 
         def send(tensors: Sequence[Tensor]) -> None:
-            agreed = known.get(result.stage)
-            if agreed is None:
-                agreed = self._agree(result.stage, tensors)
+            agreed = known[stage] if stage in known else self._agree(stage, tensors)
             if len(tensors) != len(agreed):
                 raise PipelineError(
-                    f"stage {result.stage} put out {len(tensors)} tensors for microbatch "
+                    f"stage {stage} put out {len(tensors)} tensors for microbatch "
                     f"{result.microbatch}, but {len(agreed)} were agreed on when the pipeline was "
                     "built; a stage must put out the same tensors every time"
                 )
             for place, (tensor, meta) in enumerate(zip(tensors, agreed, strict=True)):
                 if tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
-                    raise _unlike(f"output {place} of stage {result.stage}", result, tensor, meta)
+                    raise _unlike(f"output {place} of stage {stage}", result, tensor, meta)
             for put, positions in puts:
                 ready = tensors if positions is None else [tensors[each] for each in positions]
                 put([*ready])
@@ -236,7 +234,7 @@ class Transport:
 
         return put
 
-    def _agree(self, stage: int, given: Sequence[Tensor]) -> Sequence[TensorMeta]:
+    def _agree(self, stage: int, given: Sequence[Tensor]) -> Boundary:
         """The first outputs are what later ones are held to."""
         self.feeds.check_outputs(stage, len(given))
         return self._negotiation.publish(stage, [TensorMeta.of(tensor) for tensor in given])
