@@ -30,7 +30,6 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span, median_durations
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.options import RunOptions, StageOptions, TrainerOptions
-from autosplit.pipeline.training.rank_state import OptimizerFunction
 from autosplit.pipeline.training.stage_modules import StageSource
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.planner.captured_model import WholeModel
