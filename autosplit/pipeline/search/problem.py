@@ -169,11 +169,6 @@ class Problem(StepGraph):
                     return rank, place
         return None
 
-    def part(self, action: int, kind: ActionKind) -> int:
-        """The number of the same stage's ``kind`` on the same microbatch."""
-        own = action // self.microbatches % len(KINDS)
-        return action + (KINDS.index(kind) - own) * self.microbatches
-
     def opened(self, schedule: Schedule) -> Schedule:
         """The schedule with each B as its I and W where it is no better whole."""
         rows = (tuple(part for a in row for part in self._parts(a)) for row in schedule.ranks)

@@ -18,7 +18,7 @@ from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.playing import ListScheduler
 
-from .problem import FORWARD, FULL, INPUT, KINDS, WEIGHT, Problem
+from .problem import FORWARD, INPUT, KINDS, WEIGHT, Problem
 
 
 def named_schedules(
@@ -85,7 +85,8 @@ POLICIES = [(first, patience) for first in (True, False) for patience in (0.0, 0
 
 
 def construct(problem: Problem, forward_first: bool, patience: float) -> Schedule | None:
-    """An order of all actions within the caps, or None if the policy runs into a dead end.
+    """An order of F, I and W within the caps, or None if the policy runs into a dead end. Where a B
+    is better, local search finds that.
 
     Args:
         problem: of the step.
@@ -112,7 +113,6 @@ class _Chooser:
         self._scheduler = scheduler
         self._kept = [0.0] * count
         self._next = {(stage, kind): 0 for stage in range(len(problem.placement)) for kind in KINDS}
-        self._whole: set[int] = set()  # Ws that a B has done
         self._stages = [
             [stage for stage, rank in enumerate(problem.placement) if rank == each]
             for each in range(count)
@@ -131,8 +131,6 @@ class _Chooser:
         for stage in self._stages[rank]:
             for kind in (FORWARD, INPUT):
                 action = self._next_of(stage, kind)
-                if action is not None and kind is INPUT and self._problem.whole[stage]:
-                    action = self._whole_or_apart(action)
                 if action is None or not self._has_room(action):
                     continue
                 start = self._scheduler.ready(action)
@@ -159,13 +157,9 @@ class _Chooser:
 
     def _run(self, rank: int, action: int) -> None:
         problem, what = self._problem, self._problem.actions[action]
-        self.left -= 2 if what.kind is FULL else 1
+        self.left -= 1
         self._kept[rank] += problem.adds[action] - problem.frees[action]
-        self._next[what.stage, INPUT if what.kind is FULL else what.kind] += 1
-        if what.kind is FULL:
-            self._whole.add(problem.part(action, WEIGHT))
-        while self._number(what.stage, WEIGHT, self._next[what.stage, WEIGHT]) in self._whole:
-            self._next[what.stage, WEIGHT] += 1
+        self._next[what.stage, what.kind] += 1
 
     def _next_of(self, stage: int, kind: ActionKind) -> int | None:
         """The stage's next action of a kind, if the stage has run what it needs of itself."""
@@ -178,19 +172,6 @@ class _Chooser:
     def _number(self, stage: int, kind: ActionKind, microbatch: int) -> int:
         place = stage * len(KINDS) + KINDS.index(kind)
         return place * self._problem.microbatches + microbatch
-
-    def _whole_or_apart(self, inputs: int) -> int:
-        """An I, or the B in its place: where that is shorter, or there is no room for what I
-        leaves; but not before a W, for the sums of gradients have one order.
-        """
-        problem, stage = self._problem, self._problem.actions[inputs].stage
-        if self._next[stage, WEIGHT] < self._next[stage, INPUT]:
-            return inputs
-        full, weight = problem.part(inputs, FULL), problem.part(inputs, WEIGHT)
-        rank = problem.ranks[inputs]
-        shorter = problem.seconds[full] < problem.seconds[inputs] + problem.seconds[weight]
-        room = problem.room[rank] - self._kept[rank]
-        return full if shorter or problem.adds[inputs] > room else inputs
 
     def _has_room(self, action: int) -> bool:
         """Whether the rank may start ``action``, leaving room for the same microbatch further on.
