@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -87,10 +87,9 @@ def check_groups(
         CheckpointError: parameters of one group had different options.
     """
     for group in optimizer.param_groups:
-        first, *others = [names[id(parameter)] for parameter in group["params"]]
-        expected = options[first]
-        for name in others:
-            came = options[name]
+        called = [names[id(parameter)] for parameter in group["params"]]
+        for first, name in pairwise(called):
+            expected, came = options[first], options[name]
             differing = [key for key in expected if came.get(key) != expected[key]]
             if differing or came.keys() != expected.keys():
                 raise CheckpointError(
@@ -124,8 +123,8 @@ def restore_optimizer(
             found = copy.deepcopy(state[names[id(parameter)]])
             if found:
                 kept[own[-1]] = {key: laid_out(value, parameter) for key, value in found.items()}
-        first = options[names[id(group["params"][0])]]
-        groups.append({**group, **first, "params": own})
+        alike = [options[names[id(parameter)]] for parameter in group["params"][:1]]
+        groups.append({**group, **(alike[0] if alike else {}), "params": own})
     optimizer.load_state_dict({"state": kept, "param_groups": groups})
 
 

@@ -300,6 +300,21 @@ def test_the_optimizer_is_left_out_on_demand(tmp_path: Path) -> None:
             load_checkpoint(engine, save_file(tmp_path), optimizer=True)
 
 
+def test_a_group_of_an_optimizer_may_have_no_parameters(tmp_path: Path) -> None:
+    """As of a stage without biases, where groups are made by kind."""
+
+    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": []}, {"params": parameters}])
+
+    with trainer(whole(0), 2, ranks=1, optimizer_fn=build) as engine:
+        train(engine, 0, 1)
+        save_checkpoint(engine, tmp_path)
+        expected = train(engine, 1, 2)
+    with trainer(whole(1), 3, ranks=1, optimizer_fn=build) as engine:
+        load_checkpoint(engine, tmp_path, optimizer=True)
+        assert torch.equal(train(engine, 1, 2), expected)
+
+
 def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     def one_group(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters)
