@@ -313,7 +313,7 @@ def profile(
 ) -> ModelCosts:
     """Time F, I and W of a block of each kind, warm, by medians.
 
-    One block of each kind runs, one after the other as in a stage, see ``clock.run``; those whose
+    One block of each kind runs, one after the other as in a stage, see ``time_stages``; those whose
     parameters are on the meta device are made, timed and forgotten one after another. The
     model's state, the random number generators and ``.grad`` stay as they are. Progress is shown
     on a terminal.
@@ -334,12 +334,16 @@ def profile(
     """
     options = options or BlockOptions()
     kinds = list(distinct(whole, options).values())
+    firsts = [members[0] for members in kinds]
+    # Which kinds are in memory at once.
+    apart = any(parameter.is_meta for parameter in whole.model.parameters())
+    groups = [[each] for each in firsts] if apart else [firsts]
     costs: dict[int, BlockCost] = {}
     calls: list[float] = []
     noise = 0.0
     # None: shown on a terminal, not in a log file.
     with generators_kept(), tqdm(total=seconds, unit="s", disable=None) as bar:
-        for group in _groups(whole, [members[0] for members in kinds]):
+        for group in groups:
             share = seconds * len(group) / len(kinds)
             found, call, off = _measure(whole, group, options, share, bar.update)
             costs |= found
@@ -363,15 +367,6 @@ def crossing_bytes(tensors: Sequence[Tensor]) -> float:
 def returning_bytes(tensors: Sequence[Tensor]) -> float:
     """Bytes of the message with their gradients; a mask has none."""
     return crossing_bytes([tensor for tensor in tensors if tensor.requires_grad])
-
-
-def _groups(whole: WholeModel, kinds: list[int]) -> list[list[int]]:
-    """Which kinds (by a block of each) are in memory at once."""
-    for first in kinds:
-        module, _ = whole.segment(first, first + 1)
-        if any(parameter.is_meta for parameter in module.parameters()):
-            return [[each] for each in kinds]
-    return [kinds]
 
 
 def _measure(

@@ -21,6 +21,7 @@ class Chain:
 
     def __init__(self, modules: Sequence[nn.Module], x: Tensor) -> None:
         self.modules = list(modules)
+        self.model = nn.ModuleList(modules)
         self.blocks = [Link(str(i), _signature(module)) for i, module in enumerate(modules)]
         self._inputs = [x]
         for module in modules:
