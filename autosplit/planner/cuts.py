@@ -40,7 +40,8 @@ _KEPT = {
 }
 """Saved and deferred microbatches that each adds."""
 
-Cuts = tuple[int, ...]
+Firsts = tuple[int, ...]
+"""A way to cut: the first block of every stage but the first."""
 Table = Tensor
 """What a stage costs that begins before block i and ends before block j, [B + 1, B + 1]; infinite
 where it may not."""
@@ -60,7 +61,7 @@ class Solution:
     """Stages, and what a step of them is predicted to take.
 
     Attributes:
-        cuts: k cuts behind block k; increasing.
+        firsts: the first block of every stage but the first; increasing.
         schedule: built for these stages; ranks wait for each other between steps.
         costs: of each stage: times and memory of a microbatch, and the links with the messages.
         parameters: bytes of each stage.
@@ -71,7 +72,7 @@ class Solution:
         effects: what each measure of memory that was taken costs and saves.
     """
 
-    cuts: tuple[int, ...]
+    firsts: tuple[int, ...]
     schedule: Schedule
     costs: Costs
     parameters: tuple[float, ...]
@@ -79,11 +80,6 @@ class Solution:
     bubble: float
     peaks: tuple[float, ...]
     effects: tuple[MeasureEffect, ...] = ()
-
-    @property
-    def firsts(self) -> list[int]:
-        """The first block of every stage but the first."""
-        return [cut + 1 for cut in self.cuts]
 
     @property
     def uneven(self) -> float:
@@ -170,8 +166,7 @@ def weigh(
         PlanError: more stages than blocks.
         ScheduleError: see ``solve``.
     """
-    search = _Search(costs, len(firsts) + 1, request, limits)
-    return search.evaluate(tuple(first - 1 for first in firsts))
+    return _Search(costs, len(firsts) + 1, request, limits).evaluate(tuple(firsts))
 
 
 class _Search:
@@ -192,28 +187,28 @@ class _Search:
         self._build = _builder(request, stages)
         self._table = _stage_table(costs)
         self._times: list[list[list[float]]] = self._table[:3].tolist()
-        self._known: dict[Cuts, Solution] = {}
+        self._known: dict[Firsts, Solution] = {}
         self._simulated = 0
 
-    def evaluate(self, cuts: Cuts) -> Solution:
+    def evaluate(self, firsts: Firsts) -> Solution:
         """One way to cut, in a step between which ranks wait for each other, as a trainer's do."""
-        if cuts in self._known:
-            return self._known[cuts]
-        begins, ends = self._edges(cuts)
+        if firsts in self._known:
+            return self._known[firsts]
+        begins, ends = self._edges(firsts)
         times, memory, parameters = self._table[:, begins, ends].split([3, 2, 1])
         seconds = [(f, i, w) for f, i, w in times.T.tolist()]
         schedule = replace(self._build(seconds), crosses_step=False)
         links = replace(
             self._limits.links,
-            message_bytes={at: self._costs.crossing[cut] for at, cut in enumerate(cuts)},
-            gradient_bytes={at: self._costs.gradients[cut] for at, cut in enumerate(cuts)},
+            message_bytes={at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)},
+            gradient_bytes={at: self._costs.gradients[k - 1] for at, k in enumerate(firsts)},
         )
         costs = Costs(seconds, [StageMemory(*each) for each in memory.T.tolist()], links)
-        found = Solution(cuts, schedule, costs, tuple(parameters[0].tolist()), 0.0, 0.0, ())
+        found = Solution(firsts, schedule, costs, tuple(parameters[0].tolist()), 0.0, 0.0, ())
         moving, timeline = peak_memory(schedule, costs.memory), costs.timeline(schedule)
-        self._known[cuts] = found.under(schedule, timeline, moving, self._limits)
+        self._known[firsts] = found.under(schedule, timeline, moving, self._limits)
         self._simulated += sum(map(len, schedule.ranks))
-        return self._known[cuts]
+        return self._known[firsts]
 
     def best(self, *, refine: bool) -> Solution:
         """The best of the starts and of what is reached from them: the most even of those whose
@@ -243,7 +238,7 @@ class _Search:
     def _key(self, found: Solution) -> tuple[float, float]:
         return self.overflow(found), found.step
 
-    def _starts(self) -> Iterator[Cuts]:
+    def _starts(self) -> Iterator[Firsts]:
         """Cuts to begin from, by dynamic programming."""
         seconds = self._table[:3].sum(0)
         yield from self._near(lambda stage: seconds)
@@ -256,7 +251,7 @@ class _Search:
             if least := _divide(held.__getitem__, self._stages, torch.maximum):
                 yield least[1]
 
-    def _near(self, cost: Callable[[int], Table]) -> Iterator[Cuts]:
+    def _near(self, cost: Callable[[int], Table]) -> Iterator[Firsts]:
         """The most even cuts whose slowest stage is little slower than it must be."""
         found = _divide(cost, self._stages, torch.maximum)
         for slack in _SLACKS if found else ():
@@ -286,29 +281,29 @@ class _Search:
         """
         fits = self.overflow(best) == 0.0
         longest = best.step * (1.0 + self._costs.noise) if fits else math.inf
-        bounds = {cuts: self._bound(cuts, best.schedule) for cuts in self._ways(best.cuts)}
-        for cuts in sorted(bounds, key=bounds.__getitem__):
-            if bounds[cuts] > longest * _SAME or self._simulated > _WORK:
+        bounds = {way: self._bound(way, best.schedule) for way in self._ways(best)}
+        for way in sorted(bounds, key=bounds.__getitem__):
+            if bounds[way] > longest * _SAME or self._simulated > _WORK:
                 break
-            if cuts not in self._known and self._key(self.evaluate(cuts)) < self._key(best):
-                return self._known[cuts]
+            if way not in self._known and self._key(self.evaluate(way)) < self._key(best):
+                return self._known[way]
         return None
 
-    def _ways(self, cuts: Cuts) -> Iterable[Cuts]:
+    def _ways(self, best: Solution) -> Iterable[Firsts]:
         """All ways to cut where they are few, else those to which runs of neighbouring cuts are
         shifted together.
         """
-        actions = sum(map(len, self._known[cuts].schedule.ranks))
+        actions, firsts = sum(map(len, best.schedule.ranks)), best.firsts
         if math.comb(self._blocks - 1, self._stages - 1) * actions <= _EXHAUSTIVE:
-            yield from itertools.combinations(range(self._blocks - 1), self._stages - 1)
+            yield from itertools.combinations(range(1, self._blocks), self._stages - 1)
             return
-        for first, last in itertools.combinations(range(self._stages), 2):
+        for low, high in itertools.combinations(range(self._stages), 2):
             for shift in _SHIFTS:
-                moved = (*cuts[:first], *(c + shift for c in cuts[first:last]), *cuts[last:])
-                if all(a < b for a, b in itertools.pairwise((-1, *moved, self._blocks - 1))):
+                moved = (*firsts[:low], *(k + shift for k in firsts[low:high]), *firsts[high:])
+                if all(a < b for a, b in itertools.pairwise((0, *moved, self._blocks))):
                     yield moved
 
-    def _bound(self, cuts: Cuts, schedule: Schedule) -> float:
+    def _bound(self, firsts: Firsts, schedule: Schedule) -> float:
         """Seconds below which no step can be: a rank begins when the Fs before its first stage are
         done, and then has all its work to do.
         """
@@ -316,16 +311,15 @@ class _Search:
         lead: dict[int, float] = {}
         work = [0.0] * len(schedule.ranks)
         before = 0.0
-        for rank, i, j in zip(schedule.placement, *self._edges(cuts), strict=True):
+        for rank, i, j in zip(schedule.placement, *self._edges(firsts), strict=True):
             lead.setdefault(rank, before)
             work[rank] += forward[i][j] + inputs[i][j] + weights[i][j]
             before += forward[i][j]
         return max(first + schedule.microbatches * work[rank] for rank, first in lead.items())
 
-    def _edges(self, cuts: Cuts) -> tuple[list[int], list[int]]:
+    def _edges(self, firsts: Firsts) -> tuple[list[int], list[int]]:
         """The first block of each stage, and the one behind its last."""
-        inner = [cut + 1 for cut in cuts]
-        return [0, *inner], [*inner, self._blocks]
+        return [0, *firsts], [*firsts, self._blocks]
 
 
 def _stage_table(costs: ModelCosts) -> Tensor:
@@ -347,10 +341,11 @@ def _stage_table(costs: ModelCosts) -> Tensor:
 
 def _divide(
     cost: Callable[[int], Table], stages: int, join: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[float, Cuts] | None:
-    """The least of all stages' costs joined, and its cuts: k cuts behind block k; None if no way
-    may be. The best way to make the first j blocks into s stages is the best for s - 1 stages of
-    the first i blocks, over all i < j, joined with blocks i to j as the last of them.
+) -> tuple[float, Firsts] | None:
+    """The least of all stages' costs joined, and where its stages begin; None if no way may be.
+
+    The best way to make the first j blocks into s stages is the best for s - 1 stages of the first
+    i blocks, over all i < j, joined with blocks i to j as the last of them.
     """
     best = cost(0)[0].nan_to_num(torch.inf, torch.inf)
     behind = []
@@ -359,11 +354,10 @@ def _divide(
         behind.append(begins)
     if not math.isfinite(best[-1]):
         return None
-    cuts, end = [], len(best) - 1
+    firsts = [len(best) - 1]
     for begins in reversed(behind):
-        end = int(begins[end])
-        cuts.append(end - 1)
-    return float(best[-1]), tuple(cuts[::-1])
+        firsts.append(int(begins[firsts[-1]]))
+    return float(best[-1]), tuple(firsts[:0:-1])
 
 
 def _builder(request: ScheduleRequest, stages: int) -> Callable[[Sequence[StageTimes]], Schedule]:

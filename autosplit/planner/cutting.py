@@ -274,7 +274,7 @@ def refine_by_trial_runs(
     known: list[tuple[Solution, float]] = []
     while len(tried) < _TRIALS:
         found = find(costs)
-        key = found.cuts, found.schedule.ranks
+        key = found.firsts, found.schedule.ranks
         if key in tried:
             break
         tried.append(key)

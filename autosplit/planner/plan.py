@@ -491,7 +491,7 @@ def make_plan(
     schedule = found.schedule
     crossing: Any = found.costs.transfer.message_bytes
     return Plan(
-        cuts=tuple(made_for.blocks[cut + 1] for cut in found.cuts),
+        cuts=tuple(made_for.blocks[first] for first in found.firsts),
         ranks=len(schedule.ranks),
         placement=schedule.placement,
         microbatches=schedule.microbatches,
@@ -502,7 +502,7 @@ def make_plan(
         backend=split.backend,
         stage_times=tuple(found.costs.times),
         stage_parameters=found.parameters,
-        crossing=tuple(crossing[cut] for cut in range(len(found.cuts))),
+        crossing=tuple(crossing[cut] for cut in range(len(found.firsts))),
         predicted_step=found.step,
         bubble=found.bubble,
         peak_memory=found.peaks,

@@ -144,7 +144,7 @@ class _Planner:
 
     def _settled(self, find: Callable[[ModelCosts], Solution]) -> _Planned:
         found, costs = refine_by_trial_runs(self.costs, find, self._rehearse)
-        firsts = found.firsts
+        firsts = [*found.firsts]
         return _Planned(firsts, self._weighed(self.costs, firsts), found, costs)
 
     def _weighed(self, costs: ModelCosts, firsts: list[int]) -> Solution:

@@ -68,7 +68,7 @@ def plan(device: str, *, tiny: bool) -> dict[str, Any]:
         plans.append(
             {
                 "stages": stages,
-                "cuts": [whole.blocks[index + 1].name for index in found.cuts],
+                "cuts": [whole.blocks[index].name for index in found.firsts],
                 "uneven": max(times) * len(times) / sum(times),
                 "step": found.step,
             }

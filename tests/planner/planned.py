@@ -44,21 +44,21 @@ def even(blocks: int, *, forward: float = 1.0, parameters: float = 1.0) -> Model
 class Tried:
     """One way to cut: the bytes over the cap, the seconds of a step, and each rank's bytes."""
 
-    cuts: tuple[int, ...]
+    firsts: tuple[int, ...]
     overflow: float
     step: float
     peaks: tuple[float, ...]
 
 
-def ranges(costs: ModelCosts, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
+def ranges(costs: ModelCosts, firsts: tuple[int, ...]) -> list[tuple[int, int]]:
     """The blocks of each stage: its first, and the one behind its last."""
-    return list(itertools.pairwise([0, *(cut + 1 for cut in cuts), len(costs.blocks)]))
+    return list(itertools.pairwise([0, *firsts, len(costs.blocks)]))
 
 
-def stage_times(costs: ModelCosts, cuts: tuple[int, ...]) -> list[tuple[float, float, float]]:
+def stage_times(costs: ModelCosts, firsts: tuple[int, ...]) -> list[tuple[float, float, float]]:
     """F, I and W of each stage, by hand."""
     times = []
-    for first, last in ranges(costs, cuts):
+    for first, last in ranges(costs, firsts):
         piece = costs.blocks[first:last]
         forward = sum(block.forward for block in piece) + costs.call
         inputs = sum(block.backward_input for block in piece) + costs.call
@@ -71,7 +71,7 @@ def stage_times(costs: ModelCosts, cuts: tuple[int, ...]) -> list[tuple[float, f
 
 def tried(
     costs: ModelCosts,
-    cuts: tuple[int, ...],
+    firsts: tuple[int, ...],
     schedule: Schedule,
     *,
     cap: float = math.inf,
@@ -79,17 +79,17 @@ def tried(
     optimizer_state: float = 2.0,
 ) -> Tried:
     """What the simulator and the memory of the schedule say of one way to cut."""
-    pieces = [costs.blocks[first:last] for first, last in ranges(costs, cuts)]
-    times = stage_times(costs, cuts)
+    pieces = [costs.blocks[first:last] for first, last in ranges(costs, firsts)]
+    times = stage_times(costs, firsts)
     saved = [sum(block.saved for block in piece) for piece in pieces]
     deferred = [sum(block.deferred for block in piece) for piece in pieces]
     # The first stage's W needs all that F saved, and the gradient of what it put out.
-    deferred[0] = saved[0] + (costs.gradients[cuts[0]] if cuts else 0.0)
+    deferred[0] = saved[0] + (costs.gradients[firsts[0] - 1] if firsts else 0.0)
     kept = [StageMemory(*pair) for pair in zip(saved, deferred, strict=True)]
     transfer = replace(
         links or Transfer(),
-        message_bytes={place: costs.crossing[cut] for place, cut in enumerate(cuts)},
-        gradient_bytes={place: costs.gradients[cut] for place, cut in enumerate(cuts)},
+        message_bytes={place: costs.crossing[k - 1] for place, k in enumerate(firsts)},
+        gradient_bytes={place: costs.gradients[k - 1] for place, k in enumerate(firsts)},
     )
 
     def seconds(action: Any) -> float:
@@ -101,7 +101,7 @@ def tried(
     for place, rank in enumerate(schedule.placement):
         peaks[rank] += (2.0 + optimizer_state) * sum(block.parameters for block in pieces[place])
     over = sum(max(0.0, peak - cap) for peak in peaks)
-    return Tried(cuts, over, timeline.makespan, tuple(peaks))
+    return Tried(firsts, over, timeline.makespan, tuple(peaks))
 
 
 def all_tried(
@@ -114,8 +114,8 @@ def all_tried(
 ) -> Iterator[Tried]:
     """Every way to cut, under a schedule whose order does not depend on times."""
     schedule = build(name, stages, microbatches, **form)
-    for cuts in itertools.combinations(range(len(costs.blocks) - 1), stages - 1):
-        yield tried(costs, cuts, schedule, **memory)
+    for firsts in itertools.combinations(range(1, len(costs.blocks)), stages - 1):
+        yield tried(costs, firsts, schedule, **memory)
 
 
 def solved(

@@ -128,7 +128,7 @@ def _settled(slow: dict[int, float]) -> tuple[Solution, list[tuple[int, ...]]]:
     tried: list[tuple[int, ...]] = []
 
     def truth(found: Solution) -> TrialRun:
-        tried.append(found.cuts)
+        tried.append(found.firsts)
         blocks = [
             BlockCost(
                 *(s * v for v in (b.forward, b.backward_input, b.backward_weight)),
@@ -140,7 +140,7 @@ def _settled(slow: dict[int, float]) -> tuple[Solution, list[tuple[int, ...]]]:
             for b, s in ((block, slow.get(i, 1.0)) for i, block in enumerate(costs.blocks))
         ]
         true = ModelCosts(tuple(blocks), costs.crossing, costs.call)
-        first = found.cuts[0] + 1
+        first = found.firsts[0]
         times = (true.stage(0, first).times, true.stage(first, 8).times)
         return TrialRun(times, 4 * max(map(sum, times)))
 
@@ -150,22 +150,22 @@ def _settled(slow: dict[int, float]) -> tuple[Solution, list[tuple[int, ...]]]:
 
 def test_costs_that_were_right_are_rehearsed_once() -> None:
     found, tried = _settled({})
-    assert tried == [found.cuts] == [(3,)]
+    assert tried == [found.firsts] == [(4,)]
     assert found.step == 4 * max(map(sum, found.costs.times))
 
 
 def test_a_rehearsal_moves_the_cut() -> None:
     """Where it ends, the slowest stage is faster than where the costs alone would have cut."""
     found, tried = _settled({0: 3.0, 1: 3.0})
-    assert tried[0] == (3,)
-    assert found.cuts[0] < 3
+    assert tried[0] == (4,)
+    assert found.firsts[0] < 4
     assert len(tried[:-1]) == len(set(tried[:-1]))
-    assert tried[-1] == found.cuts  # once more, at the end
+    assert tried[-1] == found.firsts  # once more, at the end
 
 
 def test_rehearsals_end_and_the_best_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     more, _ = _settled({0: 3.0, 1: 3.0})
     monkeypatch.setattr(cutting, "_TRIALS", 1)
     found, tried = _settled({0: 3.0, 1: 3.0})
-    assert found.cuts == tried[0] == (3,)
+    assert found.firsts == tried[0] == (4,)
     assert more.step < found.step
