@@ -146,7 +146,17 @@ class PendingWeightGradients:
             SplitError: this microbatch is not waiting, slices of it have run, or it ran on
                 other parameters than those before it.
         """
-        self._run([microbatch])
+        if begun := self._begun.get(microbatch):
+            raise SplitError(
+                f"{self._owner}: {begun} of {self.slices} slices of W of microbatch {microbatch} "
+                "have run; run the others one by one"
+            )
+        functions, deferred, state, _ = self.in_flight.take(microbatch)
+        names = functions.late_parameters
+        sums = self.into(names, state)
+        gradients = functions.backward_weight(deferred, sums, self.sums.accumulation)
+        if sums is None:
+            self.sums.add(names, gradients, functions.dependence.borrowed)
 
     def run_all(self, microbatches: Sequence[int]) -> None:
         """Run W of several microbatches, in this order. With concatenated accumulation, those that
@@ -156,7 +166,16 @@ class PendingWeightGradients:
             SplitError: as ``run``; a microbatch is named twice.
         """
         for together in self.calls(microbatches):
-            self._run(together)
+            if len(together) == 1:
+                self.run(together[0])
+                continue
+            taken = [self.in_flight.take(microbatch) for microbatch in together]
+            functions, _, state, _ = taken[0]
+            names, deferred = functions.late_parameters, [each.residuals for each in taken]
+            sums, how = self.into(names, state), self.sums.accumulation
+            gradients = functions.backward_weight_together(deferred, sums, how)
+            if sums is None:
+                self.sums.add(names, gradients, functions.dependence.borrowed)
 
     def calls(self, microbatches: Sequence[int]) -> list[list[int]]:
         """The microbatches of each call that ``run_all`` makes of these, in order.
@@ -187,23 +206,6 @@ class PendingWeightGradients:
             and one.functions.concatenates(one.residuals, other.residuals)
             and not has_tensor_hooks(one.state[name] for name in names)
         )
-
-    def _run(self, microbatches: list[int]) -> None:
-        """W of one microbatch, or of several in one call."""
-        begun = self._begun.get(microbatches[0])
-        if begun:
-            raise SplitError(
-                f"{self._owner}: {begun} of {self.slices} slices of W of microbatch "
-                f"{microbatches[0]} have run; run the others one by one"
-            )
-        taken = [self.in_flight.take(microbatch) for microbatch in microbatches]
-        functions, _, state, _ = taken[0]
-        deferred = [each.residuals for each in taken]
-        names, accumulation = functions.late_parameters, self.sums.accumulation
-        sums = self.into(names, state)
-        gradients = functions.backward_weight_together(deferred, sums, accumulation)
-        if sums is None:
-            self.sums.add(names, gradients, functions.dependence.borrowed)
 
     def run_slice(self, microbatch: int, index: int) -> None:
         """One slice of W.
