@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError
-from tests.semantics.against_autograd import assert_equals_autograd, both_modes
+from tests.semantics.against_autograd import assert_equals_autograd
 
 
 class Model(nn.Module):
@@ -43,11 +43,10 @@ def double_input(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     return (args[0] * 2,)
 
 
-@both_modes
 @pytest.mark.parametrize("name", ["", "first"], ids=["root", "submodule"])
 @pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
-def test_forward_hooks(name: str, pre: bool, training: bool) -> None:
-    model = Model().train(training)
+def test_forward_hooks(name: str, pre: bool) -> None:
+    model = Model()
     module = model.get_submodule(name)
     if pre:
         module.register_forward_pre_hook(double_input)
@@ -56,9 +55,8 @@ def test_forward_hooks(name: str, pre: bool, training: bool) -> None:
     assert_equals_autograd(model, batches())
 
 
-@both_modes
-def test_hook_on_a_tensor_inside_the_forward(training: bool) -> None:
-    assert_equals_autograd(Model(lambda grad: grad * 3).train(training), batches())
+def test_hook_on_a_tensor_inside_the_forward() -> None:
+    assert_equals_autograd(Model(lambda grad: grad * 3), batches())
 
 
 def test_forward_hook_added_and_removed_after_the_capture() -> None:
@@ -114,10 +112,9 @@ def test_module_backward_hooks_are_refused(name: str, register: Callable[..., An
         split.capture(torch.randn(3, 4))
 
 
-@both_modes
-def test_hooks_on_saved_tensors(training: bool) -> None:
+def test_hooks_on_saved_tensors() -> None:
     """They get what the forward saves; nothing else keeps it until the backward."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4)).train(training)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4))
     plain = copy.deepcopy(model)
     split = autosplit.split(model, max_pending=math.inf)
     shelf: list[list[float]] = []

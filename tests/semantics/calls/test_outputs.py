@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autosplit
-from tests.semantics.against_autograd import assert_equals_autograd, both_modes, within
+from tests.semantics.against_autograd import assert_equals_autograd, within
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -72,17 +72,15 @@ FLAT: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@both_modes
 @pytest.mark.parametrize("name", CASES)
-def test_equals_autograd(name: str, training: bool) -> None:
-    assert_equals_autograd(Returns(CASES[name]).train(training), batches(3, 4))
+def test_equals_autograd(name: str) -> None:
+    assert_equals_autograd(Returns(CASES[name]), batches(3, 4))
 
 
-@both_modes
 @pytest.mark.parametrize("name", FLAT)
-def test_gradient_that_depends_on_nothing(name: str, training: bool) -> None:
+def test_gradient_that_depends_on_nothing(name: str) -> None:
     """``requires_grad`` as in autograd, and its gradients of zeros."""
-    model, batch = Returns(FLAT[name]).train(training), batches(3, 4)
+    model, batch = Returns(FLAT[name]), batches(3, 4)
     expected = [leaf.requires_grad for leaf in pytree.tree_leaves(model(*batch[0]))]
     split = assert_equals_autograd(model, batch, fullgraph=True)
     assert [leaf.requires_grad for leaf in pytree.tree_leaves(split(*batch[0]))] == expected
@@ -107,10 +105,9 @@ def all_different(output: Any) -> Tensor:
     return sum((leaf * torch.arange(leaf.numel()).view(leaf.shape)).sum() for leaf in leaves)
 
 
-@both_modes
 @pytest.mark.parametrize("name", OVERLAPPING)
-def test_output_that_overlaps_itself(name: str, training: bool) -> None:
-    model = Returns(OVERLAPPING[name]).train(training)
+def test_output_that_overlaps_itself(name: str) -> None:
+    model = Returns(OVERLAPPING[name])
     assert_equals_autograd(model, batches(3, 4), all_different, fullgraph=True)
 
 
@@ -139,14 +136,12 @@ def twice(module: Any, x: Tensor) -> tuple[Tensor, ...]:
     return y, y, y[0], y.t()
 
 
-@both_modes
-def test_outputs_that_alias_each_other(training: bool) -> None:
-    assert_equals_autograd(Returns(twice).train(training), batches(3, 4))
+def test_outputs_that_alias_each_other() -> None:
+    assert_equals_autograd(Returns(twice), batches(3, 4))
 
 
-@both_modes
-def test_dataclass(training: bool) -> None:
-    model = Returns(lambda m, x: Result(m.first(x))).train(training)
+def test_dataclass() -> None:
+    model = Returns(lambda m, x: Result(m.first(x)))
     split = assert_equals_autograd(
         model, batches(3, 4), lambda output: output.logits.square().mean(), compare=_fields
     )
@@ -218,11 +213,10 @@ class Apart(nn.Module):
         return self.first(x), self.second(y.mul(2).mul_(3))
 
 
-@both_modes
-def test_input_without_a_part_in_the_loss_has_no_gradient(training: bool) -> None:
+def test_input_without_a_part_in_the_loss_has_no_gradient() -> None:
     """None as in autograd, not zeros."""
     microbatches = [tuple(torch.randn(3, 4).requires_grad_() for _ in range(2)) for _ in range(2)]
-    model = Apart().train(training)
+    model = Apart()
     for used in (0, 1):
         assert_equals_autograd(model, microbatches, lambda output, at=used: output[at].sum())
 
@@ -237,9 +231,8 @@ class Overwrites(nn.Module):
         return self.linear(y)
 
 
-@both_modes
-def test_overwritten_input_that_nobody_reads_has_no_gradient(training: bool) -> None:
-    split = autosplit.split(Overwrites().train(training), fullgraph=True)
+def test_overwritten_input_that_nobody_reads_has_no_gradient() -> None:
+    split = autosplit.split(Overwrites(), fullgraph=True)
     leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
     for leaf in leaves:
         split(leaf.clone(), leaf).sum().backward()

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 import autosplit
 from autosplit import CaptureError
 from autosplit.dynamo.backend import SplittingBackend
-from tests.semantics.against_autograd import assert_equals_autograd, both_modes
+from tests.semantics.against_autograd import assert_equals_autograd
 
 
 class StraightThrough(torch.autograd.Function):
@@ -148,12 +148,11 @@ CASES: dict[str, Callable[[Any, Tensor], Any]] = {
 
 # Dynamo makes an instance to trace the context.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@both_modes
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("needs", [True, False], ids=["input gradient", "none"])
-def test_equals_autograd(name: str, training: bool, needs: bool) -> None:
+def test_equals_autograd(name: str, needs: bool) -> None:
     batch = [(torch.randn(3, 4).requires_grad_(needs),) for _ in range(2)]
-    assert_equals_autograd(Uses(CASES[name]).train(training), batch)
+    assert_equals_autograd(Uses(CASES[name]), batch)
 
 
 def test_operator_without_a_formula_is_refused() -> None:

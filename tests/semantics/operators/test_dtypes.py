@@ -24,15 +24,14 @@ def mlp(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 4, dtype=dtype))
 
 
-@both_modes
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128],
     ids=str,
 )
-def test_precisions(dtype: torch.dtype, training: bool) -> None:
+def test_precisions(dtype: torch.dtype) -> None:
     batch = [(torch.randn(3, 4, dtype=dtype).requires_grad_(),) for _ in range(2)]
-    assert_equals_autograd(mlp(dtype).train(training), batch)
+    assert_equals_autograd(mlp(dtype), batch)
 
 
 class Spectrum(nn.Module):
@@ -45,10 +44,9 @@ class Spectrum(nn.Module):
         return torch.fft.rfft(self.linear(x)), spectrum.conj() * torch.fft.fft(x)
 
 
-@both_modes
-def test_real_to_complex_and_conjugates(training: bool) -> None:
+def test_real_to_complex_and_conjugates() -> None:
     batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-    assert_equals_autograd(Spectrum().train(training), batch)
+    assert_equals_autograd(Spectrum(), batch)
 
 
 @both_modes
@@ -107,18 +105,16 @@ FACES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@both_modes
 @pytest.mark.parametrize("face", FACES)
-def test_autocast_around_the_forward(face: str, training: bool) -> None:
-    model = Mixed().train(training)
+def test_autocast_around_the_forward(face: str) -> None:
+    model = Mixed()
     under_autocast(FACES[face](model), copy.deepcopy(model), nullcontext)
 
 
-@both_modes
 @pytest.mark.parametrize("face", FACES)
-def test_backward_inside_autocast(face: str, training: bool) -> None:
+def test_backward_inside_autocast(face: str) -> None:
     """The same, where all products of the forward were autocast as well."""
-    model = nn.Sequential(mlp(torch.float32), nn.LayerNorm(4), nn.Softmax(-1)).train(training)
+    model = nn.Sequential(mlp(torch.float32), nn.LayerNorm(4), nn.Softmax(-1))
     inside = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     under_autocast(FACES[face](model), copy.deepcopy(model), inside)
 

@@ -17,7 +17,6 @@ from tests.semantics.against_autograd import (
     assert_equals_autograd,
     assert_same,
     assert_same_state,
-    both_modes,
 )
 
 
@@ -50,18 +49,14 @@ def writes_input(module: Any, x: Tensor) -> Tensor:
     return module.linear(x)
 
 
-@both_modes
 @pytest.mark.parametrize("make", [writes_activation, writes_view])
-def test_activations(make: Callable[..., Tensor], training: bool) -> None:
+def test_activations(make: Callable[..., Tensor]) -> None:
     batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-    assert_equals_autograd(Module(make).train(training), batch)
+    assert_equals_autograd(Module(make), batch)
 
 
-@both_modes
-def test_input_that_needs_no_gradient(training: bool) -> None:
-    assert_equals_autograd(
-        Module(writes_input).train(training), [(torch.randn(3, 4),) for _ in range(2)]
-    )
+def test_input_that_needs_no_gradient() -> None:
+    assert_equals_autograd(Module(writes_input), [(torch.randn(3, 4),) for _ in range(2)])
 
 
 def relu_first(module: Any, x: Tensor) -> Tensor:
@@ -79,11 +74,10 @@ def nobody_reads(module: Any, x: Tensor) -> Tensor:
     return h
 
 
-@both_modes
 @pytest.mark.parametrize("make", [writes_input, relu_first, writes_a_part, nobody_reads])
-def test_computed_input(make: Callable[..., Tensor], training: bool) -> None:
+def test_computed_input(make: Callable[..., Tensor]) -> None:
     """Written into where it needs a gradient, which autograd allows for what was computed."""
-    plain = Module(make).train(training)
+    plain = Module(make)
     split = autosplit.split(copy.deepcopy(plain), fullgraph=True, max_pending=math.inf)
     leaves = [torch.randn(3, 4).requires_grad_() for _ in range(2)]
     expected = _overwritten(plain, leaves)

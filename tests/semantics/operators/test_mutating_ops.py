@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError
-from tests.semantics.against_autograd import assert_equals_autograd, both_modes
+from tests.semantics.against_autograd import assert_equals_autograd
 
 
 @torch.library.custom_op("autosplit_tests::write_sine", mutates_args=("out",))
@@ -84,19 +84,17 @@ def returned(module: Any, x: Tensor) -> Tensor:
 CASES = [fresh, part_of_a_tensor, buffer, random]
 
 
-@both_modes
 @pytest.mark.parametrize("make", CASES)
-def test_equals_autograd(make: Callable[[Any, Tensor], Tensor], training: bool) -> None:
+def test_equals_autograd(make: Callable[[Any, Tensor], Tensor]) -> None:
     batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-    split = assert_equals_autograd(Uses(make).train(training), batch)
+    split = assert_equals_autograd(Uses(make), batch)
     assert len(split.functions) == 1  # a whole graph, no parts
 
 
-@both_modes
-def test_operator_that_returns_its_argument(training: bool) -> None:
+def test_operator_that_returns_its_argument() -> None:
     """AOTAutograd refuses it; Dynamo's graph runs."""
     batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-    split = assert_equals_autograd(Uses(returned).train(training), batch)
+    split = assert_equals_autograd(Uses(returned), batch)
     assert "whose output has alias annotations: autosplit_tests::add_" in split.report()
     with pytest.raises(CaptureError, match="whose output has alias annotations"):
         autosplit.split(Uses(returned), fullgraph=True)(*batch[0])
