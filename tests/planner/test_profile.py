@@ -31,8 +31,9 @@ def test_one_block_of_each_kind_is_profiled() -> None:
     assert (second.deferred, last.deferred) == (4 * 4 * (32 + 64 + 64 + 32), 4 * 4 * (32 + 8))
     assert costs.crossing == costs.returning == (512.0,) * 4
     assert first.backward_input == 0.0
-    assert first.backward_weight == first.backward_alone >= 0.0  # a difference of noisy times
-    assert min(second.forward, second.backward_input, second.backward_weight, costs.call) > 0.0
+    # Those of weights are differences of noisy times.
+    assert first.backward_weight == first.backward_alone >= 0.0 <= second.backward_weight
+    assert min(second.forward, second.backward_input, costs.call) > 0.0
 
 
 def test_a_first_block_of_the_same_kind_is_by_itself() -> None:
