@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..page import Page, Part
 from . import lengths
-from .measure import Settings, measure, render
+from .measure import Aim, Settings, measure, render
 
 TEMPLATE = """\
 # Seconds to the first step
@@ -33,13 +35,13 @@ PARTS: dict[str, Part[Settings]] = {
         "Eager kernels",
         'Beside `torch.compile(backend="aot_eager")`, which captures the same graphs.',
         lambda settings: measure(settings, "autosplit", "aot_eager", (2, 8, 32, 80)),
-        render,
+        partial(render, Aim(32, 0.25)),
     ),
     "inductor": Part(
         "Inductor",
         'Beside `torch.compile`. Ours is `split(backend="inductor")`.',
-        lambda settings: measure(settings, "autosplit inductor", "inductor", (2, 8)),
-        render,
+        lambda settings: measure(settings, "autosplit inductor", "inductor", (4, 12)),
+        partial(render, Aim(12, 0.4, 1.05)),
     ),
     "lengths": Part(
         "Eight sequence lengths",

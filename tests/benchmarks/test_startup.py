@@ -10,7 +10,7 @@ import pytest
 from benchmarks.results import Results
 from benchmarks.startup import lengths
 from benchmarks.startup.first_step import first_step
-from benchmarks.startup.measure import render
+from benchmarks.startup.measure import Aim, render
 from benchmarks.startup.models import MODELS
 from benchmarks.startup.page import PAGE
 
@@ -39,12 +39,15 @@ def _row(layers: int, first: float) -> dict[str, Any]:
 
 
 def test_figures_that_miss_their_target_are_bold(tmp_path: Path) -> None:
+    aim = Aim(32, 0.25, 1.27)
     good = [_row(8, 1.0), _row(32, 2.5), _row(80, 3.16)]
-    assert "**" not in render(good)
-    assert "Target s a layer ≤ 0.030: met everywhere." in render(good)
+    assert "**" not in render(aim, good)
+    assert "Target s a layer ≤ 0.030: met everywhere." in render(aim, good)
     bad = [_row(8, 1.0), _row(32, 2.6), _row(80, 5.0)]
-    text = render(bad)
+    text = render(aim, bad)
     assert "**0.26**" in text
+    assert "Target over torch.compile ≤ 0.25: missed by llama (0.26)." in text
+    assert "Target over blocks ≤ 1.27: missed by llama (1.30)." in text
     assert "Target s a layer ≤ 0.030: missed by llama (0.056)." in text
     results = Results.read(tmp_path / "results.json")
     results.update("eager", bad, "the command", "the environment")
