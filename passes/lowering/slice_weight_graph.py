@@ -9,7 +9,7 @@ bit for bit.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate as running_sums
 
 from torch import fx
@@ -19,7 +19,7 @@ from ..analysis.operator_cost import flops
 from ..errors import SliceCountError
 from ..graph import SUBGRAPH, Kind, Role, calls, is_size, outputs, role_of
 from ..partition.extract import extract
-from ..subgraph import inline, inner_calls
+from ..subgraph import inline, inner_calls, subgraphs
 
 _CALLS = 2  # of other graphs in a slice; with fewer, slices would differ too much
 
@@ -33,10 +33,11 @@ def slice_weight_graph(module: fx.GraphModule, count: int) -> list[fx.GraphModul
     Raises:
         PassError: there are fewer matrix products and convolutions than slices.
     """
-    calling = sum(1 for node in calls(module.graph) if _flops(node))
-    if calling < _CALLS * count:
+    costs = _costs(module.graph)
+    if len(costs) < _CALLS * count and subgraphs(module.graph):
         module = inline(module)
-    place = _places(module.graph, count)
+        costs = _costs(module.graph)
+    place = _places(module.graph, costs, count)
     gradients: list[list[tuple[Role, fx.Node]]] = [[] for _ in range(count)]
     for role, value in outputs(module.graph):
         made = _made_from([value])
@@ -77,10 +78,9 @@ def _slice(
     )
 
 
-def _places(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
+def _places(graph: fx.Graph, costs: Mapping[fx.Node, int], count: int) -> dict[fx.Node, int]:
     """Slice of every node that does work. Views are recomputed wherever they are read."""
     work = [node for node in calls(graph) if not _is_redone(node)]
-    costs = {node: cost for node in work if (cost := _flops(node))}
     if not 1 <= count <= max(len(costs), 1):
         raise SliceCountError(len(costs), count)
     first = [list(costs)[at] for at in _cuts(list(costs.values()), count)]
@@ -94,10 +94,13 @@ def _places(graph: fx.Graph, count: int) -> dict[fx.Node, int]:
     return place
 
 
-def _flops(node: fx.Node) -> int:
-    """Of an operator, or of all in the graph that a node calls."""
-    called = node.meta.get(SUBGRAPH)
-    return flops(node) if called is None else sum(map(flops, inner_calls(called.module.graph)))
+def _costs(graph: fx.Graph) -> dict[fx.Node, int]:
+    """FLOPs of what has any: of an operator, or of all in the graph that a node calls."""
+    called = {each: sum(map(flops, inner_calls(each.module.graph))) for each in subgraphs(graph)}
+    found = (
+        (n, called[n.meta[SUBGRAPH]] if SUBGRAPH in n.meta else flops(n)) for n in calls(graph)
+    )
+    return {node: cost for node, cost in found if cost}
 
 
 def _cuts(costs: Sequence[int], count: int) -> list[int]:
