@@ -102,10 +102,7 @@ class InputSizes:
 
     def value(self, leaves: Sequence[Any]) -> Value:
         """What any size of the graph is in the call with these inputs, which it fits."""
-        values = {
-            symbol: sympy.Integer(int(_READ[kind](leaves[leaf], at)))
-            for symbol, (leaf, kind, at) in self._found.items()
-        }
+        values = {symbol: sympy.Integer(int(n)) for symbol, n in self._read(leaves).items()}
 
         def value(size: int | torch.SymInt) -> int:
             if not isinstance(size, torch.SymInt):
@@ -127,10 +124,7 @@ class InputSizes:
         Raises:
             CaptureError: what was assumed does not hold in the call.
         """
-        sizes = {
-            symbol: _READ[kind](leaves[leaf], at)
-            for symbol, (leaf, kind, at) in self._found.items()
-        }
+        sizes = self._read(leaves)
 
         def interpreted(expression: sympy.Basic) -> Any:
             known = self._env.replace(expression)
@@ -161,10 +155,11 @@ class InputSizes:
 
     def larger(self, leaves: Sequence[Any]) -> bool:
         """Whether a size in this call is larger than in the one that was traced."""
-        return any(
-            _READ[kind](leaves[leaf], at) > self._traced[symbol]
-            for symbol, (leaf, kind, at) in self._found.items()
-        )
+        return any(size > self._traced[symbol] for symbol, size in self._read(leaves).items())
+
+    def _read(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, Any]:
+        """What each symbol is for these inputs."""
+        return {n: _READ[kind](leaves[leaf], at) for n, (leaf, kind, at) in self._found.items()}
 
 
 def _sizes(traced: Tensor) -> Iterator[tuple[str, int, Any]]:
