@@ -93,7 +93,7 @@ class Delivery:
         return leaves if leaves.allows_direct_add() else None
 
     def _leaves_of(self, work: PendingWork) -> Leaves:
-        return self.leaves.of([*map(work.state.__getitem__, work.graph.parameter_names)])
+        return self.leaves.of(work.graph.parameter_names, work.state)
 
     def _deliver_through_engine(self, works: Sequence[PendingWork]) -> None:
         whole = [work for work in works if isinstance(work.graph, SplitFunctions)]

@@ -98,7 +98,7 @@ def run_split(
     where a parameter has hooks: they fire in ``backward()``, and an optimizer may step in one.
     ``counted``: whether data parallelism counts how often the engine comes by a parameter.
     """
-    known = anchor.deliver.leaves.of([*map(state.__getitem__, functions.parameter_names)])
+    known = anchor.deliver.leaves.of(functions.parameter_names, state)
     parameters = known.parameters
     if not unsplit and known.has_hooks():
         unsplit = True

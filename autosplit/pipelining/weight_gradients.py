@@ -105,7 +105,7 @@ class WeightGradients:
     def _adds_directly(self, functions: SplitFunctions, state: State) -> bool:
         if not functions.dependence.dense:
             return False
-        leaves = self._leaves.of([*map(state.__getitem__, functions.parameter_names)])
+        leaves = self._leaves.of(functions.parameter_names, state)
         return leaves.allows_direct_add() and not leaves.has_hooks()
 
     def _adds_inside(self, functions: SplitFunctions) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, is_not
 from sys import getrefcount
@@ -174,8 +174,9 @@ class KnownLeaves:
     def __init__(self) -> None:
         self._by_number: dict[int, Leaves] = {}
 
-    def of(self, parameters: list[Tensor]) -> Leaves:
-        """These parameters."""
+    def of(self, names: Iterable[str], state: Mapping[str, Tensor]) -> Leaves:
+        """The parameters of these names."""
+        parameters = [*map(state.__getitem__, names)]
         known = self._by_number.get(len(parameters))
         if known is None or any(map(is_not, parameters, known.parameters)):
             known = self._by_number[len(parameters)] = Leaves(parameters)
