@@ -173,7 +173,7 @@ WRITERS = (IntoSum, Twice, Scaled, Averaged, ByOperator)
 
 def trained(kind: type[Writer], **options: Any) -> dict[str, bool]:
     """Two steps of two stages; which buffers are those of one process."""
-    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(12, 8, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
     whole = nn.Sequential(kind(), kind())
     with PipelineTrainer(
         [kind(), kind()],

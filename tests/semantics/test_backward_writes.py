@@ -38,7 +38,7 @@ writers = pytest.mark.parametrize("kind", WRITERS)
 
 
 def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     return [torch.randn(6, 8, generator=generator) for _ in range(3)]
 
 
