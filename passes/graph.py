@@ -271,11 +271,14 @@ def source_line(node: fx.Node) -> str:
     return _user_line(node.meta.get("stack_trace") or "")
 
 
+_DEFAULT_DEVICE = "torch/utils/_device.py"  # through which every call goes where there is one
+
+
 @functools.lru_cache(maxsize=1024)  # layers repeat the lines of one
 def _user_line(trace: str) -> str:
     lines = [line.strip() for line in trace.strip().splitlines()]
     for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith('File "'):
+        if lines[index].startswith('File "') and _DEFAULT_DEVICE not in lines[index]:
             path, line, *_ = lines[index].removeprefix('File "').split('", line ')[0:2]
             number = line.split(",")[0]
             code = lines[index + 1] if index + 1 < len(lines) else ""

@@ -34,6 +34,7 @@ from .guards import BlockGuards
 from .input_sizes import leave_open, sizes_around
 from .key_value_cache import cache_argument, caching
 from .region import STATE_TOKEN, Region, RegionCall, stand_in
+from .workarounds.dynamo import function_modes_of_the_call
 
 if TYPE_CHECKING:
     from .joint_graph import Capture
@@ -258,7 +259,11 @@ class RegionSession:
                 )
             if _is_changed(block):
                 raise CaptureError("the forward of the model changes it before it is called")
-            with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
+            with (
+                unset_fake_temporarily(),
+                torch._C._DisablePythonDispatcher(),
+                function_modes_of_the_call(),
+            ):
                 region, _ = self._match(name, block, leaves, spec)
         except Exception as error:
             self._refuse(name, str(error))

@@ -51,17 +51,20 @@ def function_modes_known() -> Iterator[None]:
     ``torch.compile`` puts aside before it traces, and writes down for the graph and its guards.
     ``fullgraph_capture`` does not, but in torch 2.11: what it writes down is that there is none,
     which the guards then find to be wrong where they are made ("Guard failed on the same frame it
-    was created").
+    was created"). A capture inside of another forgets what that one put aside.
     """
-    if _by_captures():
-        yield
-        return
-    outer = torch_function_mode_stack_state_mgr.stack
+    put_aside = torch_function_mode_stack_state_mgr
+    outer = put_aside.stack
     try:
-        with torch_function_mode_stack_state_mgr:
+        with contextlib.nullcontext() if _by_captures() else put_aside:
             yield
     finally:
-        torch_function_mode_stack_state_mgr.stack = outer
+        put_aside.stack = outer
+
+
+def function_modes_of_the_call() -> AbstractContextManager[None]:
+    """Inside of a capture, the modes under which what it captures is called: guards ask for them."""
+    return torch_function_mode_stack_state_mgr.temp_restore_stack()
 
 
 @contextlib.contextmanager
