@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..page import Page, Part, option
-from . import compute, engine, fused, memory, peers, standin, yardstick
+from . import compute, engine, fused, memory, more_ranks, peers, standin, yardstick
 
 TEMPLATE = """\
 # Pipelines: measured against their ideal and against torch's
@@ -32,6 +32,7 @@ class Settings:
     backends: tuple[str, ...] = option(peers.BACKENDS, "of the peers' table", peers.BACKENDS)
     microbatches: tuple[int, ...] = option(peers.COUNTS, "of the peers' table", peers.COUNTS)
     ranks: tuple[int, ...] = option((*standin.UNITS,), "of the stand-ins' table", standin.UNITS)
+    rounds: int = option(5, "turns of each contender in the table of more ranks")
 
 
 PARTS: dict[str, Part[Settings]] = {
@@ -108,6 +109,14 @@ are exact, bit for bit those of autograd, but for *fused sums* (`accumulation="f
             settings.steps, settings.backends, settings.microbatches
         ),
         peers.render,
+    ),
+    "ranks": Part(
+        "Beside torch.distributed.pipelining, on 2, 4 and 8 ranks",
+        f"""\
+The decoder with {more_ranks.LAYERS["layers"]} layers for any number of ranks, one process with one
+thread and a core each, M = 2N; contenders take turns as above.""",
+        lambda settings: more_ranks.measure(more_ranks.RANKS, settings.rounds),
+        more_ranks.render,
     ),
     "engine": Part(
         "The engine itself",

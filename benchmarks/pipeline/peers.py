@@ -17,7 +17,7 @@ from autosplit.text.figures import quartiles, ratios, spread
 
 from ..results import Rows, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender
-from .turns import RANKS, Rounds, Turn, Turns, gather, take_turns
+from .turns import Rounds, Turn, Turns, gather, take_turns
 
 COUNTS = (2, 4, 8)
 BACKENDS = ("eager", "inductor")
@@ -36,7 +36,7 @@ class Row(Rounds):
         schedule: the contender's name.
         ours: by autosplit, or by torch.
         microbatches: M.
-        rounds: seconds of its step in each round, those of the slower rank.
+        rounds: seconds of its step in each round, those of the slowest rank.
         peak: the larger peak of a rank, in bytes.
         activations: the larger of what is left of a rank's peak without its gradients.
         error: why it did not run.
@@ -72,6 +72,7 @@ def measure(
     backend: str = "eager",
     overrides: Mapping[str, object] = OVERRIDES,
     contenders: Sequence[Contender] = (*OURS, *THEIRS),
+    ranks: int = 2,
 ) -> list[Row]:
     """Every contender at every M, taking turns in an order of its own in each round; one launch.
 
@@ -82,9 +83,10 @@ def measure(
         backend: how stages are run.
         overrides: settings of the workload.
         contenders: who takes part.
+        ranks: how many processes, of one thread each.
     """
     args = (factory, overrides, tuple(contenders), tuple(microbatches), rounds, backend)
-    return launch(_on_rank, RANKS, args, timeout=3600.0)[0]
+    return launch(_on_rank, ranks, args, timeout=3600.0)[0]
 
 
 def _on_rank(
@@ -113,10 +115,10 @@ def _row(contender: Contender, turn: Turn | str, count: int, seconds: list[float
     row = Row(contender.name, contender.ours, count, match=contender.match)
     if isinstance(turn, str):
         return dataclasses.replace(row, error=turn)
-    slower = [max(each) for each in zip(*gather(seconds), strict=True)]
+    slowest = [max(each) for each in zip(*gather(seconds), strict=True)]
     peak = peak_bytes(turn.run, [], torch.device("cpu"))
     peaks, activations = gather(peak), gather(peak - turn.gradients)
-    return dataclasses.replace(row, rounds=slower, peak=max(peaks), activations=max(activations))
+    return dataclasses.replace(row, rounds=slowest, peak=max(peaks), activations=max(activations))
 
 
 def render(rows: Rows) -> str:

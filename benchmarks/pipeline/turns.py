@@ -31,8 +31,7 @@ from .contenders import Contender
 
 K = TypeVar("K", bound=Hashable)
 
-RANKS = 2
-TIMEOUT = 300.0  # seconds; the other rank may be compiling
+TIMEOUT = 300.0  # seconds; other ranks may be compiling
 STEPS = 2  # in flight that a turn counts
 WARM_UP = 2  # steps
 
@@ -60,7 +59,7 @@ class Turn:
     """What one contender does on this rank.
 
     Attributes:
-        step: one step; in flight, without waiting for the other rank.
+        step: one step; in flight, without waiting for other ranks.
         settle: waits for the steps in flight.
         in_flight: whether steps are.
         gradients: bytes of the gradients that a step makes here.
@@ -72,7 +71,7 @@ class Turn:
     gradients: int
 
     def run(self) -> float:
-        """Seconds of a step: until both ranks are done, or of this rank from one to the next."""
+        """Seconds of a step: until all ranks are done, or of this rank from one to the next."""
         dist.barrier()
         if not self.in_flight:
             start = time.perf_counter()
@@ -97,6 +96,7 @@ class Turns:
 
     Attributes:
         rank: this process's.
+        ranks: how many there are.
     """
 
     def __init__(self, workload: Workload, backend: str) -> None:
@@ -105,12 +105,12 @@ class Turns:
         self._modules: dict[tuple[bool, int, int], nn.Module] = {}
         self._stages: dict[tuple[str, str, int, int], TrainableStage] = {}
         self._trainers: list[PipelineTrainer] = []
-        self.rank = dist.get_rank()
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     def make(self, contender: Contender, microbatches: int) -> Turn | str:
-        """A turn that has run its first steps, or on both ranks the error that it ended with."""
+        """A turn that has run its first steps, or on all ranks the error that it ended with."""
         batch = self._workload.batch_fn(0, microbatches * self._workload.microbatch_size)
-        # Of its own, so that a rank that fails can leave the other one nothing to wait for.
+        # Of its own, so that a rank that fails can leave the others nothing to wait for.
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
         return attempt(
             lambda: self._made(contender, microbatches, batch, group),
@@ -131,7 +131,7 @@ class Turns:
         return self._theirs(contender, microbatches, batch, group)
 
     def _ours(self, contender: Contender, microbatches: int, batch: Any) -> Turn:
-        total = RANKS * contender.chunks
+        total = self.ranks * contender.chunks
         trainer = PipelineTrainer(
             lambda index: self._module(True, total, index),
             self._workload.loss_fn,
@@ -160,8 +160,8 @@ class Turns:
         return Turn(step, _nothing, False, size)
 
     def _theirs(self, contender: Contender, microbatches: int, batch: Any, group: Any) -> Turn:
-        rank, total = self.rank, RANKS * contender.chunks
-        held = [rank + chunk * RANKS for chunk in range(contender.chunks)]
+        rank, total = self.rank, self.ranks * contender.chunks
+        held = [rank + chunk * self.ranks for chunk in range(contender.chunks)]
         if contender.v_shaped:
             held = [rank, total - 1 - rank]
         modules = [self._module(False, total, index) for index in held]
@@ -231,11 +231,11 @@ def attempt(
     tidy: Callable[[], None],
     told: Callable[[BaseException], str] = first_line,
 ) -> Turn | str:
-    """A turn that has run its first steps, or on both ranks the error that it ended with.
+    """A turn that has run its first steps, or on all ranks the error that it ended with.
 
     Args:
         build: makes it.
-        group: of the two ranks, which nothing else uses; not usable after an error.
+        group: of all ranks, which nothing else uses; not usable after an error.
         warm_up: how many steps.
         tidy: called after an error.
         told: says what an error is.
@@ -248,7 +248,9 @@ def attempt(
         turn.settle()
     except Exception as error:
         failure = (time.time(), told(error))
-        disconnect(group, RANKS - 1 - dist.get_rank())
+        for other in range(dist.get_world_size()):
+            if other != dist.get_rank():
+                disconnect(group, other)
         tidy()
     failures = [each for each in gather(failure) if each is not None]
     return min(failures)[1] if failures else turn
@@ -267,7 +269,7 @@ def take_turns(ready: Mapping[K, Turn], rounds: int) -> dict[K, list[float]]:
 
 def gather(value: Any) -> list[Any]:
     """Every rank's value, by rank."""
-    values: list[Any] = [None] * RANKS
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 

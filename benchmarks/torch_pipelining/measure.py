@@ -21,7 +21,6 @@ from autosplit.pipeline.engine.launch import launch
 
 from ..page import option
 from ..pipeline.turns import (
-    RANKS,
     TIMEOUT,
     WARM_UP,
     Rounds,
@@ -39,6 +38,7 @@ from .schedules import ENTRIES, Entry
 from .task import Step, Task
 
 COUNTS = (2, 4, 8)
+RANKS = 2
 FACTORY = "examples.models:llama"
 
 
