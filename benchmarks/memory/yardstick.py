@@ -13,7 +13,6 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
-from ..optimum import optimum
 from ..results import Rows, Target, table, verdicts
 from .settings import Settings
 
@@ -24,6 +23,8 @@ CASES = range(20)
 
 def measure_all(settings: Settings) -> Iterator[dict[str, Any]]:
     """One row for each case of two or three stages, one a rank, in small whole numbers."""
+    from ..optimum import optimum  # with OR-tools, which nothing else needs
+
     for seed in CASES:
         costs, microbatches, limit = _case(seed)
         placement = tuple(range(len(costs.times)))

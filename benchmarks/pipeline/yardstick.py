@@ -13,7 +13,6 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.transfer import Transfer
 
-from ..optimum import optimum
 from ..results import Rows, table
 
 TARGET = 1.02
@@ -39,6 +38,8 @@ CASES = [
 
 def measure_all() -> Iterator[dict[str, Any]]:
     """One row for each case of four stages, one a rank."""
+    from ..optimum import optimum  # with OR-tools, which nothing else needs
+
     for name, deferred, microbatches, cap, transfer in CASES:
         costs = Costs(TIMES[name], [StageMemory(1.0, deferred)] * 4, transfer)
         found = search(costs, microbatches, cap=cap)
