@@ -149,7 +149,7 @@ class DistributedFolder:
         parts = [(chunk, self._loaded(key, entry, chunk)) for chunk in entry.chunks]
         if entry.shape is None or (len(parts) == 1 and parts[0][1].shape == entry.shape):
             return parts[0][1]
-        whole = torch.zeros(entry.shape, dtype=entry.dtype)
+        whole = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
         for chunk, part in parts:
             pairs = zip(chunk.offsets, chunk.sizes, strict=True)
             whole[tuple(slice(at, at + size) for at, size in pairs)] = part

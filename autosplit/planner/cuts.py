@@ -326,14 +326,16 @@ def _stage_table(costs: ModelCosts) -> Tensor:
     """Every run of blocks as a stage, as ``ModelCosts.stage`` has it: F, I, W, saved, deferred and
     parameters, [6, B + 1, B + 1]; empty runs are NaN.
     """
-    rows = torch.tensor([astuple(block) for block in costs.blocks], dtype=torch.float64).T
+    rows = torch.tensor(
+        [astuple(block) for block in costs.blocks], dtype=torch.float64, device="cpu"
+    ).T
     sums = torch.nn.functional.pad(rows.cumsum(1), (1, 0))
     pieces = (sums[:, None] - sums[:, :, None]).clamp_(min=0.0)  # rounding
     table, alone = pieces[:6], pieces[6]
     table[:3] += costs.call
     # A first stage's W is the whole backward, and waits with all that F saved and with the
     # gradient of what it puts out; nothing crosses the end of the model.
-    returning = torch.tensor((0.0, *costs.gradients, 0.0), dtype=torch.float64)
+    returning = torch.tensor((0.0, *costs.gradients, 0.0), dtype=torch.float64, device="cpu")
     table[1, 0], table[2, 0], table[4, 0] = 0.0, alone[0] + costs.call, table[3, 0] + returning
     table[:, torch.ones_like(alone).tril().bool()] = torch.nan
     return table

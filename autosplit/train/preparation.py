@@ -63,7 +63,7 @@ class TextWindows:
         order = torch.cat([self._order(each) for each in passes])
         begin = first - passes.start * self.count
         starts = order[begin : begin + self.batch] * self.length
-        windows = self.tokens[starts[:, None] + torch.arange(self.length + 1)]
+        windows = self.tokens[starts[:, None] + torch.arange(self.length + 1, device="cpu")]
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def _order(self, number: int) -> Tensor:
@@ -87,7 +87,7 @@ def read_tokens(file: Path, tokenizer: PreTrainedTokenizerBase | None) -> Tensor
     ids = tokenizer(content.decode(), add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise PipelineError(f"the tokenizer finds no token in the text {str(file)!r}")
-    return torch.tensor(ids)
+    return torch.tensor(ids, device="cpu")
 
 
 def read_content(file: Path) -> bytes:

@@ -63,7 +63,7 @@ def function_modes_known() -> Iterator[None]:
 
 
 def function_modes_of_the_call() -> AbstractContextManager[None]:
-    """Inside of a capture, the modes under which what it captures is called: guards ask for them."""
+    """Inside of a capture, the modes that its call is made under, which guards ask for."""
     return torch_function_mode_stack_state_mgr.temp_restore_stack()
 
 

@@ -127,7 +127,11 @@ def _value(form: Any) -> Any:
 def _tensor(dtype: Any, sizes: list[int], text: str) -> Tensor:
     data = bytearray(base64.b64decode(text))
     # ``frombuffer`` refuses one that is empty.
-    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(data, dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return flat.view(_value(dtype)).view(sizes)
 
 

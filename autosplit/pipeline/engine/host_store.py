@@ -36,6 +36,8 @@ class HostFileStore:
         OutputError: there can be no file there.
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
         try:
@@ -106,28 +108,31 @@ def _memory_of(data: Tensor) -> memoryview:
 class PinnedStore:
     """For stages on an accelerator: pinned memory of the host, used again for the same sizes.
 
-    Copies run on the streams of those who call, who wait for them. This has not been run on a
-    device yet.
+    Copies run on the streams of those who call, who wait for them.
 
     Args:
         device: where the stages are.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def put(self, data: Tensor) -> Tensor:
         free = self._free[data.numel()]
-        host = free.pop() if free else torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        host = free.pop() if free else _pinned(data)
         host.copy_(data, non_blocking=True)
-        settle(self._device)
+        settle(self.device)
         return host
 
     def take(self, ticket: Any, data: Tensor) -> None:
         data.copy_(ticket, non_blocking=True)
-        settle(self._device)
+        settle(self.device)
         self._free[ticket.numel()].append(ticket)
+
+
+def _pinned(data: Tensor) -> Tensor:
+    return torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)
 
 
 HostStore: TypeAlias = HostFileStore | PinnedStore

@@ -260,7 +260,7 @@ def measure_slowing(store: HostStore, piece: int) -> float:
 
 def _products() -> float:
     """How many matrix products this thread makes in a second."""
-    one, other = torch.ones(2, _WIDTH, _WIDTH)
+    one, other = torch.ones(2, _WIDTH, _WIDTH, device="cpu")
     start, made = perf_counter(), 0
     while (now := perf_counter()) - start < _SECONDS:
         torch.mm(one, other)
@@ -273,7 +273,7 @@ class _Copies:
 
     def __init__(self, store: HostStore, piece: int) -> None:
         self._store = store
-        self._data = torch.ones(piece, dtype=torch.uint8)
+        self._data = torch.ones(piece, dtype=torch.uint8, device="cpu")
         self._made = 0
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autosplit-copies")
@@ -308,14 +308,14 @@ def measure_store(store: HostStore, piece: int = _LARGE) -> Link:
         piece: bytes of a storage, of which several go out before they come back, as in a step. Of
             small ones the bandwidth is less, for each is a call of its own.
     """
-    small = torch.zeros(1, dtype=torch.uint8)
+    small = torch.zeros(1, dtype=torch.uint8, device=store.device)
     latency = min(_out_and_back(store, [small]) for _ in range(_REPEATS))
     piece = min(max(piece, 1), _LARGE)
     count = min(_LARGE // piece, _PIECES)
     seconds = []
-    sweeping = torch.zeros(_SWEPT, dtype=torch.uint8)
+    sweeping = torch.zeros(_SWEPT, dtype=torch.uint8, device="cpu")
     for _ in range(_REPEATS):
-        data = [torch.ones(piece, dtype=torch.uint8) for _ in range(count)]
+        data = [torch.ones(piece, dtype=torch.uint8, device=store.device) for _ in range(count)]
         seconds.append(_out_and_back(store, data, sweeping))
     return Link(latency, count * piece / max(statistics.median(seconds), 1e-9))
 

@@ -242,7 +242,7 @@ def _clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> N
 
     The same rule as ``torch.nn.utils.clip_grad_norm_``, applied to this rank's share.
     """
-    total: Tensor = torch.tensor(norm)
+    total: Tensor = torch.tensor(norm, device="cpu")
     # Of DTensors this rank's parts, which the plain number can be multiplied with.
     parts: Any = [_Part(local_tensor(each.grad)) for each in parameters if each.grad is not None]
     torch.nn.utils.clip_grads_with_norm_(parts, max_norm, total)

@@ -192,7 +192,9 @@ def by_name(found: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[str, Ten
                 "give the same names for all"
             )
     return {
-        name: torch.tensor([rows[at][name] for at in sorted(rows)], dtype=torch.float64)
+        name: torch.tensor(
+            [rows[at][name] for at in sorted(rows)], dtype=torch.float64, device="cpu"
+        )
         for name in names
     }
 
