@@ -81,11 +81,6 @@ def _bounded(
 def _row(name: str, found: Found, plain: Found) -> dict[str, Any]:
     if found.losses != plain.losses:
         raise AssertionError(f"{name}: other losses than without")
-    return row_of(name, found, plain)
-
-
-def row_of(name: str, found: Found, plain: Found) -> dict[str, Any]:
-    """A row of a way beside the plain one."""
     return {
         "name": name,
         "way": found.name,

@@ -11,7 +11,6 @@ from . import (
     limit,
     offload,
     prediction,
-    real,
     standin,
     yardstick,
 )
@@ -80,16 +79,6 @@ bound*: the lowest that each pair of ranks can keep over links of
 {balance.LINK.bandwidth / 1e9:g} GB/s, in hundredths of the plain peak, in a step that is simulated
 to be at most 2% longer. Losses are the same, bit for bit.""",
         balance.measure_all,
-        balance.render,
-    ),
-    "real": Part(
-        "Balance of a model",
-        """\
-1F1B, fused, M = 2N, of the first family in stages of equal layer counts on two and on four real
-ranks; four share two cores, which leaves little idle for transfers to hide in. Else as above; the
-bound goes by the times and links that are measured first. With two ranks the paper's bound asks for
-nothing.""",
-        real.measure_all,
         balance.render,
     ),
     "offload": Part(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..page import Page, Part, option
-from . import beside, collectives, exactness, hidden, hidden_llama, parameters
+from . import beside, collectives, hidden, parameters
 
 _PAGE = """\
 # Meshes: pipelines with replicas
@@ -26,25 +26,9 @@ class Settings:
 
     steps: int = option(5, "timed steps of each case")
     only: str = option("", "only cases with this in their name")
-    slice: bool = option(False, "of exactness, a few minutes' worth")
 
 
 PARTS: dict[str, Part[Settings]] = {
-    "exactness": Part(
-        "Gradients of meshes against one process",
-        "Each replica of a pipeline takes its own share of the batch; gradients are held against "
-        "those of plain autograd in one process, which adds up the shares' gradients one after "
-        "another and divides by their number. With two replicas the order of the sum is the same, "
-        "and so are the bits; with four, Gloo adds in another order. The model is one of eight "
-        "blocks, cut into 2, 4 or 8 stages; the norm is held against that of one process. A "
-        "reduction is an all-reduce of gradients; each bucket is reduced once a step, and a "
-        "stage's buckets are at most 0.05 MiB, or one parameter. Along dp_shard, fully_shard has "
-        "sharded each block: a reduction is a reduce-scatter, of which there is one for each "
-        "block of a rank. Along tp, ranks share each block's products, and the process that "
-        "gradients are held against is one of as many ranks along tp, with all stages on each.",
-        lambda settings: exactness.measure(settings.only, settings.slice),
-        exactness.render,
-    ),
     "parameters": Part(
         "Memory of sharded parameters",
         "The most bytes of parameters that a rank holds at once in a step, gathered ones and its "
@@ -63,15 +47,6 @@ PARTS: dict[str, Part[Settings]] = {
         "runs whole, has nothing left to compute when its gradients are there. The goal is 80 % "
         "where W lasts longer, and steps within 3 % of the simulated ones; what misses it is bold.",
         lambda settings: hidden.measure(settings.steps, settings.only),
-        hidden.render,
-    ),
-    "llama": Part(
-        "Reductions of a Llama behind its W",
-        "The same of two replicas of a Llama of four layers (width 256, microbatches of 256 "
-        "words) that compute: the times of F, I and W in the simulated steps are those of steps "
-        "over the link between the two processes as it is. Hidden is what both ranks' Ws leave; "
-        "the goals are the same.",
-        lambda settings: hidden_llama.measure(settings.steps, settings.only),
         hidden.render,
     ),
     "collectives": Part(

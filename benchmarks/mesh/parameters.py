@@ -19,7 +19,9 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.stage import Stage
 
 from ..results import Rows, table
-from .exactness import MICROBATCHES, ROWS, WIDTH, stage_of
+from .beside import BLOCKS, MICROBATCHES, Block
+
+ROWS, WIDTH = 16, 64
 
 LIMIT = 1.05
 SCHEDULES = {
@@ -53,7 +55,8 @@ def _on_rank(name: str) -> tuple[int, int, int, int]:
 
 
 def _sharded(index: int, stages: int, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    module = stage_of(index, stages)
+    share = BLOCKS // stages
+    module = nn.Sequential(*(Block(at, WIDTH) for at in range(index * share, (index + 1) * share)))
     for block in module:
         fully_shard(block, mesh=mesh["dp_shard"], **options)
     fully_shard(module, mesh=mesh["dp_shard"], **options)

@@ -1,1 +1,1 @@
-"""What splitting costs: time, operations, memory and compilation, on four families of models."""
+"""What splitting costs: time, operations and memory, on four families of models."""

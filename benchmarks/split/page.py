@@ -6,9 +6,7 @@ from ..page import Page, Part
 from . import (
     ablation,
     autograd_overhead,
-    compilation,
     gathering,
-    lazy,
     memory,
     operations,
     steps,
@@ -116,23 +114,6 @@ from an `autograd.Function` that does nothing else, the least that any autograd 
 their guards at every forward, which *guards* shows alone.""",
         autograd_overhead.measure,
         autograd_overhead.render,
-    ),
-    "lazy": Part(
-        "Lazy gradients",
-        """\
-What it adds to a step that `.grad` holds a lazy gradient while its weight gradient is pending: the
-time in everything that puts lazy gradients there and takes them out again, medians.""",
-        lazy.measure,
-        lazy.render,
-    ),
-    "compile": Part(
-        "Time to compile",
-        """\
-Seconds from the module to the end of its first microbatch, each in a process of its own: cold
-with an empty cache directory, warm in a second process with the same one. Mamba's columns are of
-different algorithms, as above: autosplit unrolls a loop, `torch.compile` has none.""",
-        compilation.measure,
-        compilation.render,
     ),
 }
 
