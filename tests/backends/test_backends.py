@@ -1,16 +1,27 @@
-"""Names of backends, and what a backend that fails says."""
+"""Backends by name, and what compilation leaves to the garbage collector."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
 import autosplit
-from autosplit.backends.backend import Code
+from autosplit.backends.backend import Code, collecting_new_objects_only
 from autosplit.backends.eager import Eager
 from autosplit.errors import BackendError, SplitError
 from autosplit.runtime.split_options import BACKENDS
+
+# --- models for commands --------------------------------------------------------------------------
+
+
+def linear() -> tuple[nn.Module, tuple[Tensor]]:
+    return nn.Sequential(nn.Linear(12, 6), nn.GELU()), (torch.randn(3, 12),)
+
+
+# --- names of backends, and what a backend that fails says ----------------------------------------
 
 
 class Broken(Eager):
@@ -42,3 +53,25 @@ def test_failure_is_no_reason_to_split_in_parts(monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         with pytest.raises(BackendError, match="backend='eager' runs every graph"):
             call(torch.randn(1, 2))
+
+
+# --- what the garbage collector looks at while graphs are made ------------------------------------
+
+
+def test_old_objects_are_left_alone_and_given_back() -> None:
+    with collecting_new_objects_only():
+        assert gc.get_freeze_count() > 1000  # a few die now and then
+        with collecting_new_objects_only():
+            assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_program_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        with collecting_new_objects_only():
+            assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()

@@ -440,7 +440,8 @@ def test_unknown_backend(command: str) -> None:
 
 
 def test_inspect_writes_what_inductor_generated(tmp_path: pathlib.Path) -> None:
-    result = run(f"inspect tests.backends.models:linear --backend inductor --dump {tmp_path}")
+    named = "tests.backends.test_backends:linear"
+    result = run(f"inspect {named} --backend inductor --dump {tmp_path}")
     assert result.exit_code == 0, result.output
     for name in ("forward", "backward_input", "backward_weight"):
         assert "def call(self, args)" in (tmp_path / f"{name}.generated.py").read_text()

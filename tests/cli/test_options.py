@@ -1,12 +1,17 @@
-"""What commands say of errors."""
+"""Options that several commands have, and the inputs that they are given."""
 
 from __future__ import annotations
 
 import click
 import pytest
+import torch
 
 from autosplit.cli.options import typed_errors
-from autosplit.errors import AutosplitError, PipelineError, ScheduleError
+from autosplit.cli.plan import resized
+from autosplit.errors import AutosplitError, PipelineError, PlanError, ScheduleError
+
+# --- what commands say of errors ------------------------------------------------------------------
+
 
 REPORT = "rank 1 failed: ValueError: why\nTraceback (most recent call last)\n  here"
 
@@ -26,3 +31,26 @@ def test_tracebacks_of_ranks_are_for_errors_that_do_not_say_all(
     with pytest.raises(click.ClickException) as failed:
         command()
     assert failed.value.message == f"PipelineError: {said}"
+
+
+# --- example inputs of another size ---------------------------------------------------------------
+
+
+def test_samples_are_repeated_or_cut() -> None:
+    mask, inputs = torch.ones(5, 5), torch.arange(6).reshape(3, 2)
+    (more, same, name), kwargs = resized(((inputs, mask, "a"), {"labels": inputs[:, 0]}), 4)
+    assert more.tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert kwargs["labels"].tolist() == [0, 2, 4, 0]
+    assert same is mask
+    assert name == "a"
+    assert resized((inputs,), 1)[0].tolist() == [[0, 1]]
+
+
+def test_inputs_without_samples() -> None:
+    with pytest.raises(PlanError, match="no tensor with samples along dimension 0"):
+        resized((torch.tensor(1.0), "a"), 4)
+
+
+def test_inputs_that_no_machine_has_room_for_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"of 1,000,000,000,000 samples take .* GiB, more"):
+        resized(torch.zeros(2, 8), 10**12)

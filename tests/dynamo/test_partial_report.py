@@ -1,8 +1,11 @@
-"""What a partly split model says of itself."""
+"""What is said of models in parts: reports, refusals, and that little can wait."""
 
 from __future__ import annotations
 
+import copy
 import pathlib
+import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +18,9 @@ from autosplit.capture import aot_convention
 from autosplit.dynamo.partial_model import Partial
 from autosplit.passes import PassError
 from tests.dynamo.breaking import DisabledMiddle, TwoLayers, Unbreakable
+
+# --- what a partly split model says of itself -----------------------------------------------------
+
 
 PRODUCT = 2 * 3 * 4 * 4  # operations of one weight gradient: 3 rows, 4 by 4 weights
 
@@ -196,3 +202,136 @@ def test_products_for_weights_that_enter_as_views_do_not_wait(kind: type[ViewOut
     assert partial.history is not None
     assert [*partial.history.ordinary] == [model.weight]
     assert "55.6 % of the weight gradients'" in partial.report()
+
+
+# --- models with graph breaks: what is refused, and what is copied --------------------------------
+
+
+def test_optimizer_step_computes_what_is_pending() -> None:
+    model = TwoLayers()
+    partial = Partial(model)
+    partial(torch.randn(3, 4)).sum().backward()
+    before = model.a.weight.clone()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert partial.pending == 0
+    torch.testing.assert_close(model.a.weight, before - 0.1 * model.a.weight.grad)
+
+
+def test_nothing_pending() -> None:
+    partial = Partial(TwoLayers())
+    partial.backward_weight()
+    partial(torch.randn(3, 4)).sum().backward()
+    with pytest.raises(SplitError, match=r"microbatches=2\): 1 pending; ask for 1 to 1"):
+        partial.backward_weight(microbatches=2)
+
+
+def test_deferred_tensor_written_in_place() -> None:
+    partial = Partial(TwoLayers())
+    x = torch.randn(3, 4, requires_grad=True) * 1.0
+    partial(x).sum().backward()
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(SplitError, match=r"in place between backward\(\) and backward_weight"):
+        partial.backward_weight()
+
+
+def test_error_of_the_model_is_the_users_own() -> None:
+    partial = Partial(TwoLayers())
+    with pytest.raises(RuntimeError, match=r"h = self\.a\(x\)\.relu\(\)"):
+        partial(torch.randn(3, 5))
+    partial(torch.randn(3, 4)).sum().backward()
+    assert partial.pending == 1
+
+
+def test_create_graph() -> None:
+    partial = Partial(TwoLayers())
+    with pytest.raises(SplitError, match="create_graph=True: a split backward"):
+        partial(torch.randn(3, 4)).sum().backward(create_graph=True)
+
+
+def test_deepcopy_is_the_model_with_a_face_of_its_own() -> None:
+    model = TwoLayers()
+    partial = Partial(model)
+    x = torch.randn(3, 4)
+    partial(x).sum().backward()
+    for twin in (copy.deepcopy(partial), pickle.loads(pickle.dumps(partial))):
+        assert twin.pending == 0
+        twin(x).sum().backward()
+        assert (partial.pending, twin.pending) == (1, 1)
+    mine, theirs = dict(partial.named_parameters()), dict(twin.named_parameters())
+    assert all(mine[name] is not theirs[name] for name in mine)
+
+
+# --- a module of which less than half can wait says so, once --------------------------------------
+
+
+class Mostly(TwoLayers):
+    """Both layers behind a function that runs without a graph."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def untraceable(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.a(x))
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.untraceable(x)
+
+
+class Setting(nn.Module):
+    """The first call sets something, as transformers' classifiers do with labels."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.kind: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind = "regression"
+        result: Tensor = self.inner(x)
+        return result
+
+
+def warned(model: nn.Module, *inputs: Tensor, calls: int = 2) -> list[str]:
+    split = autosplit.split(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            split(*inputs)
+    return [str(each.message) for each in caught if each.category is DeferralWarning]
+
+
+def test_in_parts() -> None:
+    (message,) = warned(Mostly(), torch.randn(3, 4))
+    assert message.startswith("Mostly: 0% of the weight gradients wait for backward_weight()")
+    assert "test_deferral_warning.py" in message
+    assert "torch.compiler.disable" in message
+    assert message.endswith("report() says more")
+
+
+def test_in_one_graph() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    model = nn.LayerNorm(4)
+    (message,) = warned(model, x)
+    assert "what makes that of weight, bias makes input gradients, too" in message
+    split = autosplit.split(model)
+    split(x)
+    assert "native_layer_norm_backward" in split.report().split("Not deferred")[1]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), DisabledMiddle(), nn.ReLU()],
+)
+def test_not_where_half_can_wait(model: nn.Module) -> None:
+    assert not warned(model, torch.randn(3, 4, requires_grad=True))
+
+
+def test_not_of_a_first_call_that_differs() -> None:
+    """It runs without a graph; the calls after it do not."""
+    assert not warned(Setting(nn.Linear(4, 4)), torch.randn(3, 4), calls=3)
+
+
+def test_of_the_calls_after_it() -> None:
+    (message,) = warned(Setting(Mostly()), torch.randn(3, 4), calls=3)
+    assert "0% of the weight gradients wait" in message

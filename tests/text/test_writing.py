@@ -1,22 +1,28 @@
-"""Files and folders that cannot be written, asked for through every face that writes one."""
+"""Files that are written, and sizes in bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import autosplit
-from autosplit.errors import OutputError
+from autosplit.errors import OutputError, PipelineError, PlanError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.torch_csv import write_csv
 from autosplit.report.timeline_picture import draw_timelines
 from autosplit.report.timelines import write_chrome_trace
+from autosplit.text.figures import parse_size, size_text
 from autosplit.text.files import check_file, check_folder
+
+# --- files and folders that cannot be written, asked for through every face that writes one -------
+
 
 ROWS = [("1f1b", simulate(build("1f1b", 2, 2), lambda action: 1.0))]
 
@@ -68,3 +74,95 @@ def test_a_place_that_nothing_can_be_written_to(
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"cannot write|there is no folder"):
         check(tmp_path / place)
+
+
+# --- sizes in bytes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("512MiB", 512 * 2**20),
+        (" 1.5 kib ", 1536),
+        ("16GB", 16 * 10**9),
+        ("800 MB", 800 * 10**6),
+        ("2TiB", 2**41),
+        ("700", 700),
+        ("700B", 700),
+        ("1.5B", 1),
+        ("0.1TB", 10**11),
+        ("12gib", 12 * 2**30),
+        ("12GB", 12 * 10**9),
+        ("1_000_000", 10**6),
+        ("9223372036854775807", 2**63 - 1),
+        (123, 123),
+        (numpy.int64(123), 123),
+        (torch.Size([3, 4])[1], 4),
+    ],
+)
+def test_sizes_as_people_write_them(size: str | int, count: int) -> None:
+    found = parse_size(size)
+    assert found == count
+    assert isinstance(found, int)
+
+
+@pytest.mark.parametrize(
+    ("size", "wrong"),
+    [
+        ("", "which is empty"),
+        ("  ", "which is empty"),
+        ("80 GiBs", "whose unit is not known; known units: B, KiB, .* TB"),
+        ("12G", "which may mean '12GiB' or '12GB': say which"),
+        ("12 gi", "which may mean '12GiB' or '12GB': say which"),
+        ("GiB", "which is not a number with a unit behind it; known units"),
+        ("1e3", "which is not a number with a unit behind it"),
+        ("1__0", "which is not a number with a unit behind it"),
+        ("\u0663GiB", "which is not a number with a unit behind it"),
+        ("14,311,588", "which has commas: leave them out, or write a point where a fraction"),
+        ("60%", "which is a share: say of how many bytes, and multiply"),
+        ("-1GiB", "which is less than a byte"),
+        ("0MiB", "which is less than a byte"),
+        ("0.5B", "which is less than a byte"),
+        (0, "which is less than a byte"),
+        (-1, "which is less than a byte"),
+        ("9" * 40, "which is more bytes than a machine can address"),
+        ("99999999TiB", "which is more bytes than a machine can address"),
+        (2**63, "which is more bytes than a machine can address"),
+        (True, "which says neither how much nor of what"),
+        (1.5e9, "which is a float: pass 1500000000, as int"),
+        (0.6, "which looks like a share: say of how many bytes, and multiply"),
+        (float("nan"), "which is no number of bytes: for no limit, leave it out"),
+        (float("inf"), "which is no number of bytes: for no limit, leave it out"),
+        (b"1GiB", "of type bytes, which is neither text nor a whole number"),
+        ([1, 2], "of type list, which is neither text nor a whole number"),
+        (None, "of type NoneType, which is neither"),
+    ],
+)
+def test_what_is_no_size_and_why(size: Any, wrong: str) -> None:
+    with pytest.raises(PlanError, match=f"expected a size such as 80GiB, .* got .*, {wrong}"):
+        parse_size(size)
+
+
+def test_the_message_names_the_option_and_the_units_and_is_of_the_callers_type() -> None:
+    with pytest.raises(PipelineError) as raised:
+        parse_size("12 gigs", "memory_limit", PipelineError)
+    assert str(raised.value) == (
+        "expected memory_limit such as 80GiB, '800 MB' or a number of bytes, got '12 gigs', whose "
+        "unit is not known; known units: B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1024**2 - 1, "1024.00 KiB"),
+        (3 * 2**19, "1.50 MiB"),
+        (5 * 2**40, "5120.00 GiB"),
+    ],
+)
+def test_size_text(count: int, text: str) -> None:
+    assert size_text(count) == text

@@ -1,14 +1,27 @@
-"""Interleaved 1F1B, ZB-H1 and ZB-H2: what they run, and their bubble and memory as published."""
+"""Families of schedules: what they run, and their bubble and memory as published."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.simulation.simulate import simulate
-from tests.pipeline.tables import most_alive, rows_of, seconds
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.builders.fusing import fuse_adjacent
+from autosplit.pipeline.builders.v_shape import v_shape
+from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.simulate import Costs, simulate
+from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.validation.validate import validate
+from tests.pipeline.tables import most_alive, rows_of, schedule_of, seconds, small
+
+# --- interleaved 1F1B, ZB-H1 and ZB-H2: what they run, and their bubble and memory as published ---
+
 
 TIMES = [(1.0, 1.0, 1.0), (18.5, 18.1, 9.3), (29.7, 29.4, 19.9), (1.0, 2.0, 1.0)]
 
@@ -128,3 +141,241 @@ def test_interleaved_bubble_and_memory(chunks: int, ranks: int, rounds: int) -> 
         expected = [(chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1 for rank in range(ranks)]
         assert most_alive(fused) == expected
         assert max(most_alive(split)) <= expected[0]
+
+
+# --- DualPipe, DualPipeV and Chimera: what they run, and their bubble and memory ------------------
+
+
+def test_one_copy_in_a_v() -> None:
+    schedule = build("dualpipe-v", 4, 4)
+    assert schedule.placement == (0, 1, 1, 0)
+    assert rows_of(schedule) == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3",
+        "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
+    ]
+
+
+def test_two_copies() -> None:
+    schedule = build("dualpipe", 2, 4)
+    assert (schedule.placement, schedule.mirror) == ((0, 1), (1, 0))
+    assert rows_of(schedule) == [
+        "0F0 1F1 0F2 1B1 1F3 0B0 1B3 0I2 0W2",
+        "0F1 1F0 0F3 1B0 1F2 0B1 1B2 0I3 0W3",
+    ]
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (18.5, 18.1, 9.3)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_bubble_and_memory(times: tuple[float, float, float], ranks: int) -> None:
+    forward, inputs, weights = times
+    for count in (2 * ranks, 3 * ranks):
+        bent, crossed = build("dualpipe-v", 2 * ranks, count), build("dualpipe", ranks, count)
+        for schedule, turns in ((bent, ranks - 1), (crossed, ranks // 2 - 1)):
+            idle = simulate(schedule, seconds(*times)).bubble_ratio() * (
+                simulate(schedule, seconds(*times)).makespan
+            )
+            assert idle == pytest.approx(
+                turns * (forward + inputs - weights), abs=1e-6 * idle + 1e-9
+            )
+        assert max(most_alive(bent)) == 2 * ranks + 1
+        assert max(most_alive(crossed)) == ranks + 1
+
+
+def test_counts_that_do_not_fit() -> None:
+    with pytest.raises(ScheduleError, match="expected 4 or more for 2 ranks, got 3"):
+        build("dualpipe-v", 4, 3)
+    for ranks, count in ((3, 6), (2, 5), (2, 2)):
+        with pytest.raises(ScheduleError, match=f"got {ranks} ranks and {count} microbatches"):
+            build("dualpipe", ranks, count)
+    with pytest.raises(ScheduleError, match="it knows: none, for it places its own"):
+        build("dualpipe", 2, 4, weights="fill")
+    with pytest.raises(ScheduleError, match="times has no meaning with 'dualpipe'"):
+        build("dualpipe", 2, 4, times=(1, 1, 1))
+
+
+def test_two_ways_through_four_ranks() -> None:
+    schedule = build("chimera", 4, 4, split_backward=False)
+    assert (schedule.placement, schedule.mirror) == ((0, 1, 2, 3), (3, 2, 1, 0))
+    assert rows_of(schedule) == [
+        "0F0 0F2 3F1 3B1 3F3 3B3 0B0 0B2",
+        "1F0 2F1 1F2 2F3 2B1 1B0 2B3 1B2",
+        "1F1 2F0 1F3 2F2 2B0 1B1 2B2 1B3",
+        "0F1 0F3 3F0 3B0 3F2 3B2 0B1 0B3",
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+@pytest.mark.parametrize("units", [1, 3])
+def test_chimera_bubble_and_memory(ranks: int, units: int) -> None:
+    count = ranks * units
+    fused = build("chimera", ranks, count, split_backward=False)
+    validate(fused)
+    for forward, backward in ((1.0, 1.0), (1.0, 2.0)):
+        step = simulate(fused, seconds(forward, backward / 2, backward / 2)).makespan
+        idle = step - count * (forward + backward)
+        assert idle == pytest.approx(units * (ranks - 2) * backward)
+    assert most_alive(fused)[0] == ranks // 2 + 1
+    assert max(most_alive(fused)) == ranks
+    split = build("chimera", ranks, count)
+    validate(split)
+    step = simulate(split, seconds(1.0, 1.0, 1.0)).makespan
+    assert step - 3 * count == pytest.approx(ranks / 2 - 1)
+    assert max(most_alive(split)) <= ranks
+
+
+def test_counts_that_do_not_fit_chimera() -> None:
+    for ranks, count in ((3, 4), (4, 3)):
+        with pytest.raises(ScheduleError, match=f"got {ranks} ranks and {count} microbatches"):
+            build("chimera", ranks, count)
+    validate(build("chimera", 4, 6))  # a unit and a half
+
+
+# --- ZB-V, V-Half and V-Min: what they run, and their bubble and memory as published --------------
+
+
+def test_zb_v() -> None:
+    schedule = build("zb-v", 4, 4)
+    assert schedule.placement == (0, 1, 1, 0)
+    assert rows_of(schedule) == [
+        "0F0 0F1 3F0 3I0 0F2 3W0 3F1 3I1 0I0 3W1 0F3 0W0 "
+        "3F2 3I2 0I1 3W2 3F3 3I3 0I2 0W1 0I3 3W3 0W2 0W3",
+        "1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 "
+        "2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3",
+    ]
+
+
+def test_v_half() -> None:
+    assert rows_of(build("v-half", 6, 3)) == [
+        "0F0 0F1 5F0 5I0 0F2 5W0 5F1 5I1 5W1 0I0 0W0 5F2 5I2 0I1 5W2 0W1 0I2 0W2",
+        "1F0 4F0 1F1 4I0 4F1 4W0 1F2 1I0 4I1 1W0 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2",
+        "2F0 3F0 2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2",
+    ]
+
+
+def test_v_min() -> None:
+    assert rows_of(build("v-min", 6, 3)) == [
+        "0F0 5F0 0F1 5I0 5W0 5F1 0F2 0I0 5I1 0W0 5W1 5F2 0I1 5I2 0W1 5W2 0I2 0W2",
+        "1F0 4F0 1F1 4I0 4W0 4F1 1I0 1F2 1W0 4I1 4F2 4W1 1I1 1W1 4I2 4W2 1I2 1W2",
+        "2F0 3F0 2F1 3F1 3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2",
+    ]
+
+
+def bubble(name: str, ranks: int, microbatches: int) -> float:
+    """Idle time of each rank for F = I = W = 1 of one stage."""
+    schedule = build(name, 2 * ranks, microbatches)
+    return simulate(schedule, seconds(1, 1, 1)).makespan - 6 * microbatches
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 8, 9])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_bubbles(ranks: int, rounds: int) -> None:
+    count = rounds * ranks
+    assert bubble("zb-v", ranks, count) == ranks - 1
+    assert bubble("v-half", ranks, count) == 3 * (ranks - 1) - ranks % 2
+    assert bubble("v-min", ranks, count) == 4 * (ranks - 1) + (1 if ranks % 3 == 0 else -1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8, 9, 12])
+def test_memory(ranks: int) -> None:
+    """In pairs of a stage and a microbatch, of which 1F1B has 2P on its first rank."""
+    for name, most in (
+        ("zb-v", 2 * ranks),
+        ("v-half", 2 * (ranks // 2 + 1)),
+        ("v-min", 2 * -(-(ranks + 2) // 3)),
+    ):
+        schedule = build(name, 2 * ranks, 3 * ranks)
+        assert max(most_alive(schedule)) == most
+        uneven = build(name, 2 * ranks, 3 * ranks, times=(18.5, 18.1, 9.3))
+        assert max(most_alive(uneven)) <= most
+
+
+def test_zb_v_keeps_its_bubble_when_weights_are_short() -> None:
+    """W is half of F: idle stays near a fifth of 1F1B's, whatever M."""
+    times = (18.5, 18.1, 9.3)
+    for microbatches in (8, 24):
+        step = simulate(build("zb-v", 16, microbatches, times=times), seconds(*times)).makespan
+        idle = step - 2 * microbatches * sum(times)
+        assert idle < 0.23 * 2 * 7 * sum(times)
+
+
+def test_distances_that_do_not_repeat_are_refused() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        v_shape(8, 2, (1, 1, 2, 2))
+    assert str(caught.value) == (
+        "no block of passes with the distances (1, 1, 2, 2) repeats every 6 slots on 8 ranks"
+    )
+
+
+# --- adjacent I and W as one B --------------------------------------------------------------------
+
+
+SPLIT = schedule_of("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1")
+
+
+def test_all_pairs() -> None:
+    assert rows_of(fuse_adjacent(SPLIT)) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+
+
+def test_only_pairs_of_one_microbatch_and_stage() -> None:
+    apart = schedule_of("0F0 0I0 0F1 0W0 0I1 1F0 1I0 1W0 0W1 1F1 1I1 1W1", placement=(0, 0))
+    assert rows_of(fuse_adjacent(apart)) == ["0F0 0I0 0F1 0W0 0I1 1F0 1B0 0W1 1F1 1B1"]
+
+
+def alike(stages: int, *times: float) -> Costs:
+    forward, inputs, weights = times
+    memory = [StageMemory(1.0, 1.0)] * stages
+    return Costs([(forward, inputs, weights)] * stages, memory)
+
+
+def test_nobody_waits_longer() -> None:
+    """Rank 0 waits for 1I0 and 1I1, and nobody for its own Is."""
+    fused = fuse_adjacent(SPLIT, alike(2, 1, 1, 1))
+    assert rows_of(fused) == ["0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"]
+    assert simulate(fuse_adjacent(SPLIT), seconds(1, 1, 1)).makespan == 9
+    assert simulate(fused, seconds(1, 1, 1)).makespan == 8
+
+
+def test_a_whole_backward_takes_its_own_time() -> None:
+    """1I0 is waited for one second after it ends: enough for a B of 3, not for one of I and W.
+
+    Nobody waits for stage 0's, but a B longer than both would hold up its own rank.
+    """
+    costs = replace(alike(2, 2, 2, 2), times=[(4.0, 2.0, 2.0), (1.0, 2.0, 2.0)])
+    halves = ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"]
+    whole = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1I1 1W1"]
+    assert rows_of(fuse_adjacent(SPLIT, costs)) == [whole[0], halves[1]]
+    short = replace(costs, full=[4.0, 3.0])
+    assert rows_of(fuse_adjacent(SPLIT, short)) == whole
+    long = replace(costs, full=[6.0, 3.0])
+    assert rows_of(fuse_adjacent(SPLIT, long)) == [halves[0], whole[1]]
+
+
+def test_the_gradient_of_a_skip_connection_is_waited_for_as_well() -> None:
+    """Stage 0 waits for 2I0; with stage 1 on its own rank, nobody else does."""
+    rows = ("0F0 1F0 1I0 0I0 1W0 0W0", "2F0 2I0 2W0")
+    schedule = schedule_of(*rows, stages=3, microbatches=1, placement=(0, 0, 1))
+    skips = ((Source(None, 0),), (Source(0, 0),), (Source(0, 0),))
+    alone = replace(alike(3, 1, 1, 1), wiring=Wiring(skips, (1, 1)))
+    assert "2B0" not in rows_of(fuse_adjacent(schedule, alone))[1]
+    longer = replace(alone, times=[(1.0, 1.0, 1.0), (1.0, 4.0, 1.0), (1.0, 1.0, 1.0)])
+    assert "2B0" in rows_of(fuse_adjacent(schedule, longer))[1]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(list(SCHEDULES)),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_every_schedule_stays_legal_and_as_short(
+    name: str, ranks: int, microbatches: int, latency: float
+) -> None:
+    schedule = small(name, ranks, microbatches)
+    validate(fuse_adjacent(schedule))
+    costs = alike(schedule.stages, 3.0, 2.0, 1.0)
+    costs = replace(costs, transfer=Transfer(latency))
+    fused = fuse_adjacent(schedule, costs)
+    validate(fused)
+    before, after = (costs.timeline(each).makespan for each in (schedule, fused))
+    assert after == pytest.approx(before)

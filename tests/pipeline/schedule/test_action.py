@@ -1,3 +1,5 @@
+"""Actions as text, and those of sharded stages."""
+
 from __future__ import annotations
 
 import pytest
@@ -5,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
+from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import with_sharding, without_sharding
+from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.simulation.simulate import Costs, simulate
+from autosplit.pipeline.validation.validate import validate
+from tests.pipeline.tables import rows_of, schedule_of, seconds
+
+# --- actions as text ------------------------------------------------------------------------------
+
 
 COUNTS = st.integers(min_value=0, max_value=10**6)
 
@@ -78,3 +89,63 @@ def test_what_computes_and_what_moves_is_scheduled() -> None:
     assert {kind.value for kind in ActionKind if kind.is_scheduled} == scheduled
     assert [kind.value for kind in ActionKind if kind.is_sharding] == sharding
     assert [kind.value for kind in ActionKind if kind.is_memory] == [*moves, "AWAIT", "RECOMPUTE"]
+
+
+# --- UNSHARD and RESHARD in schedules -------------------------------------------------------------
+
+
+def test_a_stage_is_gathered_from_its_first_action_to_its_last() -> None:
+    plain = build("1f1b", 2, 2)
+    schedule = with_sharding(plain)
+    validate(schedule)
+    first, last = rows_of(schedule)
+    assert (first.split()[0], first.split()[-1]) == ("0UNSHARD", "0RESHARD")
+    assert (last.split()[0], last.split()[-1]) == ("1UNSHARD", "1RESHARD")
+    assert first.count("UNSHARD") == last.count("UNSHARD") == 1
+    assert without_sharding(schedule) == plain
+    assert with_sharding(plain, [1]).ranks == (plain.ranks[0], schedule.ranks[1])
+    assert with_sharding(schedule) is schedule
+
+
+def test_a_schedule_may_free_between_forwards_and_backwards() -> None:
+    schedule = schedule_of(
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0I0 0W0 0RESHARD",
+        "1UNSHARD 1F0 1B0 1RESHARD",
+        microbatches=1,
+    )
+    validate(schedule)
+    assert with_sharding(schedule) is schedule
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("0F0 0UNSHARD 0I0 0W0", "0F0 on rank 0 reads parameters that are sharded: 0UNSHARD comes"),
+        ("0UNSHARD 0F0 0RESHARD 0I0 0W0", "0I0 on rank 0 reads parameters that are sharded: 0UN"),
+        (
+            "0UNSHARD 0UNSHARD 0F0 0I0 0W0",
+            "0UNSHARD on rank 0 gathers parameters that are",
+        ),
+        ("0RESHARD 0F0 0I0 0W0", "0RESHARD on rank 0 frees parameters that are not gathered"),
+        ("1UNSHARD 0F0 0I0 0W0", "1UNSHARD is on rank 0, but rank 1 holds stage 1"),
+        ("2UNSHARD 0F0 0I0 0W0", "2UNSHARD: no stage 2; expected 0 to 1"),
+    ],
+)
+def test_what_is_read_while_it_is_sharded(row: str, fault: str) -> None:
+    with pytest.raises(ScheduleError, match=fault):
+        validate(schedule_of(row, "1F0 1I0 1W0", microbatches=1))
+
+
+def test_gathering_takes_the_rank_s_time() -> None:
+    schedule = with_sharding(build("1f1b", 2, 2))
+    durations = seconds(1.0, 1.0, 1.0)
+    plain = simulate(schedule, durations)
+    assert plain.makespan == simulate(without_sharding(schedule), durations).makespan
+    slow = simulate(schedule, durations, gathers=[0.5, 3.0])
+    (gathered,) = [s for s in slow.spans if str(s.action) == "1UNSHARD"]
+    assert (gathered.start, gathered.end) == (0.0, 3.0)
+    assert slow.makespan == plain.makespan + 2.0  # stage 1 waits 1 second anyway
+    costs = Costs([(1.0, 1.0, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2, gathers=[0.5, 3.0])
+    assert costs.timeline(schedule).makespan == slow.makespan
+    with pytest.raises(ScheduleError, match="the seconds of an UNSHARD of each of 2 stages, got 1"):
+        Costs([(1.0, 1.0, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2, gathers=[0.5])

@@ -1,22 +1,35 @@
-"""The search within a limit of memory, against single measures and proven optima."""
+"""Searches within limits of memory, and what local search changes."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from autosplit.cli.simulate import choose_schedule
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.moves import journeys_of
+from autosplit.pipeline.search.changes import changes_for, early
+from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.starts import named_schedules
+from autosplit.pipeline.search.survey import survey
 from autosplit.pipeline.search.within_memory import MEASURES, LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
 from autosplit.pipeline.validation.validate import validate
+from autosplit.report.schedule_table import pareto_front, survey_table
 from benchmarks.optimum import optimum
+
+# --- the search within a limit of memory, against single measures and proven optima ---------------
 
 
 def small(seed: int) -> tuple[Costs, int, float]:
@@ -139,3 +152,199 @@ def test_how_much_is_simulated_is_bounded(stages: int, microbatches: int, worksp
     found = search_within(costs, microbatches, limit, placement=range(stages))
     assert max(found.peaks) <= limit
     assert found.simulated <= 95_000  # see search_cheaply
+
+
+# --- what local search changes at a schedule: legal, and played as it is simulated ----------------
+
+
+EVERY = ("balance", "offload", "recompute")
+LINKS = (
+    Transfer(0.0, 8.0, host=Link(0.0, 4.0)),
+    Transfer(0.25, 4.0, message_bytes=2.0, host=Link(0.125, 8.0), pairs={(0, 1): Link(0.5, 2.0)}),
+    Transfer(),
+    Transfer(0.0, 8.0, host=Link(0.0, 4.0), moves=MoveCosts(0.25, 0.5, 0.75, 0.125)),
+)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_changed_schedules_are_played_as_they_are_simulated(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = 2 + seed % 2
+    stages = 2 * ranks if seed == 4 else ranks
+    costs = Costs(
+        [(float(chance.randint(1, 4)), 3.0, 2.0) for _ in range(stages)],
+        [StageMemory(8.0, float(chance.choice((4, 10))), 1.0, tensors=4) for _ in range(stages)],
+        LINKS[seed % 4],
+    )
+    schedule = build("interleaved" if seed == 4 else "zb-h1", stages, 4, ranks=ranks)
+    schedule = replace(schedule, moved={0: 4} if seed % 2 else {})
+    problem = Problem(costs, schedule.placement, 4, (20.0,) * ranks)
+    changes = changes_for(EVERY, problem)
+    moved = 0
+    for _ in range(300):
+        played = problem.play(schedule)
+        assert played is not None
+        changed = chance.choice(changes)(played, chance)
+        if changed is None:
+            continue
+        moved += bool(journeys_of(changed))
+        found = problem.play(changed)
+        try:
+            timeline = costs.timeline(changed)
+        except ScheduleError:
+            assert found is None
+            continue
+        assert found is not None
+        assert found.makespan == pytest.approx(timeline.makespan)
+        peaks = peak_memory(changed, costs.memory)
+        assert problem.over(changed) == pytest.approx(sum(max(0.0, p / 20.0 - 1) for p in peaks))
+        for span in timeline.spans:
+            assert found.start(span.action) in (-1.0, pytest.approx(span.start))
+        if sum(map(len, changed.ranks)) < 40 * ranks:
+            schedule = changed
+    validate(schedule)
+    assert moved > 50
+
+
+def _turns_of_fs(row: Sequence[Action]) -> list[int]:
+    computed = [action.kind for action in row if action.kind.is_compute]
+    return [turn for turn, kind in enumerate(computed) if kind is ActionKind.FORWARD]
+
+
+@pytest.mark.parametrize("measure", ["offload", "recompute"])
+def test_an_f_comes_forward_together_with_what_makes_room_for_it(measure: str) -> None:
+    memory = [StageMemory(6.0, 3.0, 1.0)] * 2
+    problem = Problem(Costs([(2.0, 3.0, 2.0)] * 2, memory), (0, 1), 4, (13.0, 13.0))
+    start = build("1f1b", 2, 4)
+    played = problem.play(start)
+    assert played is not None
+    assert not problem.over(start)
+    relief = changes_for((measure,), problem)
+    found = [
+        changed
+        for change in relief
+        for seed in range(40)
+        if (changed := change(played, random.Random(seed))) is not None
+        and not problem.over(changed)
+        and any(each.kind.name == measure.upper() for each in changed.ranks[0])
+    ]
+    assert any(_turns_of_fs(each.ranks[0]) < _turns_of_fs(start.ranks[0]) for each in found)
+    for each in found:
+        validate(each)
+
+
+def test_all_fs_first() -> None:
+    memory = [StageMemory(6.0, 3.0, 1.0)] * 2
+    problem = Problem(Costs([(2.0, 3.0, 2.0)] * 2, memory), (0, 1), 4, (13.0, 13.0))
+    played = problem.play(build("1f1b", 2, 4))
+    assert played is not None
+    found = early(("offload", "recompute"), played)
+    validate(found)
+    assert not problem.over(found)
+    for row in found.ranks:
+        assert _turns_of_fs(row) == [0, 1, 2, 3]
+
+
+# --- all schedules side by side -------------------------------------------------------------------
+
+
+def pipeline(ranks: int) -> Costs:
+    return Costs([(18.5, 18.1, 9.3)] * ranks, [StageMemory(1.0, 0.8)] * ranks)
+
+
+def test_every_schedule_in_every_form() -> None:
+    found = survey(pipeline(4), 8)
+    assert found.refused == {}
+    assert list(survey(pipeline(3), 4).refused) == ["dualpipe-v", "dualpipe", "chimera"]
+    forms = {name: [e.weights for e in found.entries if e.name == name] for name in SCHEDULES}
+    assert forms["1f1b"] == ["fused", "2bp", "fill"]
+    assert forms["interleaved"] == ["fused", "fill"]
+    assert forms["zb-v"] == ["fill"]
+    for entry in found.entries:
+        assert len(entry.peaks) == entry.timeline.ranks == 4
+        busy = sum(entry.timeline.busy(rank) for rank in range(4))
+        assert busy == pytest.approx(4 * 8 * 45.9)
+
+
+def test_what_a_pipeline_does_not_beat_is_on_the_front() -> None:
+    entries = survey(pipeline(4), 8).entries
+    front = pareto_front(entries)
+    for one in front:
+        assert not any(
+            other.timeline.step_time <= one.timeline.step_time and max(other.peaks) < max(one.peaks)
+            for other in entries
+        )
+    assert max(front[0].peaks) > max(front[-1].peaks)
+
+
+def test_bad_counts_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="microbatches must be an integer >= 1, got 0"):
+        survey(pipeline(2), 0)
+    with pytest.raises(ScheduleError, match="chunks must be at least 2, got 1"):
+        survey(pipeline(2), 2, chunks=1)
+
+
+@pytest.mark.parametrize(
+    ("costs", "counts", "message"),
+    [
+        (
+            pipeline(4),
+            {"microbatches": 10**9},
+            "8 stages and 1,000,000,000 microbatches",
+        ),
+        (pipeline(4), {"microbatches": 8, "chunks": 10**6}, "4,000,000 stages and 8 microbatches"),
+        (pipeline(64), {"microbatches": 500, "cap": math.nan}, "cap must be a number > 0"),
+        (
+            Costs([(0.0, 0.0, 0.0)] * 2, [StageMemory(1.0, 1.0)] * 2),
+            {"microbatches": 2},
+            "a step of 0 seconds of work .* give times of which one at least is > 0",
+        ),
+        (
+            Costs([(1e308, 1e308, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2),
+            {"microbatches": 2},
+            "a step of inf seconds of work",
+        ),
+        (
+            Costs([(1.0, 1.0, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2, Transfer(1e308)),
+            {"microbatches": 4},
+            "takes no finite time: give links that take less",
+        ),
+    ],
+)
+def test_what_would_take_for_ever_or_come_to_nothing_is_refused_first(
+    costs: Costs, counts: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        survey(costs, **counts)
+
+
+def test_auto_keeps_the_cap_and_is_never_worse() -> None:
+    found = survey(pipeline(2), 4, cap=2.0)
+    auto = found.entries[-1]
+    assert auto.name == "auto"
+    assert max(auto.peaks) <= 2.0
+    single = [entry for entry in found.entries if entry.schedule.mirror is None]
+    within = [entry.timeline.makespan for entry in single if max(entry.peaks) <= 2.0]
+    assert auto.timeline.step_time == min(within)
+    with pytest.raises(ScheduleError, match=r"no schedule found within the cap 0\.5"):
+        survey(pipeline(2), 4, cap=0.5)
+
+
+def _row(table: str, name: str) -> str:
+    return next(line for line in table.splitlines() if line.startswith(name))
+
+
+def test_rows_above_the_cap_are_marked_and_count_as_no_best() -> None:
+    found = survey(pipeline(4), 8, cap=3.5)
+    table = survey_table(found)
+    assert "over cap" in _row(table, "gpipe")
+    assert "over cap" not in _row(table, "auto")
+    assert "over cap: keeps more than 3.5 on a rank" in table
+    best = choose_schedule(found, None)
+    assert "1.000x" in next(
+        line for line in table.splitlines() if line.split()[:2] == [best.name, best.weights]
+    )
+    shortest = min(found.entries, key=lambda entry: entry.timeline.step_time)
+    assert max(shortest.peaks) > 3.5
+    assert max(best.peaks) <= 3.5
+    assert "over cap" not in survey_table(survey(pipeline(4), 8))

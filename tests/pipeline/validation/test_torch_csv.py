@@ -1,4 +1,4 @@
-"""Schedules as torch's CSV files: torch reads and runs ours, and we read torch's."""
+"""Schedules as torch writes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.distributed.pipelining.schedules as torch_schedules
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
@@ -23,8 +28,44 @@ from autosplit.pipeline.validation.torch_csv import (
 from autosplit.text import files as reading
 from autosplit.torch_internals.version import TORCH
 from tests.pipeline.tables import rows_of, schedule_of, seconds
-from tests.pipeline.validation.interchange_workers import step_with_torch
 from tests.ranks import Ranks
+
+# --- what runs in the processes of the interchange tests ------------------------------------------
+
+
+def step_with_torch(path: str) -> float:
+    """One step of torch's runtime under the schedule in ``path``: the largest gradient error."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)]
+    inputs = torch.randn(8, 4, dtype=torch.float64)
+    targets = torch.randn(8, 4, dtype=torch.float64)
+    expected = _gradients(layers, inputs, targets)
+    held = {0: (0, 3), 1: (1, 2)}[rank]
+    stages = [PipelineStage(layers[index], index, 4, torch.device("cpu")) for index in held]
+    runtime = _PipelineScheduleRuntime(stages, 4, loss_fn=nn.functional.mse_loss)
+    runtime._load_csv(path)
+    runtime.step(*((inputs,) if rank == 0 else ()), target=targets if rank == 0 else None)
+    return max(
+        (layers[index].weight.grad - expected[index]).abs().max().item()  # type: ignore[operator]
+        for index in held
+    )
+
+
+def _gradients(
+    layers: list[nn.Linear], inputs: torch.Tensor, targets: torch.Tensor
+) -> list[torch.Tensor]:
+    """Of the mean loss over four microbatches."""
+    whole = nn.Sequential(*layers)
+    for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+        nn.functional.mse_loss(whole(x), y).backward()
+    gradients = [layer.weight.grad / 4 for layer in layers if layer.weight.grad is not None]
+    whole.zero_grad()
+    return gradients
+
+
+# --- schedules as torch's CSV files: torch reads and runs ours, and we read torch's ---------------
+
 
 ONE_COPY = [name for name in SCHEDULES if name not in ("dualpipe", "chimera")]
 

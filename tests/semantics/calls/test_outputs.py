@@ -1,4 +1,4 @@
-"""What a forward may return: other objects, aliases, views, several outputs."""
+"""What a forward returns."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 import autosplit
 from tests.semantics.against_autograd import assert_equals_autograd, within
+
+# --- what a forward may return: other objects, aliases, views, several outputs --------------------
+
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -243,3 +246,34 @@ def test_overwritten_input_that_nobody_reads_has_no_gradient() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     split(x.clone(), torch.randn(3, 4)).sum().backward()
     assert x.grad is None
+
+
+# --- views of parameters and inputs as results, alone or beside others ----------------------------
+
+
+VIEWS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "mT alone": lambda own, x: own.weight.mT,
+    "T alone": lambda own, x: own.weight.T,
+    "behind another": lambda own, x: (own.layer(x), own.weight.mT),
+    "before another": lambda own, x: (own.weight.H, own.layer(x)),
+    "of the input": lambda own, x: (own.layer(x), x.mT),
+    "computed with": lambda own, x: (own.layer(x), own.weight.T * 2),
+}
+
+
+class Returning(nn.Module):
+    def __init__(self, view: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+        self.layer = nn.Linear(4, 4)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Any:
+        return self.view(self, x)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_returned(name: str) -> None:
+    batch = [(torch.randn(2, 4, requires_grad=True),) for _ in range(2)]
+    split = assert_equals_autograd(Returning(VIEWS[name]), batch, fullgraph=True)
+    assert len(split.functions) == 1

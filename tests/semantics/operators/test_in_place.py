@@ -1,4 +1,4 @@
-"""In-place operators on activations and on inputs."""
+"""Operators that write, and the strides of what they read."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autosplit
-from autosplit import SplitError
+from autosplit import CaptureError, SplitError
+from autosplit.dynamo.partial_model import Partial
 from tests.semantics.against_autograd import (
     assert_equals_autograd,
     assert_same,
     assert_same_state,
+    both_modes,
 )
+
+# --- in-place operators on activations and on inputs ----------------------------------------------
 
 
 class Module(nn.Module):
@@ -125,3 +130,166 @@ def test_input_that_shares_memory() -> None:
     expected = r"writes into args\[0\], which shares its memory with args\[1\]; pass a clone"
     with pytest.raises(SplitError, match=expected):
         split(rows[:3], rows[1:])
+
+
+# --- custom operators that write into their arguments ---------------------------------------------
+
+
+@torch.library.custom_op("autosplit_tests::write_sine", mutates_args=("out",))
+def write_sine(x: Tensor, out: Tensor) -> None:
+    out.copy_(x.sin())
+
+
+@torch.library.custom_op("autosplit_tests::count", mutates_args=("counter",))
+def count(x: Tensor, counter: Tensor) -> Tensor:
+    counter.add_(1)
+    return x * 2
+
+
+@torch.library.custom_op(
+    "autosplit_tests::noise", mutates_args=("out",), tags=[torch.Tag.nondeterministic_seeded]
+)
+def noise(out: Tensor) -> None:
+    out.copy_(torch.rand_like(out))
+
+
+write_sine.register_fake(lambda x, out: None)
+count.register_fake(lambda x, counter: torch.empty_like(x))
+noise.register_fake(lambda out: None)
+library = torch.library.Library("autosplit_tests", "FRAGMENT")
+library.define("add_(Tensor(a!) self, Tensor x) -> Tensor(a!)")
+library.impl("add_", lambda y, x: y.add_(x), "CompositeExplicitAutograd")
+
+
+class Uses(nn.Module):
+    def __init__(self, make: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("counter", torch.zeros(4))
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(self, x)
+
+
+def fresh(module: Any, x: Tensor) -> Tensor:
+    out = torch.empty(3, 4)
+    write_sine(x.detach(), out)
+    return module.linear(x) * out
+
+
+def part_of_a_tensor(module: Any, x: Tensor) -> Tensor:
+    out = torch.zeros(6, 4)
+    write_sine(x.detach(), out[1:4])
+    return module.linear(x) * out[:3]
+
+
+def buffer(module: Any, x: Tensor) -> Tensor:
+    y = count(x.detach(), module.counter)
+    return module.linear(x) * y + module.counter
+
+
+def random(module: Any, x: Tensor) -> Tensor:
+    """Drawn in the forward though only the backward reads it."""
+    scale = torch.empty(3, 4)
+    noise(scale)
+    return F.dropout(module.linear(x) * scale, 0.5, module.training)
+
+
+def returned(module: Any, x: Tensor) -> Tensor:
+    y = torch.ops.autosplit_tests.add_(torch.zeros(3, 4), x.detach())
+    return module.linear(x) * y
+
+
+CASES = [fresh, part_of_a_tensor, buffer, random]
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_equals_autograd(make: Callable[[Any, Tensor], Tensor]) -> None:
+    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    split = assert_equals_autograd(Uses(make), batch)
+    assert len(split.functions) == 1  # a whole graph, no parts
+
+
+def test_operator_that_returns_its_argument() -> None:
+    """AOTAutograd refuses it; Dynamo's graph runs."""
+    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    split = assert_equals_autograd(Uses(returned), batch)
+    assert "whose output has alias annotations: autosplit_tests::add_" in split.report()
+    with pytest.raises(CaptureError, match="whose output has alias annotations"):
+        autosplit.split(Uses(returned), fullgraph=True)(*batch[0])
+
+
+# --- operators that address memory by strides -----------------------------------------------------
+
+
+class Addressing(nn.Module):
+    """The batch norm's fake keeps the strides of its transposed input, the kernel does not."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(6)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).transpose(1, 2).contiguous().transpose(1, 2)
+        return self.make(self.norm(h)).square()
+
+
+def own_strides(h: Tensor) -> Tensor:
+    return h.as_strided(h.shape, h.stride())
+
+
+def windows(h: Tensor) -> Tensor:
+    return h.as_strided((2, 5, 8), (24, 4, 1))
+
+
+@pytest.mark.parametrize("make", [own_strides, windows])
+@pytest.mark.parametrize("face", [autosplit.split, Partial], ids=["whole", "parts"])
+def test_kernel_with_other_strides_than_its_fake_is_refused(
+    face: Callable[[nn.Module], Callable[[Tensor], Tensor]], make: Callable[[Tensor], Tensor]
+) -> None:
+    expected = (
+        r"as_strided\.default \(of .*test_in_place.py:\d+ return h\.as_strided.* strides "
+        r"\(24, 1, 6\), as tracing saw it; call contiguous\(\).*strides \(24, 4, 1\)"
+    )
+    with pytest.raises(SplitError, match=expected):
+        face(Addressing(make))(torch.randn(2, 6, 4))
+
+
+@both_modes
+@pytest.mark.parametrize("make", [own_strides, windows])
+def test_what_the_error_advises(make: Callable[[Tensor], Tensor], training: bool) -> None:
+    model = Addressing(lambda h: make(h.contiguous())).train(training)
+    batch = [(torch.randn(2, 6, 4).requires_grad_(),) for _ in range(2)]
+    assert_equals_autograd(model, batch)
+
+
+class Windows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return h.as_strided((len(x), 3, 2), (4, 1, 1)).square()
+
+
+def test_sizes_that_vary() -> None:
+    """Where strides are symbols they cannot be checked; the graph runs as Dynamo made it."""
+    model = Windows()
+    plain = copy.deepcopy(model)
+    split = Partial(model)
+    batches = [torch.randn(rows, 4) for rows in (2, 3, 5)]
+    for module in (split, plain):
+        for batch in batches:
+            module(batch).sum().backward()
+    split.backward_weight()
+    first, *others = split.parts
+    assert first.is_split
+    assert others
+    assert not any(part.is_split for part in others)
+    assert "as_strided.default addresses memory in a graph whose sizes vary" in split.report()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)  # added up in another order

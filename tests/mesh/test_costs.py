@@ -1,4 +1,4 @@
-"""What collectives and operators take: given, or measured by ranks."""
+"""What collectives and devices take: measured and estimated."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 import autosplit
-from autosplit import CollectiveCosts, DeviceSpeed, Link, SplitError, Stage, measure_collectives
+from autosplit import CollectiveCosts, Link, SplitError, Stage, measure_collectives
+from autosplit.errors import PlanError
+from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline import PipelineTrainer, StageOptions
 from tests.fake_ranks import fake_mesh
+
+# --- what collectives and operators take: given, or measured by ranks -----------------------------
+
 
 DEVICE = DeviceSpeed(1e12, 1e11, 1e-6)
 
@@ -89,3 +94,20 @@ def test_what_is_measured_is_what_a_rank_finds() -> None:
     assert 0.0 < found.link.latency < 0.1
     assert found.link.bandwidth > 1e6
     assert found.device.flops_per_second > 1e8
+
+
+# --- what a device does in a second ---------------------------------------------------------------
+
+
+def test_rates_of_this_machine() -> None:
+    found = measure_device()
+    assert found.flops_per_second > 1e8
+    assert found.bytes_per_second > 1e8
+    assert 0.0 < found.call < 1e-2
+
+
+def test_impossible_rates() -> None:
+    with pytest.raises(PlanError, match="flops_per_second must be > 0, got 0"):
+        DeviceSpeed(0.0, 1.0)
+    with pytest.raises(PlanError, match="call must be >= 0, got -1"):
+        DeviceSpeed(1.0, 1.0, -1)

@@ -1,0 +1,347 @@
+"""Layers of torch with operators of their own: attention, recurrent cells, linear algebra."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from autosplit import CaptureError, Stage
+from autosplit.dynamo.backend import SplittingBackend
+from autosplit.torch_internals.version import TORCH
+from tests.semantics.against_autograd import assert_equals_autograd, both_modes, within
+
+# --- linear algebra that checks whether it succeeded: split as anything else, and it still checks
+
+
+Function = Callable[[Tensor], Tensor]
+
+FUNCTIONS: dict[str, Function] = {
+    "inv": torch.linalg.inv,
+    "solve": lambda a: torch.linalg.solve(a, torch.ones(4, 4)),
+    "cholesky": torch.linalg.cholesky,
+    "lu_factor": lambda a: torch.linalg.lu_factor(a)[0],
+    "eig": lambda a: torch.view_as_real(torch.linalg.eig(a)[0]).square().sum(-1),
+}
+RAISING = ("inv", "solve", "cholesky")
+
+
+class Algebra(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.before(x)
+        return self.after(self.function(h @ h.mT + torch.eye(4)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_split_in_one_graph(name: str) -> None:
+    batch = [(torch.randn(4, 4, requires_grad=True),) for _ in range(2)]
+    split = assert_equals_autograd(Algebra(FUNCTIONS[name]), batch, fullgraph=True)
+    (functions,) = split.functions
+    assert functions.late_parameters
+
+
+class Bare(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "eager") for name in RAISING), ("inv", "inductor")]
+)
+def test_raises_as_in_eager_mode(name: str, backend: str) -> None:
+    if TORCH < (2, 12) and backend == "inductor":
+        pytest.skip("Inductor of torch 2.11 leaves the check out, in torch.compile, too")
+    model = Bare(FUNCTIONS[name])
+    split = autosplit.split(copy.deepcopy(model), fullgraph=True, backend=backend)
+    split(torch.eye(4)).sum().backward()
+    with pytest.raises(torch.linalg.LinAlgError) as theirs:
+        model(torch.zeros(4, 4))
+    with pytest.raises(torch.linalg.LinAlgError) as ours:
+        split(torch.zeros(4, 4))
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_what_the_backward_checks_stays_in_the_backward() -> None:
+    split = autosplit.split(Algebra(FUNCTIONS["eig"]), fullgraph=True)
+    graphs = split.capture(torch.randn(4, 4)).graphs.graphs()
+    check = torch.ops.aten._linalg_check_errors.default
+    found = [n for n, g in graphs.items() if g.graph.find_nodes(op="call_function", target=check)]
+    assert "forward" not in found
+    assert {"backward", "backward_input"} <= {*found}
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.algebra, self.layer = Algebra(torch.linalg.inv), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.algebra(x)
+        torch._dynamo.graph_break()
+        return self.layer(h)
+
+
+def test_in_parts() -> None:
+    split = assert_equals_autograd(Broken(), [(torch.randn(4, 4),) for _ in range(2)])
+    assert "Deferred: the gradients of 6 of 6 parameters, 100.0 %" in split.report()
+
+
+# --- products of groups of rows, each with a matrix of its own: what experts do -------------------
+
+
+GROUPED = torch.ops.aten._grouped_mm.default
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 16, width) / 4)
+        self.down = nn.Parameter(torch.randn(3, 16, width) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([4, 5, 12], dtype=torch.int32)
+        hidden = torch._grouped_mm(x, self.up, offs=ends).tanh()
+        return torch._grouped_mm(hidden, self.down.transpose(1, 2), offs=ends).tanh()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 24])
+def test_all_weight_gradients_wait(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(12, 16, dtype=dtype).requires_grad_()
+    split = assert_equals_autograd(Experts(width).to(dtype), [(x,)] * 2)
+    # Twelve rows with a matrix of 16 x width, twice.
+    assert f"({2 * 2 * 12 * 16 * width / 1e9:.1e} of" in split.report()
+    weight = split.functions[0].graphs.backward_weight
+    assert weight is not None
+    assert len(weight.graph.find_nodes(op="call_function", target=GROUPED)) == 2
+
+
+def mixture(experts: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        **sizes, num_hidden_layers=1, num_key_value_heads=2, num_local_experts=3
+    )
+    if not hasattr(config, "_experts_implementation"):
+        pytest.skip("this transformers has loops over experts only")
+    config._experts_implementation = experts
+    model: nn.Module = transformers.MixtralForCausalLM(config)
+    return model
+
+
+def test_experts_of_transformers_by_the_advice() -> None:
+    """A loop over those that have tokens is no graph; the error says what is one."""
+    ids = torch.randint(20, (2, 6))
+    with pytest.raises(CaptureError, match="experts_implementation='grouped_mm'"):
+        autosplit.split(mixture("eager"), fullgraph=True)(input_ids=ids)
+    split = autosplit.split(mixture("grouped_mm"), fullgraph=True)
+    split(input_ids=ids, labels=ids)
+    assert "Deferred: 100.0 %" in split.report()
+
+
+# --- recurrent layers, with the dropout between them that torch's decomposition leaves out --------
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "LSTM": {"batch_first": True},
+    "GRU": {"bidirectional": True},
+    "RNN": {"bias": False, "nonlinearity": "relu"},
+}
+
+
+def layers(name: str, **options: Any) -> nn.RNNBase:
+    torch.manual_seed(0)
+    given = {"num_layers": 2, "dropout": 0.5, **CASES[name], **options}
+    return getattr(nn, name)(4, 4, **given)
+
+
+@both_modes
+@pytest.mark.parametrize("name", CASES)
+def test_equals_autograd(name: str, training: bool) -> None:
+    batch = [(torch.randn(2, 2, 4),) for _ in range(2)]
+    # Autograd runs a fused kernel where there is one.
+    split = assert_equals_autograd(layers(name).train(training), batch, compare=within(2e-6))
+    assert len(split.functions) == 1  # a whole graph, no parts
+
+
+@pytest.mark.parametrize(("bidirectional", "training"), [(False, True), (True, False)])
+def test_states_of_an_lstm(bidirectional: bool, training: bool) -> None:
+    """torch 2.11's decomposition returns them with a dimension too many."""
+    layer = nn.LSTM(4, 5, 2, bidirectional=bidirectional).train(training)
+    x = torch.randn(3, 2, 4)
+    expected = layer(x)[1]
+    found = autosplit.split(layer, fullgraph=True)(x)[1]
+    for state, other in zip(found, expected, strict=True):
+        assert state.shape == other.shape
+        torch.testing.assert_close(state, other)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16_is_as_near_as_autograd(name: str) -> None:
+    """Autograd's fused kernel rounds once; a product a step would round at every step."""
+    wide = layers(name, num_layers=1, dropout=0.0).eval().double()
+    model = copy.deepcopy(wide).bfloat16()
+    wide.load_state_dict(model.state_dict())
+    x = torch.randn(12, 4, 4).bfloat16()
+
+    def run(module: nn.Module, x: Tensor) -> list[Tensor]:
+        module.zero_grad()
+        output = module(x)[0]
+        output.sum().backward()
+        if isinstance(module, autosplit.SplitModule):
+            module.backward_weight()
+        return [output.detach(), *(parameter.grad for parameter in module.parameters())]
+
+    exact = run(wide, x.double())
+    theirs, mine = run(copy.deepcopy(model), x), run(autosplit.split(model, fullgraph=True), x)
+
+    def error(found: list[Tensor]) -> float:
+        pairs = zip(found, exact, strict=True)
+        return max((a.double() - b).abs().max().item() / b.abs().max().item() for a, b in pairs)
+
+    assert error(mine) <= 1.2 * error(theirs)
+
+
+class WithState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GRU(4, 4, 2, dropout=0.25)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        torch._dynamo.graph_break()
+        return self.inner(x, state)
+
+
+@both_modes
+def test_models_in_parts_with_a_state_of_their_own(training: bool) -> None:
+    shapes = [(2, 3, 4), (2, 3, 4)]
+    batch = [tuple(torch.randn(shape).requires_grad_() for shape in shapes) for _ in range(2)]
+    assert_equals_autograd(WithState().train(training), batch, compare=within(2e-6))
+
+
+def test_torch_compile() -> None:
+    model = layers("LSTM")
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=SplittingBackend(), fullgraph=True)
+    batch = torch.randn(2, 2, 4)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        for module in (compiled, plain):
+            torch.manual_seed(1)
+            for output in [module(batch)[0], module(batch)[0]]:
+                output.square().sum().backward()
+    autosplit.backward_weight(model)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+# --- layers of torch that look at the values of an attention mask ---------------------------------
+
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(5)
+OPEN = torch.zeros(5, 5)
+
+
+def encoder() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 1)
+
+
+def batch(*masks: Tensor) -> list[dict[str, Tensor]]:
+    return [{"src": torch.randn(2, 5, 8), "mask": mask} for mask in masks]
+
+
+@pytest.mark.parametrize("masks", [(CAUSAL, OPEN, CAUSAL), (OPEN, CAUSAL, OPEN)])
+def test_graphs_for_either_answer(masks: tuple[Tensor, ...]) -> None:
+    split = assert_equals_autograd(encoder(), batch(*masks), fullgraph=True)
+    assert len(split.functions) == 2
+
+
+def test_the_kernel_is_that_of_eager_mode() -> None:
+    split = autosplit.split(encoder().eval(), fullgraph=True)
+    for mask, hint in ((CAUSAL, True), (OPEN, False)):
+        split(torch.randn(2, 5, 8), mask=mask)
+        graph = split.functions[-1].graphs.forward.graph
+        (found,) = [n for n in graph.nodes if "scaled_dot_product" in str(n.target)]
+        assert (True in found.args) is hint
+
+
+def test_truth_values() -> None:
+    masks = [CAUSAL.isinf(), torch.zeros(5, 5, dtype=torch.bool), CAUSAL.isinf()]
+    assert len(assert_equals_autograd(encoder(), batch(*masks), fullgraph=True).functions) == 2
+
+
+class Own(nn.Module):
+    """Makes the mask itself, or has it as a buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.encoder = kind, encoder()
+        self.register_buffer("mask", CAUSAL.clone())
+
+    def forward(self, x: Tensor) -> Any:
+        match self.kind:
+            case "buffer":
+                return self.encoder(x, mask=self.mask)
+            case "made":
+                made = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+                return self.encoder(x, mask=made)
+            case "written":
+                made = torch.zeros(5, 5)
+                made[:, 3:] = -torch.inf
+                return self.encoder(x, mask=made)
+        return self.encoder(x, mask=torch.where(torch.rand(5, 5) > 2, -torch.inf, 0.0))
+
+
+@pytest.mark.parametrize("kind", ["buffer", "made"])
+def test_masks_of_the_module(kind: str) -> None:
+    inputs = [(torch.randn(2, 5, 8),) for _ in range(2)]
+    split = assert_equals_autograd(Own(kind), inputs, fullgraph=True)
+    assert len(split.functions) == 1
+
+
+def test_a_buffer_that_is_written_to() -> None:
+    model = Own("buffer").eval()
+    split = autosplit.split(model, fullgraph=True)
+    x = torch.randn(2, 5, 8)
+    for mask in (CAUSAL, OPEN, CAUSAL):
+        with torch.no_grad():
+            model.mask.copy_(mask)  # type: ignore[operator]
+        assert torch.equal(split(x), model(x))
+    assert len(split.functions) == 2
+
+
+@pytest.mark.parametrize("kind", ["written", "random"])
+def test_masks_that_cannot_be_made_again_are_no_constants(kind: str) -> None:
+    with pytest.raises(CaptureError):
+        autosplit.split(Own(kind), fullgraph=True)(torch.randn(2, 5, 8))
+    assert_equals_autograd(Own(kind), [(torch.randn(2, 5, 8),) for _ in range(2)])
+
+
+def test_a_stage_is_for_no_values() -> None:
+    """It is set up with examples that stand for all inputs."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = encoder()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            return self.encoder(x, mask=mask)
+
+    with pytest.raises(CaptureError):
+        Stage(Masked(), (torch.randn(2, 5, 8), CAUSAL))

@@ -1,0 +1,330 @@
+"""Gradients: summed over steps, inside the forward, under checkpoints and hooks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autosplit
+from autosplit import CaptureError
+from autosplit.torch_internals.version import TORCH
+from tests.semantics.against_autograd import assert_equals_autograd, assert_same, both_modes, within
+
+# --- gradients that add up over backwards, optimizer steps and other models' backwards ------------
+
+
+@both_modes
+def test_several_optimizer_steps(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    model.train(training)
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model, max_pending=math.inf)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+    batches = [torch.randn(3, 4) for _ in range(9)]
+    for step in range(3):
+        for module in (split, plain):
+            for batch in batches[3 * step : 3 * step + 3]:
+                module(batch).square().mean().backward()
+        split.backward_weight(microbatches=2)
+        split.backward_weight()
+        if step != 1:  # the second step's gradients stay and add up
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step == 0)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_parameter_shared_with_a_module_that_is_not_split() -> None:
+    inner, outer = nn.Linear(4, 4), nn.Linear(4, 4)
+    outer.weight = inner.weight
+    plain = copy.deepcopy(nn.ModuleList([inner, outer]))
+    split = autosplit.split(inner)
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        outer(split(x).relu()).sum().backward()
+        plain[1](plain[0](x).relu()).sum().backward()
+    split.backward_weight()
+    torch.testing.assert_close(inner.weight.grad, plain[0].weight.grad)
+
+
+def test_two_split_modules_in_a_row() -> None:
+    first, last = nn.Linear(4, 4), nn.Linear(4, 2)
+    plain = copy.deepcopy(nn.Sequential(first, last))
+    a, b = autosplit.split(first, max_pending=math.inf), autosplit.split(last, max_pending=math.inf)
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        b(a(x)).square().sum().backward()
+        plain(x).square().sum().backward()
+    assert (a.pending, b.pending) == (2, 2)
+    a.backward_weight()
+    b.backward_weight()
+    mine = [*first.parameters(), *last.parameters()]
+    for parameter, theirs in zip(mine, plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, theirs.grad)
+
+
+# --- forwards and backwards that ask autograd for gradients are one graph -------------------------
+
+
+class Energy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def energy(self, x: Tensor) -> Tensor:
+        energy: Tensor = self.outer(self.inner(x).tanh())
+        return energy
+
+    def forward(self, x: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class Forces(Energy):
+    """A field and its derivative, as in interatomic potentials."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        energy = self.energy(x)
+        (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, -forces
+
+
+class Penalty(Energy):
+    """A penalty on the norm of a gradient, as critics have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved = 2 * x
+        scores = self.energy(moved)
+        ones = torch.ones_like(scores)
+        (slope,) = torch.autograd.grad(scores, moved, ones, create_graph=True)
+        return scores.mean() + (slope.norm(2, dim=1) - 1).square().mean()
+
+
+class InnerStep(Energy):
+    """A step of learning inside of the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.energy(x).square().mean()
+        (slope,) = torch.autograd.grad(loss, self.inner.weight, create_graph=True)
+        learnt = F.linear(x, self.inner.weight - 0.1 * slope, self.inner.bias)
+        return self.outer(learnt.tanh())
+
+
+class Recomputing(torch.autograd.Function):
+    """Keeps inputs, and runs the module again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Any:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            result = ctx.module(again)
+            wanted: Sequence[Tensor] = [again, *ctx.module.parameters()]
+            return None, *torch.autograd.grad(result, wanted, grad)
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Any:
+        return Recomputing.apply(self.inner, self.first(x), *self.inner.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch 2.11 does
+@pytest.mark.parametrize("model", [Forces, Penalty, InnerStep, Recomputed])
+def test_gradients_inside_are_part_of_the_graph(model: type[nn.Module]) -> None:
+    split = assert_equals_autograd(model(), [(torch.randn(4, 8).requires_grad_(),)] * 2)
+    if TORCH >= (2, 12) or model is not Recomputed:  # which runs in parts there
+        assert len(split.functions) == 1
+
+
+# --- ``torch.utils.checkpoint`` inside a model: same gradients, same random numbers ---------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.reentrant = reentrant
+        self.dropout = dropout
+
+    def block(self, x: Tensor) -> Tensor:
+        h = torch.sin(self.first(x))
+        return F.dropout(h, self.dropout, self.training) if self.dropout else h
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+@both_modes
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_equals_autograd(reentrant: bool, dropout: float, training: bool) -> None:
+    batch = [(torch.randn(5, 4).requires_grad_(),) for _ in range(2)]
+    # Reentrant checkpoints add to .grad one by one: the same terms in another order.
+    compare = within(1e-6) if reentrant else assert_same
+    model = Checkpointed(reentrant, dropout).train(training)
+    assert_equals_autograd(model, batch, compare=compare)
+
+
+# --- hooks on modules, tensors and parameters: kept, or refused -----------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, hook: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.hook = hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.hook is not None:
+            h.register_hook(self.hook)
+        return self.last(h)
+
+
+def batches() -> list[tuple[Tensor]]:
+    return [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+
+
+def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def double_input(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0] * 2,)
+
+
+@pytest.mark.parametrize("name", ["", "first"], ids=["root", "submodule"])
+@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+def test_forward_hooks(name: str, pre: bool) -> None:
+    model = Model()
+    module = model.get_submodule(name)
+    if pre:
+        module.register_forward_pre_hook(double_input)
+    else:
+        module.register_forward_hook(double)
+    assert_equals_autograd(model, batches())
+
+
+def test_hook_on_a_tensor_inside_the_forward() -> None:
+    assert_equals_autograd(Model(lambda grad: grad * 3), batches())
+
+
+def test_forward_hook_added_and_removed_after_the_capture() -> None:
+    model = Model()
+    split = autosplit.split(model)
+    x = torch.randn(3, 4)
+    plain = split(x)
+    handle = model.last.register_forward_hook(double)
+    assert torch.equal(split(x), plain * 2)
+    handle.remove()
+    assert torch.equal(split(x), plain)
+
+
+def test_hooks_on_parameters_fire_for_every_microbatch() -> None:
+    model = Model()
+    split, plain = autosplit.split(model), copy.deepcopy(model)
+    log: list[str] = []
+    model.last.weight.register_hook(lambda grad: log.append("grad") or grad * 2)
+    model.last.weight.register_post_accumulate_grad_hook(lambda _: log.append("done"))
+    for count, batch in enumerate(batches(), 1):
+        split(*batch).sum().backward()
+        assert log == ["grad", "done"] * count
+        plain(*batch).sum().backward()
+    assert split.pending == 0
+    assert torch.equal(model.last.weight.grad, 2 * plain.last.weight.grad)
+
+
+def test_hooks_on_inputs_and_outputs() -> None:
+    split = autosplit.split(Model())
+    log: list[str] = []
+    x = torch.randn(3, 4, requires_grad=True)
+    x.register_hook(lambda grad: log.append("input"))
+    for _ in range(2):
+        output = split(x)
+        output.register_hook(lambda grad: log.append("output"))
+        output.sum().backward()
+    assert log == ["output", "input"] * 2
+
+
+@pytest.mark.parametrize("name", ["", "first"], ids=["root", "submodule"])
+@pytest.mark.parametrize(
+    "register",
+    [nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook],
+    ids=["backward", "backward pre"],
+)
+def test_module_backward_hooks_are_refused(name: str, register: Callable[..., Any]) -> None:
+    """Also where they are added after the capture. On the split module itself they work."""
+    model = Model()
+    split = autosplit.split(model)
+    split.capture(torch.randn(3, 4))
+    register(model.get_submodule(name), lambda *_: None)
+    with pytest.raises(CaptureError, match="has a backward hook"):
+        split.capture(torch.randn(3, 4))
+
+
+def test_hooks_on_saved_tensors() -> None:
+    """They get what the forward saves; nothing else keeps it until the backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model, max_pending=math.inf)
+    shelf: list[list[float]] = []
+    alive: list[weakref.ref[Tensor]] = []
+
+    def pack(tensor: Tensor) -> int:
+        alive.append(weakref.ref(tensor))
+        shelf.append(tensor.tolist())
+        return len(shelf) - 1
+
+    inputs = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda at: torch.tensor(shelf[at])):
+        losses = [split(x).square().sum() for x in inputs]
+    kept = {id(x) for x in inputs}
+    assert [ref for ref in alive if ref() is not None and id(ref()) not in kept] == []
+    for loss in losses:
+        loss.backward()
+    assert split.pending == 2
+    split.backward_weight()
+    mine = [x.grad for x in inputs]
+    for x, grad in zip(inputs, mine, strict=True):
+        x.grad = None
+        plain(x).square().sum().backward()
+        assert torch.equal(grad, x.grad)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_backward_hook_on_the_split_module() -> None:
+    split = autosplit.split(Model())
+    seen: list[Tensor] = []
+    split.register_full_backward_hook(lambda module, grads, outputs: seen.append(grads[0]))
+    for _ in range(2):
+        x = torch.randn(3, 4, requires_grad=True)
+        split(x).sum().backward()
+        assert torch.equal(seen[-1], x.grad)
+    split.backward_weight()
+    assert len(seen) == 2

@@ -1,0 +1,353 @@
+"""Parameters and buffers: shared, frozen, unused, parametrized, written, copied."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.parametrizations as p
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import autosplit
+from autosplit import CaptureError, SplitModule, Stage
+from tests.semantics.against_autograd import (
+    assert_equals_autograd,
+    assert_same,
+    assert_same_state,
+    both_modes,
+    mean_square,
+    one_by_one,
+)
+
+# --- tied, repeated, frozen and unused parameters; inputs with and without gradients --------------
+
+
+def floats(*shape: int) -> list[tuple[Tensor]]:
+    return [(torch.randn(shape).requires_grad_(),) for _ in range(3)]
+
+
+class Recurrent(nn.Module):
+    """One module in a loop, another one that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.cell(x) + self.cell(2 * x))
+        return x
+
+
+def test_unused_parameters_and_inputs() -> None:
+    batch = [(torch.randn(2, 4).requires_grad_(), torch.randn(3).requires_grad_())] * 2
+    assert_equals_autograd(Recurrent(), batch)
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+        self.alias = self.cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.cell(x) + self.alias(2 * x))
+
+
+def test_one_module_under_two_names() -> None:
+    assert_equals_autograd(TwoNames(), floats(2, 4))
+
+
+def test_inputs_that_need_no_gradient_and_keyword_inputs() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, pair: list[dict[str, Tensor]], *, extra: dict[str, Any]) -> Tensor:
+            h = self.linear(pair[0]["a"]) + extra["b"]
+            return h if extra["mask"] is None else h * extra["mask"]
+
+    batch = [
+        {
+            "pair": [{"a": torch.randn(2, 4).requires_grad_()}],
+            "extra": {"b": torch.randn(4), "mask": mask, "unused": 3},
+        }
+        for mask in (None, torch.ones(2, 4), None, torch.zeros(2, 4).requires_grad_())
+    ]
+    assert_equals_autograd(Nested(), batch)
+
+
+def test_one_tensor_as_two_inputs() -> None:
+    model = nn.Bilinear(4, 4, 3)
+    x = torch.randn(5, 4, requires_grad=True)
+    y = torch.randn(5, 4, requires_grad=True)
+    assert_equals_autograd(model, [(x, y), (y, x)])
+    split, plain = autosplit.split(model), copy.deepcopy(model)
+    split.zero_grad()
+    for module in (split, plain):
+        mean_square(module(x, x)).backward()
+        mean_square(module(x, y)).backward()
+    split.backward_weight()
+    grads = [x.grad, y.grad]
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+    x.grad = y.grad = None
+    for _ in range(2):
+        mean_square(plain(x, x)).backward()
+        mean_square(plain(x, y)).backward()
+    assert torch.equal(grads[0], x.grad)
+    assert torch.equal(grads[1], y.grad)
+
+
+def test_called_twice_in_one_backward() -> None:
+    """Siamese: one backward is one microbatch, and a parameter gets one sum."""
+    model = nn.Linear(4, 4)
+    split, plain = autosplit.split(model), copy.deepcopy(model)
+    seen: list[int] = []
+    model.weight.register_hook(lambda _: seen.append(1))
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    for module in (split, plain):
+        for _ in range(2):
+            (module(a) * module(b)).sum().backward()
+    assert len(seen) == 2
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_tied_across_two_stages() -> None:
+    """Embedding and head on two real stages: the sum of both is autograd's gradient."""
+    embed, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+    first = Stage(embed, [torch.zeros(3, 5, dtype=torch.long)], index=0)
+    last = Stage(head, [torch.zeros(3, 5, 8, requires_grad=True)], index=1)
+    with torch.no_grad():
+        head.weight.copy_(embed.weight)
+    weight = embed.weight.detach().clone().requires_grad_()
+    for microbatch in range(2):
+        tokens, grad = torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 11)
+        (hidden,) = first.forward(microbatch, [tokens.clone()])
+        last.forward(microbatch, [hidden])
+        (back,) = last.backward_input(microbatch, [grad.clone()])
+        first.backward_input(microbatch, [back])
+        F.linear(F.embedding(tokens, weight), weight).backward(grad)
+    for stage in (first, last):
+        for microbatch in range(2):
+            stage.backward_weight(microbatch)
+        stage.publish()
+    torch.testing.assert_close(embed.weight.grad + head.weight.grad, weight.grad)
+
+
+# --- weights that are computed from other parameters ----------------------------------------------
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "weight norm": lambda: p.weight_norm(nn.Linear(4, 4)),
+    "spectral norm": lambda: nn.Sequential(p.spectral_norm(nn.Linear(4, 4)), nn.ReLU()),
+    "orthogonal": lambda: p.orthogonal(nn.Linear(4, 4)),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("name", CASES)
+def test_parametrized(name: str, training: bool) -> None:
+    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    assert_equals_autograd(CASES[name]().train(training), batch)
+
+
+def test_registered_and_removed_after_the_capture() -> None:
+    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert_equals_autograd(model, batch)
+    p.weight_norm(model[0])
+    assert_equals_autograd(model, batch)
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert_equals_autograd(model, batch)
+
+
+# --- buffers that the forward reads and writes, as each microbatch saw them -----------------------
+
+
+class Buffered(nn.Module):
+    def __init__(self, make: Callable[[Any, Tensor], Tensor], **buffers: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(self, x)
+
+
+def batches() -> list[tuple[Tensor]]:
+    return [(torch.randn(2, 4).requires_grad_(),) for _ in range(3)]
+
+
+def counter_last(module: Any, x: Tensor) -> Tensor:
+    y = module.linear(x) + module.count
+    module.count += 1
+    return y
+
+
+def running_cache(module: Any, x: Tensor) -> Tensor:
+    module.cache[:, 2:] = module.linear(x)[:, :2].detach()
+    return module.linear(x) + module.cache
+
+
+def running_mean(module: Any, x: Tensor) -> Tensor:
+    h = module.linear(x)
+    with torch.no_grad():
+        module.mean.lerp_(h.mean(0), 0.1)
+    return h - module.mean
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("make", "buffers"),
+    [
+        (counter_last, {"count": torch.zeros(())}),
+        (running_cache, {"cache": torch.zeros(2, 4)}),
+        (running_mean, {"mean": torch.zeros(4)}),
+    ],
+)
+def test_buffers_are_as_after_autograd(
+    make: Callable[[Any, Tensor], Tensor], buffers: dict[str, Tensor], training: bool
+) -> None:
+    model = Buffered(make, **{name: value.clone() for name, value in buffers.items()})
+    assert_equals_autograd(model.train(training), batches())
+
+
+@both_modes
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        nn.Sequential(nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True)),
+    ],
+    ids=["batch norm", "instance norm"],
+)
+def test_running_statistics(model: nn.Module, training: bool) -> None:
+    shape = (3, 4) if isinstance(model[0], nn.Linear) else (3, 2, 5)
+    batch = [(torch.randn(shape).requires_grad_(),) for _ in range(2)]
+    assert_equals_autograd(copy.deepcopy(model).train(training), batch)
+
+
+def test_a_backward_reads_the_value_of_its_own_forward() -> None:
+    """Autograd refuses to go back once the buffer was written; the graph kept a copy."""
+    model = Buffered(lambda m, x: m.linear(x) * m.count.add_(1.0), count=torch.zeros(()))
+    plain = copy.deepcopy(model)
+    split = autosplit.split(model)
+    inputs = batches()
+    losses = [mean_square(split(*batch)) for batch in inputs]
+    for loss in losses:
+        loss.backward()
+    split.backward_weight()
+    one_by_one(plain, inputs, mean_square)
+    assert_same_state(model, plain, assert_same)
+
+
+class Twice(nn.Module):
+    """One buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("a", torch.ones(4))
+        self.register_buffer("b", self.a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) + self.b
+        self.a.add_(1.0)
+        self.b.mul_(2.0)
+        return y
+
+
+def test_one_buffer_under_two_names() -> None:
+    assert_equals_autograd(Twice(), batches())
+
+
+class Aliasing(nn.Module):
+    """A buffer that is a view of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("a", torch.zeros(2, 4))
+        self.register_buffer("b", self.a[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.add_(1.0)
+        return self.linear(x) * self.b
+
+
+def test_buffers_that_share_memory_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"ViewBaseAOTInput.*'b'"):
+        autosplit.split(Aliasing()).capture(torch.randn(2, 4))
+
+
+# --- copies and pickles of a split module: no graphs, no pending work, the same model -------------
+
+
+def saved_and_loaded(split: SplitModule) -> SplitModule:
+    file = io.BytesIO()
+    torch.save(split, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[SplitModule], SplitModule]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda split: pickle.loads(pickle.dumps(split)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copy_is_a_split_module_of_its_own(name: str) -> None:
+    split = autosplit.split(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), max_graphs=3, max_pending=math.inf
+    )
+    x = torch.randn(3, 4)
+    split(x)
+    other = COPIES[name](split)
+    assert other.functions == ()
+    assert other.model is not split.model
+    assert other.get_submodule("0").weight is other.model[0].weight
+    for module in (split, other):
+        for _ in range(2):
+            module(x).square().sum().backward()
+        assert module.pending == 2
+        module.backward_weight()
+    for mine, theirs in zip(split.parameters(), other.parameters(), strict=True):
+        assert mine is not theirs
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_pending_microbatches_stay_with_the_original(name: str) -> None:
+    """As ``.grad`` does, which no copy of a parameter has."""
+    split = autosplit.split(nn.Linear(4, 4), max_pending=math.inf)
+    for _ in range(2):
+        split(torch.randn(3, 4)).sum().backward()
+    other = COPIES[name](split)
+    assert (split.pending, other.pending) == (2, 0)
+    assert other.weight.grad is None
+
+
+def test_state_dict_is_the_models() -> None:
+    """Version and extra state of a root module included."""
+    model = nn.BatchNorm1d(3)
+    split = autosplit.split(model)
+    assert split.state_dict()._metadata == model.state_dict()._metadata
+    nested = nn.Sequential(split)
+    assert list(nested.state_dict()) == [f"0.{key}" for key in model.state_dict()]
+    nested.load_state_dict(nn.Sequential(nn.BatchNorm1d(3)).state_dict())
