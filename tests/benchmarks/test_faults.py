@@ -11,10 +11,8 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from benchmarks.faults.cells import PLACES, Cell, cells
+from benchmarks.faults.cells import Cell
 from benchmarks.faults.judge import Finding, judge, names
-from benchmarks.faults.page import render
-from benchmarks.results import Results
 from tests.interpreters import rank_processes
 
 CELLS = (
@@ -74,26 +72,3 @@ def test_a_message_without_rank_or_cause_is_none() -> None:
     assert names(cell, "rank 1 was killed by SIGKILL in the forward and backward")
     assert not names(cell, "rank 2 was killed by SIGKILL in the forward and backward")
     assert not names(cell, "rank 0 lost rank 1 (was a process killed?)")
-
-
-def test_every_fault_has_its_place_on_the_page() -> None:
-    names = [cell.name for cell in cells()]
-    assert len({*names}) == len(names)
-    row = {"ranks": 2, "waits": False, "timeout": 8.0, "good": True, "named": 1, "silent": 0}
-    more = {"wrong": [], "alive": 0, "left": [], "told": True, "seconds": 0.25}
-    rows = [{"name": name, **row, **more} for name in names]
-    rows[0] |= {"good": False, "named": 0, "wrong": ["rank 0: no error"]}
-    part = {"environment": "torch", "commands": ["python -m benchmarks.faults"], "rows": rows}
-    over = {"name": "rank", "steps": 300, "same": False, "said": "rank 1 was killed", "went_on": 81}
-    hosts = {
-        "environment": "torch",
-        "commands": ["python -m benchmarks.faults.hosts"],
-        "rows": [over],
-    }
-    found = Results(None, {"faults": part, "hosts": hosts})  # type: ignore[arg-type]  # not written
-    page = render(found)
-    assert "| rank     | 300     | **no**      | 81                | rank 1 was killed" in page
-    assert f"**{len(rows) - 1} of {len(rows)} faults** came out so" in page
-    assert f"- {names[0]}: rank 0: no error" in page
-    assert all(place in page for place in PLACES)
-    assert "not run" not in page

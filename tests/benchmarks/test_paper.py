@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from autosplit.pipeline.simulation.simulate import simulate
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import concatenation, scaling, theory, training
-from benchmarks.paper.overview import overview
 from benchmarks.paper.settings import SIZES
 from benchmarks.paper.tables import MEASUREMENTS, TABLES, needed, page
 from benchmarks.results import Results
 from tests.benchmarks.smallest import SMALLEST
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
-
-
-@pytest.mark.parametrize("each", theory.SCHEDULES, ids=lambda each: each.label)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_formulas_are_what_the_schedules_simulate_to(
-    each: theory.PaperSchedule, ranks: int
-) -> None:
-    for split, bubble in ((False, each.fused_bubble), (True, each.split_bubble)):
-        schedule = each.build(ranks, split=split, weights="2bp" if split else None)
-        found = simulate(schedule, lambda action: 2.0 if action.kind.value == "B" else 1.0)
-        assert found.bubble_ratio() == pytest.approx(float(bubble(ranks)))
 
 
 def test_the_published_speedup_exceeds_its_ideal() -> None:
@@ -74,17 +60,6 @@ def test_cells_make_their_pages(tmp_path: Path) -> None:
         assert 0.0 < scaling.bubble_of(row) < 1.0
 
 
-def test_trainings_say_whether_they_agree() -> None:
-    common = {"name": "llama", "fused": [2.0, 1.0]}
-    same = training.render({"training": [{**common, "split": [2.0, 1.0]}]})
-    assert "1 of 1 families learn" in same
-    apart = training.render({"training": [{**common, "split": [2.0, 1.5]}]})
-    assert "**5.0e-01**" in apart
-    assert "0 of 1 families learn" in apart
-    stuck = training.render({"training": [{"name": "bert", "fused": [1.0, 1.0], "split": [1, 1]}]})
-    assert "**1.000**" in stuck
-
-
 def test_a_training_with_and_without_split_on_two_ranks() -> None:
     (row,) = MEASUREMENTS["training"](SMALLEST, Results(Path(), {}))
     assert row["split"] == pytest.approx(row["fused"], abs=training.TOLERANCE)
@@ -98,22 +73,3 @@ def test_w_of_several_microbatches_is_a_trainers(monkeypatch: pytest.MonkeyPatch
     assert 0.0 < rows[0]["gap"]["concatenated"] < 1e-5
     text = concatenation.render({"joined": rows})
     assert text.count("bert, 2 microbatches") == 4
-
-
-def test_the_folder_says_what_holds_up(tmp_path: Path) -> None:
-    results = Results.read(tmp_path / "results.json")
-    nothing = overview(results)
-    assert nothing.count("not yet") == len(TABLES)
-    assert "exceeds the ideal" in nothing
-    losses = {"name": "llama", "fused": [2.0, 1.0], "split": [2.0, 1.5]}
-    results.update("training", [losses], "command", "environment")
-    times = {"family": scaling.EQUAL, "label": "1F1B-1", "ranks": 4, "microbatches": 4}
-    rows: list[dict[str, Any]] = [
-        {**times, "name": name, "variant": name, "times": (1.0, 1.0, 1.0), "measured": measured}
-        for name, measured in (("fused", 21.0), ("2bp", 15.0), ("split", 14.0))
-    ]
-    results.update("scaling", rows, "command", "environment")
-    text = overview(results)
-    assert "0 of 1 families the loss falls, and alike" in text
-    assert "reaches 1.40x with the paper's placement of W and 1.50x with autosplit's" in text
-    assert "within 0.000 of the formulas" in text

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from autosplit.pipeline.builders.build import build
-from benchmarks.pipeline import compute, engine, memory, page, peers, standin
+from benchmarks.pipeline import compute, memory, peers, standin
 from benchmarks.pipeline.contenders import Contender
-from benchmarks.results import Results
 from examples.decoder import LlamaConfig
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
@@ -48,36 +46,6 @@ def test_repeated_steps_follow_each_other_on_every_rank() -> None:
         assert longer[: len(row)] == row
         shifted = [dataclasses.replace(a, microbatch=a.microbatch + 2) for a in row]
         assert list(longer[len(row) :]) == shifted
-
-
-def test_engine_page(tmp_path: Path) -> None:
-    results = Results.read(tmp_path / "results.json")
-    results.update("engine", engine.measure(soak=10), "command", "environment")
-    text = page.PAGE.render(results)
-    assert "microseconds" in text
-    assert "Soak: 10 steps" in text
-
-
-def _row(schedule: str, ours: bool, rounds: list[float], **more: object) -> dict[str, object]:
-    row = peers.Row(schedule, ours, 2, rounds, 2**20)
-    name = f"eager, M=2: {'ours' if ours else 'torch'} {schedule}"
-    return {"name": name, **dataclasses.asdict(row), **more}
-
-
-def test_peers_say_who_is_ahead_in_the_same_rounds_and_what_fails() -> None:
-    rows = [
-        _row("a", True, [1.0, 2.0, 1.0]),
-        _row("d", True, [1.3, 1.3, 1.3]),
-        _row("in flight: a", True, [0.5, 0.5, 0.5]),
-        _row("b", False, [1.04, 2.08, 1.04], match="d"),
-        _row("c", False, [], error="ValueError: no"),
-        _row("in flight: b", False, [1.0, 1.0, 1.0]),
-    ]
-    text = peers.render(rows)
-    assert "Their best over ours: **1.040x** (1.04-1.04), b over a (target 1.05x)" in text
-    assert "In flight, their best over ours: 2.000x (2.00-2.00), b over a (target 1.00x)" in text
-    assert "**0.800x**" in text  # the same schedule, behind
-    assert "- c: ValueError: no" in text
 
 
 TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "2", "seq": "8"}

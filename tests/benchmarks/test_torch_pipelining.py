@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH as VERSION
-from benchmarks.results import Results
-from benchmarks.torch_pipelining import page, targets
+from benchmarks.torch_pipelining import page
 from benchmarks.torch_pipelining.activations import activation_peak
 from benchmarks.torch_pipelining.contenders import (
     COMPILED,
@@ -84,39 +82,6 @@ def test_what_is_left_as_gradients_is_no_activation() -> None:
         del more
 
     assert activation_peak(step, [module]) == 4 * 90_000
-
-
-def test_targets_are_judged_by_turns_of_the_same_round() -> None:
-    rows = [
-        row(TORCH, 1.04, 2.08, 1.04, peak=100),
-        row(COMPILED, error="RuntimeError: no"),
-        row(UNDONATED, 1.2, 2.4, 1.2),
-        row(OURS, 1.0, 2.0, 1.0, peak=70),
-        row(INDUCTOR, 0.9, 1.8, 0.9),
-        row(ENGINE, 0.95, 1.9, 0.95),
-        row(TORCH, 1.0, microbatches=8, peak=100),
-        row(OURS, 1.0, microbatches=8, peak=90),
-        row(INDUCTOR, error="ValueError: broken", microbatches=8),
-    ]
-    lines = list(targets.verdicts(rows))
-    assert "**Missed** in 1 of 2 rows" in lines[0]
-    assert lines[0].endswith(": ZBVZeroBubble, M=4 **1.040x**.")
-    assert "Met in all 1 rows, farthest 1.333x" in lines[1]
-    assert "Met in all 1 rows, farthest 1.056x" in lines[2]
-    assert "**Missed** in 1 of 2 rows, farthest **0.900x** in ZBVZeroBubble, M=8" in lines[3]
-    assert "**Missed** in 1 of 1 rows, farthest **1.053x**" in lines[4]
-    assert lines[5].endswith(f"**Missed**: ZBVZeroBubble, M=8, {INDUCTOR}.")
-
-
-def test_a_page_has_what_failed_and_every_figure(tmp_path: Path) -> None:
-    results = Results.read(tmp_path / "results.json")
-    rows = [row(TORCH, 1.0, 1.1, difference=2e-7), row(COMPILED, error="RuntimeError: in full\nso")]
-    results.update("steps", rows, "the command", "the machine")
-    text = page.PAGE.render(results)
-    assert "RuntimeError: in full\nso\n" in text
-    assert "2.0e-07" in text
-    assert "1050 ±25" in text
-    assert "the command" in text
 
 
 @pytest.mark.parametrize(

@@ -155,10 +155,9 @@ def exactness(mesh: DeviceMesh, stages: int, **options: Any) -> dict[str, bool]:
 
 
 EXACT: dict[str, tuple[int, dict[str, Any]]] = {
-    "slices": (2, {"memory": "lean"}),
+    "lean": (2, {"memory": "lean"}),
     "fused": (2, {"split_backward": False, "sharding": {"reshard_after_forward": False}}),
-    "interleaved": (4, {"schedule": "interleaved", "sharding": {"reshard_after_forward": True}}),
-    "zb-v": (4, {"schedule": "zb-v"}),
+    "zb-v": (4, {"schedule": "zb-v", "sharding": {"reshard_after_forward": True}}),
 }
 
 

@@ -185,8 +185,7 @@ SLOW = CollectiveCosts(Link(1.0), DeviceSpeed(1e12, 1e11))
 
 EXACT: dict[str, tuple[int, int, dict[str, Any]]] = {
     "1f1b": (2, FEW, {}),
-    "zb-h1": (2, FEW, {"schedule": "zb-h1", "memory": "lean", "overlap": "none"}),
-    "zb-v": (4, MANY, {"schedule": "zb-v", "memory": "fast", "overlap": SLOW}),
+    "zb-v": (4, MANY, {"schedule": "zb-v", "memory": "lean", "overlap": SLOW}),
     "recomputed": (2, FEW, {"memory": 500, "accumulation": "exact", "weights": "2bp"}),
 }
 """Stages, blocks, and options."""

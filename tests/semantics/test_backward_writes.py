@@ -26,6 +26,7 @@ from tests.semantics.backward_writers import (
     IntoSum,
     OfAttribute,
     Scaled,
+    Twice,
     Writer,
     trained,
 )
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 writers = pytest.mark.parametrize("kind", WRITERS)
+two_writers = pytest.mark.parametrize("kind", [Twice, Scaled])
 
 
 def batches() -> list[Tensor]:
@@ -73,13 +75,13 @@ def test_split(kind: type[Writer]) -> None:
     assert_equals_autograd(kind(), [(x,) for x in batches()], fullgraph=True)
 
 
-@writers
+@two_writers
 def test_in_parts(kind: type[Writer]) -> None:
     model = assert_equals_autograd(kind(breaks=True), [(x,) for x in batches()])
     assert "after" in model.report()
 
 
-@writers
+@two_writers
 def test_under_torch_compile(kind: type[Writer]) -> None:
     torch._dynamo.reset()
     model = kind()
@@ -141,7 +143,7 @@ def test_other_sums_of_gradients(accumulation: str) -> None:
     assert_alike(mine, plainly(IntoSum, 2), exact=False)
 
 
-@writers
+@two_writers
 def test_with_inductor(kind: type[Writer]) -> None:
     model = kind()
     split = autosplit.split(model, backend="inductor", fullgraph=True)
@@ -151,8 +153,9 @@ def test_with_inductor(kind: type[Writer]) -> None:
     assert_alike(model, plainly(kind), exact=False)
 
 
-@pytest.mark.parametrize("options", [{"schedule": "gpipe"}, {"weights": "fill"}], ids=str)
-@pytest.mark.parametrize("kind", [IntoSum, Averaged])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(IntoSum, {"schedule": "gpipe"}), (Averaged, {"weights": "fill"})]
+)
 def test_two_ranks(on_ranks: Ranks, kind: type[Writer], options: dict[str, Any]) -> None:
     for found in on_ranks(partial(trained, **options), 2, (kind,), timeout=60):
         assert_all(found)

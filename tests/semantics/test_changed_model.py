@@ -14,12 +14,6 @@ import autosplit
 from autosplit import CaptureError, SplitError, Stage
 from tests.semantics.against_autograd import assert_equals_autograd
 
-
-class Config:
-    def __init__(self) -> None:
-        self.factor = 2.0
-
-
 FACTOR = 1.0
 
 
@@ -30,22 +24,17 @@ class Model(nn.Module):
         self.drop = nn.Dropout(0.0)
         self.last = nn.Linear(4, 4)
         self.scale = 1.0
-        self.config = Config()
         self.table = {"add": 0.5}
         self.shift = torch.ones(4)
         self.shifts = [torch.ones(4)]
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.drop(self.first(x)) * self.scale * self.config.factor + self.table["add"]
+        h = self.drop(self.first(x)) * self.scale + self.table["add"]
         return self.last(h + self.shift + self.shifts[0]) * FACTOR
 
 
 def new_list_item(model: Model) -> None:
     model.shifts[0] = torch.zeros(4)
-
-
-def new_config(model: Model) -> None:
-    model.config.factor = 3.0
 
 
 def new_table(model: Model) -> None:
@@ -63,11 +52,9 @@ def swap_in_function(model: Model) -> None:
 CHANGES: dict[str, Callable[[Model], Any]] = {
     "attribute": lambda m: setattr(m, "scale", 3.0),
     "dropout": lambda m: setattr(m.drop, "p", 0.5),
-    "config": new_config,
     "dictionary": new_table,
     "plain tensor": lambda m: setattr(m, "shift", torch.zeros(4)),
     "tensor in a list": new_list_item,
-    "submodule": lambda m: setattr(m, "last", nn.Linear(4, 4)),
     "submodule of another kind": lambda m: setattr(m, "last", nn.Tanh()),
     "parameter": lambda m: setattr(m.last, "weight", nn.Parameter(torch.zeros(4, 4))),
     "tied": tie,

@@ -17,15 +17,13 @@ from torch.utils.checkpoint import checkpoint
 import autosplit
 from autosplit import CaptureError
 from autosplit.torch_internals.version import TORCH
-from tests.semantics.against_autograd import assert_equals_autograd, assert_same, both_modes, within
+from tests.semantics.against_autograd import assert_equals_autograd, assert_same, within
 
 # --- gradients that add up over backwards, optimizer steps and other models' backwards ------------
 
 
-@both_modes
-def test_several_optimizer_steps(training: bool) -> None:
+def test_several_optimizer_steps() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-    model.train(training)
     plain = copy.deepcopy(model)
     split = autosplit.split(model, max_pending=math.inf)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
@@ -178,14 +176,13 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-@both_modes
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_equals_autograd(reentrant: bool, dropout: float, training: bool) -> None:
+def test_equals_autograd(reentrant: bool, dropout: float) -> None:
     batch = [(torch.randn(5, 4).requires_grad_(),) for _ in range(2)]
     # Reentrant checkpoints add to .grad one by one: the same terms in another order.
     compare = within(1e-6) if reentrant else assert_same
-    model = Checkpointed(reentrant, dropout).train(training)
+    model = Checkpointed(reentrant, dropout)
     assert_equals_autograd(model, batch, compare=compare)
 
 

@@ -183,14 +183,12 @@ NAMES += ["frozen", "bfloat16"]
 
 # Models of a test's size do nothing again under the settings that there are: calling an
 # operator takes longer than all of its work.
-AGAIN = Memory("again", recompute=100.0)
 AGAIN_AND_EARLY = Memory("again and early", recompute=100.0, waiting=0.3)
 
 
-@pytest.mark.parametrize("setting", [AGAIN, AGAIN_AND_EARLY], ids=lambda setting: setting.name)
 @pytest.mark.parametrize("name", NAMES)
-def test_split_module(name: str, setting: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MEMORY, "balanced", setting)
+def test_split_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MEMORY, "balanced", AGAIN_AND_EARLY)
     case = CASES[name]
     batches = [(case.batch(),) for _ in range(2)]
     for (batch,) in batches:

@@ -14,10 +14,7 @@ import autosplit
 from autosplit import SplitError
 from benchmarks.coverage.examine import Verdict, examine
 from benchmarks.coverage.judge import differences, out_of_tolerance
-from benchmarks.coverage.render import code_states
-from benchmarks.coverage.results import row
 from benchmarks.coverage.subject import Subject
-from benchmarks.results import Results, sources
 
 
 class Small(nn.Module):
@@ -201,21 +198,3 @@ def test_missing_values_and_nan() -> None:
     assert out_of_tolerance(["a"], wide, one, None) == [
         "a: torch.float64 [2], expected torch.float32 [2]"
     ]
-
-
-def test_results_are_kept_part_by_part(tmp_path: Any) -> None:
-    finding = examine(small())
-    path = tmp_path / "results.json"
-    Results.read(path).update("modules", [row(finding, "small")], "command 1", "here")
-    Results.read(path).update("modules", [{**row(finding, "small"), "name": "b"}], "2", "here")
-    assert [each["name"] for each in Results.read(path).rows("modules")] == ["small", "b"]
-    assert Results.read(path).parts["modules"]["commands"] == ["command 1", "2"]
-
-
-def test_rows_know_the_sources_they_were_found_with(tmp_path: Any) -> None:
-    path = tmp_path / "results.json"
-    Results.read(path).update("modules", [row(examine(small()), "small")], "command", "here")
-    (first,) = Results.read(path).rows("modules")
-    assert first["sources"] == sources()
-    results = Results(path, {"modules": {"rows": [first, {**first, "sources": "another"}]}})
-    assert "2 states of autosplit's sources (digest " in code_states(results)

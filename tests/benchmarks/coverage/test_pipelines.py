@@ -16,7 +16,6 @@ from benchmarks.coverage.pipelines.lesson import Lesson
 from benchmarks.coverage.pipelines.measure import compared
 from benchmarks.coverage.pipelines.on_rank import Trained
 from benchmarks.coverage.pipelines.reference import taught
-from benchmarks.coverage.pipelines.render import render
 
 DRAWS = 4  # of gpt2's first stage: three dropouts of a layer, and that of the embedding
 
@@ -68,13 +67,3 @@ def test_the_second_stage_draws_from_a_generator_of_its_own(
     assert verdict == Verdict.WRONG.value
     assert "output [0.0]" in detail
     assert torch.equal(taught(lesson, 100)["output [0.0]"], taught(lesson, 101)["output [0.0]"])
-
-
-def test_the_table_lists_what_is_not_equal() -> None:
-    rows = [
-        {"name": "a", "group": "decoders", "verdict": "equal"},
-        {"name": "b", "group": "decoders", "verdict": "HUNG", "detail": "ranks [0] of 2\ncame"},
-    ]
-    text = render(rows)
-    assert text.startswith("1 of 2 come out equal.")
-    assert text.endswith("| b              | HUNG     | ranks [0] of 2 came |")

@@ -202,20 +202,6 @@ def test_targets() -> None:
     )
 
 
-def test_contender_that_fails_is_a_result(subject: Subject) -> None:
-    def broken() -> Contender:
-        raise RuntimeError("donated\n  buffers")
-
-    builders = {"autograd": lambda: Autograd(subject.module), "theirs": broken}
-    _, failed, _ = steps._prepare(subject, builders)
-    assert failed == {"theirs": "RuntimeError: donated\n  buffers"}
-    ours = {"ms": {"F": 1.0, "I": 1.0, "W": 1.0}, "ratio": 1.0, "spread": 0.1, "difference": 1e-7}
-    row = {"name": "model", "contenders": {"autograd": ours, "autosplit": ours}, "failed": failed}
-    text = steps.render([row], steps.EAGER_TARGET)
-    assert "*theirs* fails on model: `RuntimeError: donated buffers`" in text
-    assert "within 1e-07" in text
-
-
 def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "MEMORY", ("fast", "lean"))
     monkeypatch.setattr(memory, "MEMORY", ("balanced", "lean"))

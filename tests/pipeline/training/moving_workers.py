@@ -165,16 +165,13 @@ def two_ranks() -> dict[str, Any]:
     return {
         "offload": same(gpipe, offloading),
         "offload awaited": same(gpipe, lambda schedule: awaiting(offloading(schedule))),
-        "evict": same(gpipe, evicting),
         "evict awaited": same(late, lambda schedule: awaiting(evicting(schedule))),
         "evict both ways": same(late, _both),
         "evict in part": same(gpipe, _part),
-        "recompute": same(gpipe, recomputing),
         "recompute and offload": same(
             gpipe, lambda schedule: offloading(recomputing(schedule), [("I", "W")])
         ),
         "whole backward": same(build("gpipe", 2, 4, split_backward=False), _both),
-        "chunks": same(interleaved, offloading),
         "chunks evicted": same(interleaved, _both),
         "tied": same(gpipe, _both, Tied, shared_parameters=[[(0, "tied"), (1, "tied")]]),
         "frozen": same(gpipe, _both, _first_frozen),
@@ -357,8 +354,6 @@ def restarted(folder: Path) -> dict[str, Any]:
     with _within(offloading):
         for name, wrong in (
             ("full", _failing("pwrite", errno.ENOSPC)),
-            ("read-only", _failing("pwrite", errno.EROFS)),
-            ("lost", _failing("preadv", errno.EIO)),
             ("slow", _slow),
         ):
             checkpoint = folder / name

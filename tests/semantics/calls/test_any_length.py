@@ -193,7 +193,7 @@ def _llama() -> nn.Module:
 
 def test_a_language_model_called_as_people_call_it() -> None:
     torch.manual_seed(0)
-    tokens = [torch.randint(0, 31, (2, length)) for length in LENGTHS]
+    tokens = [torch.randint(0, 31, (2, length)) for length in LENGTHS[:4]]
     split = assert_equals_autograd(
         _llama(),
         [{"input_ids": each, "labels": each} for each in tokens],

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 import autosplit
 from autosplit import CaptureError, SplitError
 from autosplit.dynamo.backend import SplittingBackend
-from tests.semantics.against_autograd import assert_equals_autograd, both_modes, within
+from tests.semantics.against_autograd import assert_equals_autograd, within
 
 # --- ``autograd.Function`` and ``torch.library`` operators with formulas of their own -------------
 # The formulas are wrong on purpose, so that a gradient shows which one was used.
@@ -198,23 +198,21 @@ def stochastic_depth(module: Any, x: Tensor) -> Tensor:
 
 def attention(module: Any, x: Tensor) -> Tensor:
     q = module.linear(x).unsqueeze(0)
-    p = 0.5 if module.training else 0.0
-    return F.scaled_dot_product_attention(q, q, x.unsqueeze(0), dropout_p=p)
+    return F.scaled_dot_product_attention(q, q, x.unsqueeze(0), dropout_p=0.5)
 
 
 def unread(module: Any, x: Tensor) -> Tensor:
     """What nobody reads is drawn all the same: the mask comes after it."""
     torch.rand(3)
     h = module.linear(x)
-    F.dropout(h, 0.5, module.training)
-    return F.dropout(h, 0.5, module.training)
+    F.dropout(h, 0.5)
+    return F.dropout(h, 0.5)
 
 
 RANDOM: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "dropout 0.3": lambda m, x: F.dropout(m.linear(x), 0.3, m.training),
-    "dropout 0.5": lambda m, x: F.dropout(m.linear(x), 0.5, m.training),
-    "alpha dropout": lambda m, x: F.alpha_dropout(m.linear(x), 0.5, m.training),
-    "rrelu": lambda m, x: F.rrelu(m.linear(x), training=m.training),
+    "dropout 0.3": lambda m, x: F.dropout(m.linear(x), 0.3),
+    "alpha dropout": lambda m, x: F.alpha_dropout(m.linear(x), 0.5, True),
+    "rrelu": lambda m, x: F.rrelu(m.linear(x), training=True),
     "noise": lambda m, x: m.linear(x) + torch.randn_like(x),
     "gumbel softmax": lambda m, x: F.gumbel_softmax(m.linear(x), hard=True),
     "multinomial": lambda m, x: m.linear(x)[torch.multinomial(torch.ones(20), 5)],
@@ -225,17 +223,16 @@ RANDOM: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@both_modes
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_numbers_are_those_of_autograd(name: str, training: bool) -> None:
-    model = Noisy(RANDOM[name]).train(training)
-    assert_equals_autograd(model, [(torch.randn(20, 4).requires_grad_(),) for _ in range(3)])
+def test_random_numbers_are_those_of_autograd(name: str) -> None:
+    batch = [(torch.randn(20, 4).requires_grad_(),) for _ in range(2)]
+    assert_equals_autograd(Noisy(RANDOM[name]), batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dropout_rounds_its_noise(dtype: torch.dtype) -> None:
     """1 / (1 - 0.1) is no number of half precision."""
-    model = Noisy(lambda m, x: F.dropout(m.linear(x), 0.1, m.training)).to(dtype)
+    model = Noisy(lambda m, x: F.dropout(m.linear(x), 0.1)).to(dtype)
     assert_equals_autograd(model, [(torch.randn(20, 4, dtype=dtype).requires_grad_(),)] * 2)
 
 
@@ -251,26 +248,24 @@ class NoisyGradient(torch.autograd.Function):
 
 # Dynamo makes an instance to trace the context.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@both_modes
 @pytest.mark.parametrize("last", [True, False], ids=["last", "before a dropout"])
-def test_custom_backward_that_draws(last: bool, training: bool) -> None:
+def test_custom_backward_that_draws(last: bool) -> None:
     """Not in the forward: the masks drawn there would be others."""
 
     def make(module: Any, x: Tensor) -> Tensor:
-        h = NoisyGradient.apply(F.dropout(module.linear(x), 0.5, module.training))
-        return h if last else F.dropout(h, 0.5, module.training)
+        h = NoisyGradient.apply(F.dropout(module.linear(x), 0.5))
+        return h if last else F.dropout(h, 0.5)
 
     batch = [(torch.randn(20, 4).requires_grad_(),) for _ in range(2)]
-    split = assert_equals_autograd(Noisy(make).train(training), batch)
+    split = assert_equals_autograd(Noisy(make), batch)
     assert "draws random numbers in the backward" in split.report()
     whole = autosplit.split(Noisy(make), fullgraph=True)
     with pytest.raises(SplitError, match=r"\(from .*test_custom_ops.py:\d+.*save them for it"):
         whole(*batch[0])
 
 
-@both_modes
-def test_encoder_layer(training: bool) -> None:
-    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25, batch_first=True).train(training)
+def test_encoder_layer() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25, batch_first=True)
     batch = [(torch.randn(2, 5, 8).requires_grad_(),) for _ in range(2)]
     assert_equals_autograd(model, batch, compare=within(1e-5))
 
@@ -283,13 +278,12 @@ PYTHON: dict[str, Callable[[], Any]] = {
 }
 
 
-@both_modes
 @pytest.mark.parametrize("name", PYTHON)
-def test_numbers_of_python_and_numpy(name: str, training: bool) -> None:
+def test_numbers_of_python_and_numpy(name: str) -> None:
     """New ones on every call, none of them drawn by the capture, and no graph holds them."""
     draw = PYTHON[name]
-    model = Noisy(lambda m, x: m.linear(x) * draw()).train(training)
-    assert_equals_autograd(model, [(torch.randn(20, 4).requires_grad_(),) for _ in range(3)])
+    model = Noisy(lambda m, x: m.linear(x) * draw())
+    assert_equals_autograd(model, [(torch.randn(20, 4).requires_grad_(),) for _ in range(2)])
     with pytest.raises(CaptureError):
         autosplit.split(model, (torch.randn(2, 4),), fullgraph=True)
 

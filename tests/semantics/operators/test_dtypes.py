@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import autosplit
 from autosplit import SplitError, Stage
 from autosplit.dynamo.partial_model import Partial
-from tests.semantics.against_autograd import assert_equals_autograd, both_modes
+from tests.semantics.against_autograd import assert_equals_autograd
 
 # --- autocast, other precisions, complex numbers, memory formats ----------------------------------
 
@@ -52,8 +52,7 @@ def test_real_to_complex_and_conjugates() -> None:
     assert_equals_autograd(Spectrum(), batch)
 
 
-@both_modes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "training"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_channels_last(dtype: torch.dtype, training: bool) -> None:
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3))
     model = model.to(dtype).to(memory_format=torch.channels_last).train(training)

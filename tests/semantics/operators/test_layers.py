@@ -14,7 +14,7 @@ import autosplit
 from autosplit import CaptureError, Stage
 from autosplit.dynamo.backend import SplittingBackend
 from autosplit.torch_internals.version import TORCH
-from tests.semantics.against_autograd import assert_equals_autograd, both_modes, within
+from tests.semantics.against_autograd import assert_equals_autograd, within
 
 # --- linear algebra that checks whether it succeeded: split as anything else, and it still checks
 
@@ -119,8 +119,7 @@ class Experts(nn.Module):
         return torch._grouped_mm(hidden, self.down.transpose(1, 2), offs=ends).tanh()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [8, 24])
+@pytest.mark.parametrize(("width", "dtype"), [(8, torch.float32), (24, torch.bfloat16)])
 def test_all_weight_gradients_wait(width: int, dtype: torch.dtype) -> None:
     x = torch.randn(12, 16, dtype=dtype).requires_grad_()
     split = assert_equals_autograd(Experts(width).to(dtype), [(x,)] * 2)
@@ -170,12 +169,11 @@ def layers(name: str, **options: Any) -> nn.RNNBase:
     return getattr(nn, name)(4, 4, **given)
 
 
-@both_modes
 @pytest.mark.parametrize("name", CASES)
-def test_equals_autograd(name: str, training: bool) -> None:
+def test_equals_autograd(name: str) -> None:
     batch = [(torch.randn(2, 2, 4),) for _ in range(2)]
     # Autograd runs a fused kernel where there is one.
-    split = assert_equals_autograd(layers(name).train(training), batch, compare=within(2e-6))
+    split = assert_equals_autograd(layers(name), batch, compare=within(2e-6))
     assert len(split.functions) == 1  # a whole graph, no parts
 
 
@@ -227,11 +225,10 @@ class WithState(nn.Module):
         return self.inner(x, state)
 
 
-@both_modes
-def test_models_in_parts_with_a_state_of_their_own(training: bool) -> None:
+def test_models_in_parts_with_a_state_of_their_own() -> None:
     shapes = [(2, 3, 4), (2, 3, 4)]
     batch = [tuple(torch.randn(shape).requires_grad_() for shape in shapes) for _ in range(2)]
-    assert_equals_autograd(WithState().train(training), batch, compare=within(2e-6))
+    assert_equals_autograd(WithState(), batch, compare=within(2e-6))
 
 
 def test_torch_compile() -> None:
@@ -265,9 +262,8 @@ def batch(*masks: Tensor) -> list[dict[str, Tensor]]:
     return [{"src": torch.randn(2, 5, 8), "mask": mask} for mask in masks]
 
 
-@pytest.mark.parametrize("masks", [(CAUSAL, OPEN, CAUSAL), (OPEN, CAUSAL, OPEN)])
-def test_graphs_for_either_answer(masks: tuple[Tensor, ...]) -> None:
-    split = assert_equals_autograd(encoder(), batch(*masks), fullgraph=True)
+def test_graphs_for_either_answer() -> None:
+    split = assert_equals_autograd(encoder(), batch(CAUSAL, OPEN, CAUSAL), fullgraph=True)
     assert len(split.functions) == 2
 
 
