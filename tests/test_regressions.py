@@ -46,56 +46,6 @@ def test_weight_gradient_of_a_norm_that_starts_in_i() -> None:
     backward_twice(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), (2, 4))
 
 
-class ReturnsViews(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.linear(x)
-        return y, y[:1], y
-
-
-def test_outputs_that_alias_each_other_have_gradients_of_their_own() -> None:
-    """Outputs that alias are copied while tracing. The copies were made in the exported
-    module's generated ``forward``, but AOTAutograd interprets the graph and asks the graph's
-    code generator for the results: the copies never happened, and the gradient that came in
-    through the view was lost.
-    """
-    model = ReturnsViews()
-    split = autosplit.split(model)
-    x = torch.randn(2, 4)
-    for _ in range(2):
-        split(x)[1].sum().backward()
-    split.backward_weight()
-    mine = model.linear.weight.grad.clone()
-    model.zero_grad()
-    for _ in range(2):
-        model(x)[1].sum().backward()
-    assert torch.equal(mine, model.linear.weight.grad)
-
-
-def test_parameters_whose_gradient_is_one_tensor() -> None:
-    """``x + a + b``: both gradients are the output's own gradient. A stage that adds into the
-    first microbatch's tensor in place would count the second microbatch twice.
-    """
-    stage = autosplit.Stage(AddsTwo(), [torch.zeros(3)])
-    for microbatch in range(2):
-        stage.forward(microbatch, [torch.zeros(3)])
-        stage.backward(microbatch, [torch.ones(3)])
-    assert stage.gradients["a"].tolist() == stage.gradients["b"].tolist() == [2.0] * 3
-
-
-class AddsTwo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(3))
-        self.b = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.a + self.b
-
-
 class AttentionThenBatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -121,21 +71,6 @@ def test_kernel_that_gives_other_strides_than_its_fake() -> None:
     for _ in range(2):
         model(torch.ones(2, 4, 8).double().cumsum(1)).square().sum().backward()
     torch.testing.assert_close(mine, model.attention.out_proj.weight.grad)
-
-
-def test_lstm_whose_input_needs_no_gradient() -> None:
-    """The kernel returns None for a workspace where its fake returns a tensor."""
-    model = nn.LSTM(4, 4, 2)
-    split = autosplit.split(model, fullgraph=True)
-    for _ in range(2):
-        split(torch.ones(3, 4))[0].square().sum().backward()
-    assert split.pending_bytes > 0
-    split.backward_weight()
-    mine = model.weight_hh_l1.grad.clone()
-    model.zero_grad()
-    for _ in range(2):
-        model(torch.ones(3, 4))[0].square().sum().backward()
-    torch.testing.assert_close(mine, model.weight_hh_l1.grad)
 
 
 class Rounded(nn.Module):

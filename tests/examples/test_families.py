@@ -10,7 +10,7 @@ from torch import nn
 
 import autosplit
 from autosplit.errors import PipelineError
-from examples import digits, families, text
+from examples import digits, families
 from examples.families import FAMILIES, PAPER, TINY, Family, by_hand
 from examples.families.settings import ResNetSettings
 
@@ -62,16 +62,6 @@ def test_layers_are_modules_and_cut_into_equal_counts(family: Family) -> None:
         family.cut_by_hand(5)
 
 
-def test_weights_and_data_are_the_same_each_time(family: Family) -> None:
-    first, again = family.build().state_dict(), family.build().state_dict()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    for one, other in zip(family.batch_fn(3, 2), family.batch_fn(3, 2), strict=True):
-        assert torch.equal(one, other)
-    assert not torch.equal(family.batch_fn(3, 2)[0], family.batch_fn(4, 2)[0])
-    size = family.microbatch_size
-    assert family.batch_fn(0, size)[0].shape == family.example()[0].shape
-
-
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_losses_are_the_same_with_and_without_split(family: Family) -> None:
     plain = train(family, split=False)
@@ -115,28 +105,6 @@ def test_stages_by_hand_are_the_whole_model(name: str, family: Family, stages: i
     for key, parameter in whole.named_parameters():
         group = next((each for each in tied if key in each), {key})
         torch.testing.assert_close(sum(grads[each] for each in group), parameter.grad)
-
-
-def test_masked_batches_ask_for_what_they_hide() -> None:
-    inputs, targets = text.masked_batch(step=1, size=3, seq=40)
-    whole, _ = text.batch(step=1, size=3, seq=40)
-    hidden = inputs == text.MASK
-    assert (hidden.sum(1) == 6).all()
-    assert torch.equal(targets[hidden], whole[hidden])
-    assert torch.equal(inputs[~hidden], whole[~hidden])
-    assert (targets[~hidden] == text.IGNORED).all()
-
-
-def test_digits_are_normalized_and_say_what_they_show() -> None:
-    pytest.importorskip("sklearn")
-    pixels, classes = digits.batch(step=0, size=512, image=16)
-    assert pixels.shape == (512, 3, 16, 16)
-    assert abs(pixels.mean().item()) < 0.05
-    assert set(classes.tolist()) == set(range(10))
-    small, _ = digits.batch(step=0, size=512, image=8)
-    assert torch.equal(small[:, 0], small[:, 2])
-    enlarged = torch.nn.functional.interpolate(small, (16, 16), mode="bilinear")
-    torch.testing.assert_close(enlarged, pixels)
 
 
 def test_without_scikit_learn_digits_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -30,12 +27,6 @@ def test_a_step_always_gives_the_same_batch_and_leaves_the_generator_alone() -> 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_text_is_english() -> None:
-    words = text.read_text().lower().split()
-    assert len(words) > 100_000
-    assert words.count(b"the") / len(words) > 0.03
-
-
 def test_the_longest_window_is_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "corpus", lambda: torch.arange(5, dtype=torch.uint8))
     inputs, targets = text.batch(step=0, size=1, seq=4)
@@ -44,26 +35,6 @@ def test_the_longest_window_is_the_whole_text(monkeypatch: pytest.MonkeyPatch) -
         text.batch(step=0, size=1, seq=5)
     assert str(error.value) == (
         "a window of seq + 1 = 6 bytes does not fit the text of 5 bytes; use a shorter seq"
-    )
-
-
-def test_topics_come_sorted_and_docstrings_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    topics = SimpleNamespace(topics={"b": "beta", "a": "alpha"})
-    monkeypatch.setattr(importlib, "import_module", lambda name: topics)
-    assert text.read_text(modules=()) == b"alpha\n\nbeta"
-    with_code = text.read_text(modules=("textwrap",))
-    assert with_code.startswith(b"alpha\n\nbeta\n\nText wrapping and filling.")
-    assert b"import re" not in with_code
-
-
-@pytest.mark.parametrize("module", ["sys", "os.path.nothing", "nowhere_at_all"])
-def test_modules_without_sources_are_passed_over(module: str) -> None:
-    assert text.read_text(modules=(module,)) == text.read_text(modules=())
-
-
-def test_without_topics_the_docstrings_remain() -> None:
-    assert text.read_text(topics="nowhere_at_all", modules=("textwrap",)).startswith(
-        b"Text wrapping and filling."
     )
 
 

@@ -18,7 +18,6 @@ pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
-from matplotlib.text import Annotation
 
 
 def timeline(ranks: int, *spans: str, start: float = 5.0) -> Timeline:
@@ -89,15 +88,6 @@ def test_kinds_have_their_colours_in_bars_and_legend() -> None:
     assert entries == colours
 
 
-def test_the_legend_names_only_what_is_drawn() -> None:
-    (legend,) = timeline_figure([("fused", FUSED)]).legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "F  forward",
-        "B  full backward",
-        "idle",
-    ]
-
-
 def test_panels_share_the_time_axis_and_say_makespan_and_bubble() -> None:
     fused, split = timeline_figure([("fused", FUSED), ("split", SPLIT)]).axes
     assert fused.get_xlim() == split.get_xlim()
@@ -116,44 +106,6 @@ def test_steps_that_overlap_are_idle_within_their_own_time_only() -> None:
     idle = [bars(axes)[f"0/{rank}/idle"] for rank in (0, 1)]
     assert [round(each.get_x()) for each in idle] == [0, 100]
     assert [round(each.get_width()) for each in idle] == [400, 400]
-
-
-def test_idle_stands_at_the_end_of_each_row() -> None:
-    uneven = timeline(2, "0 0F0 0 40", "1 1F0 0 100")
-    axes = timeline_figure([("uneven", uneven)]).axes[0]
-    notes = [
-        text
-        for text in axes.texts
-        if isinstance(text, Annotation) and text.get_text().endswith("idle")
-    ]
-    assert [text.get_text() for text in notes] == ["60.0% idle", "0.0% idle"]
-    assert [text.xy[0] for text in notes] == pytest.approx([100.0, 100.0])
-
-
-def test_a_rank_that_never_waits_is_not_below_zero() -> None:
-    full = timeline(1, *(f"0 0F{i} {i * 0.1} {(i + 1) * 0.1}" for i in range(7)), start=0.0)
-    assert "0.0% idle" in texts(timeline_figure([("full", full)]).axes[0])
-
-
-def test_rows_have_one_height_in_every_panel() -> None:
-    tall = timeline(4, *(f"{rank} {rank}F0 0 10" for rank in range(4)))
-    one, four = timeline_figure([("one", timeline(1, "0 0F0 0 10")), ("four", tall)]).axes
-    assert four.bbox.height == pytest.approx(4 * one.bbox.height)
-    assert [label.get_text() for label in four.get_yticklabels()] == [
-        "rank 0",
-        "rank 1",
-        "rank 2",
-        "rank 3",
-    ]
-
-
-def test_no_row_lies_outside_the_figure_for_many_ranks() -> None:
-    ranks = 96
-    wide = timeline(ranks, *(f"{rank} {rank}F0 0 10" for rank in range(ranks)))
-    figure = timeline_figure([("wide", wide)], title="many")
-    assert figure.axes[0].bbox.y0 > 0
-    assert figure.axes[0].bbox.y1 < figure.bbox.y1
-    assert figure.get_figheight() < 25
 
 
 @pytest.mark.parametrize(
@@ -190,16 +142,6 @@ def test_bars_that_are_too_narrow_for_any_text_stay_empty() -> None:
     slow = timeline(1, "0 0F0 0 100000")
     labels = texts(timeline_figure([("slow", slow), ("fast", even)]).axes[1])
     assert labels == ["fast", "makespan 200 ms    bubble 0.0%", "0.0% idle"]
-
-
-def test_a_first_stage_without_input_gradient_does_not_silence_the_others() -> None:
-    labels = texts(
-        timeline_figure(
-            [("split", timeline(2, "0 0F0 0 100", "1 1I0 100 200", "0 0I0 200 200.01"))]
-        ).axes[0]
-    )
-    assert "F0" in labels
-    assert labels.count("I0") == 1
 
 
 def test_bars_name_the_stage_where_a_rank_holds_several() -> None:
