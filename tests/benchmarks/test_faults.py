@@ -16,7 +16,6 @@ from benchmarks.faults.judge import Finding, judge, names
 from tests.interpreters import rank_processes
 
 CELLS = (
-    Cell("sleep", "loader", 2, "launch"),
     Cell("stop", "optimizer", 2, "launch"),
     Cell("kill", "compile", 3, "launch"),
 )

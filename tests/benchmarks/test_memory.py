@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from autosplit.pipeline import Costs, StageMemory
-from benchmarks.memory import budgets, critics, prediction
+from benchmarks.memory import budgets, critics
 from benchmarks.memory.settings import Settings
 from benchmarks.split.models import Subject
-from tests.benchmarks.smallest import SMALLEST
 
 TINY = Settings("tiny", ("bert",), (2,), 1, 1, (4,))
 
@@ -33,17 +32,6 @@ def test_budgets_are_measured_on_one_stage(monkeypatch: pytest.MonkeyPatch) -> N
     text = budgets.render(rows)
     assert "| bert" in text
     assert "balanced" in text
-
-
-@pytest.mark.usefixtures("launched_on_ranks")
-def test_predictions_are_held_against_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the cases the one that recomputes."""
-    monkeypatch.setattr(prediction, "CASES", (prediction.DRAWN,))
-    monkeypatch.setattr(prediction, "SIZES", {"tiny": {"bert": SMALLEST.overrides("bert")}})
-    rows = [*prediction.measure(TINY)]
-    assert len(rows) == len(prediction.CASES)
-    assert all(len(row["predicted"]) == len(row["measured"]) == 2 for row in rows)
-    assert "met everywhere" in prediction.render(rows)
 
 
 def test_what_balancing_buys_is_projected_from_one_layer(

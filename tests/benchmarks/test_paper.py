@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import concatenation, scaling, theory, training
+from benchmarks.paper import concatenation, scaling, theory
 from benchmarks.paper.settings import SIZES
 from benchmarks.paper.tables import MEASUREMENTS, TABLES, needed, page
 from benchmarks.results import Results
@@ -58,12 +58,6 @@ def test_cells_make_their_pages(tmp_path: Path) -> None:
     for row in results.rows("scaling"):
         assert row["measured"] >= 0.99 * row["simulated"]
         assert 0.0 < scaling.bubble_of(row) < 1.0
-
-
-def test_a_training_with_and_without_split_on_two_ranks() -> None:
-    (row,) = MEASUREMENTS["training"](SMALLEST, Results(Path(), {}))
-    assert row["split"] == pytest.approx(row["fused"], abs=training.TOLERANCE)
-    assert len(row["fused"]) == SMALLEST.training_steps
 
 
 def test_w_of_several_microbatches_is_a_trainers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def row(contender: str, *rounds: float, microbatches: int = 4, **more: Any) -> d
 @pytest.mark.usefixtures("launched_on_ranks")
 def test_contenders_take_turns_and_what_a_schedule_refuses_is_said() -> None:
     settings = Settings(
-        schedules=("GPipe", "ZBVZeroBubble", "DualPipeV"),
+        schedules=("ZBVZeroBubble", "DualPipeV"),
         microbatches=(2,),
         contenders=(TORCH, UNDONATED, OURS, ENGINE),
         rounds=2,
@@ -48,15 +48,12 @@ def test_contenders_take_turns_and_what_a_schedule_refuses_is_said() -> None:
     )
     found = measure(settings)
     ran = [each for each in found if not each.error]
-    assert [(each.schedule, each.contender) for each in ran] == [
-        (schedule, contender)
-        for schedule in ("GPipe", "ZBVZeroBubble")
-        for contender in (TORCH, OURS, ENGINE)
-    ]
+    assert {each.schedule for each in ran} == {"ZBVZeroBubble"}
+    assert [each.contender for each in ran] == [TORCH, OURS, ENGINE]
     assert all(len(each.rounds) == 2 and each.peak > 0 for each in ran)
     assert {each.difference for each in ran} == {0.0}
     text = page.render([{**dataclasses.asdict(each), "settings": "tiny"} for each in found])
-    assert "No schedule in which ours fails. Met in all 2 rows" in text
+    assert "No schedule in which ours fails. Met in all 1 rows" in text
     assert f"DualPipeV, M=2: {TORCH}; DualPipeV, M=2: {OURS}" in text
     assert "ValueError: DualPipeV requires at least as many microbatches as stages" in text
     assert "ZBVZeroBubble, M=2 | 8 of 8 | 1.143x | 1.714x" in " ".join(text.split())

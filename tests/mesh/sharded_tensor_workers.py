@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import autosplit
-from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.pipeline import PipelineTrainer
 from tests.pipeline.reference_stage import ReferenceStage
 
@@ -37,12 +36,12 @@ from .tensor_parallel_workers import (
     stage_of,
     still,
     trainer,
-    whole,
 )
-from .workers import norm_of, refusal
+from .workers import norm_of, refusal, round_trip, whole
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Build = Callable[[int], Any]
+PLAIN: dict[str, Any] = {"stage_factory": ReferenceStage}
 
 
 def sharded(mesh: DeviceMesh, build: Build, **options: Any) -> Build:
@@ -189,49 +188,15 @@ def split(mesh: DeviceMesh) -> dict[str, bool]:
 
 
 def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
-    """Train on 2 x 2, save, and go on there, in one process, and back again."""
-
-    def state(made: PipelineTrainer) -> dict[str, Tensor]:
-        found = {}
-        for name, parameter in made.modules[0].named_parameters():
-            found[name] = whole(parameter.detach()).clone()
-            for what, value in made.optimizer.state[parameter].items():
-                found[f"{name} {what}"] = whole(value).clone()
-        return found
-
-    def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-        return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-    found = {}
+    """On 2 x 2, and in one process."""
     build = sharded(mesh, norms_apart(mesh))
-    own = mesh.get_local_rank("dp_shard")
-    with trainer(mesh, 1, build, max_grad_norm=0.5) as made:
-        made.step(batch(own))
-        save_checkpoint(made, folder / "shards", step=1)
-        before = state(made)
-        made.step(batch(own, 1))
-        after = state(made)
-        load_checkpoint(made, folder / "shards")
-        made.step(batch(own, 1))
-        found["goes on"] = same(after, state(made))
-    read = read_checkpoint(folder / "shards")
-    found["whole tensors"] = same(read, {k: v for k, v in before.items() if " " not in k})
-    alone_options = {"ranks": 1, "stage_factory": ReferenceStage}
-    with trainer(None, 1, lambda index: stage_of(index, 1, 1), **alone_options) as alone:
-        load_checkpoint(alone, folder / "shards", generators=False)
-        found["one process"] = same(before, state(alone))
-        alone.step(batch())
-        mine = state(alone)
-        save_checkpoint(alone, folder / f"alone{dist.get_rank()}")
-    dist.barrier()
-    everywhere: list[Any] = [None] * 4
-    dist.all_gather_object(everywhere, mine)
-    with trainer(mesh, 1, build) as made:
-        load_checkpoint(made, folder / "shards")
-        found["optimizer and model"] = same(before, state(made))
-        load_checkpoint(made, folder / "alone0")
-        found["and back"] = same(state(made), everywhere[0])
-    return found
+    return round_trip(
+        lambda: trainer(mesh, 1, build, max_grad_norm=0.5),
+        lambda: trainer(None, 1, lambda index: stage_of(index, 1, 1), ranks=1, **PLAIN),
+        lambda step: batch(mesh.get_local_rank("dp_shard"), step),
+        folder,
+        lambda stage, name: name,
+    )
 
 
 def refused(mesh: DeviceMesh) -> dict[str, str]:

@@ -19,14 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError
-from autosplit.pipeline import PipelineTrainer, build
+from autosplit.pipeline import build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from tests.pipeline.reference_stage import ReferenceStage
 
-from .workers import WIDTH, M, by_hand, norm_of, refusal, share, trainer
+from .workers import WIDTH, M, by_hand, by_stage, norm_of, refusal, round_trip, share, trainer
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -276,47 +275,18 @@ def also(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
-def saved(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
-    """Train on 2 x 2, save, and go on: on 2 x 2, on a pipeline of 4, in one process; and back."""
-
-    def weights(made: PipelineTrainer) -> dict[str, Tensor]:
-        state = {f"{at}.{k}": v for at, each in made.state_dict().items() for k, v in each.items()}
-        return {k: getattr(v, "full_tensor", v.clone)() for k, v in state.items()}
-
-    found: dict[str, Any] = {}
-    names = {"names": lambda stage, name: f"{stage}.{name}"}
-    four: dict[str, Any] = {"stages": 4, "schedule": "interleaved"}
-    with trainer(mesh, sharded(mesh), **four) as made:
-        made.step(share_of(mesh))
-        save_checkpoint(made, folder / "sharded", step=7, **names)
-        there = weights(made)
-        made.step(share_of(mesh, 1))
-        expected = weights(made)
-    files = read_checkpoint(folder / "sharded")
-    found["whole tensors"] = all(torch.equal(files[k], each) for k, each in there.items())
-    everywhere: list[Any] = [None] * 4
-    dist.all_gather_object(everywhere, expected)
-    after = {k: v for each in everywhere for k, v in each.items()}
-    both = tuple(torch.cat(each) for each in zip(share(0, 1), share(1, 1), strict=True))
+def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
+    """On 2 x 2, on a pipeline of 4, and in one process."""
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    reference = {"stage_factory": ReferenceStage, "microbatches": 2 * M}
-    for name, options in {"4": {"mesh": line}, "1": {"ranks": 1}}.items():
-        with trainer(build=uneven, stages=4, **options, **reference) as made:
-            load_checkpoint(made, folder / "sharded", **names)
-            if name == "4":
-                save_checkpoint(made, folder / "plain", **names)
-            made.step(both)
-            close = [torch.allclose(v, after[k], atol=1e-5) for k, v in weights(made).items()]
-            found[name] = all(close)
-    with trainer(mesh, sharded(mesh), **four) as made:
-        loaded = load_checkpoint(made, folder / "sharded", **names)
-        found["step"] = (loaded.step, loaded.generators) == (7, "continued")
-        made.step(share_of(mesh, 1))
-        found["2 x 2"] = all(torch.equal(v, expected[k]) for k, v in weights(made).items())
-        load_checkpoint(made, folder / "plain", **names)
-        made.step(share_of(mesh, 1))
-        found["and back"] = all(torch.equal(v, expected[k]) for k, v in weights(made).items())
-    return found
+    plain = {"build": uneven, "stages": 4, "stage_factory": ReferenceStage}
+    return round_trip(
+        lambda: trainer(mesh, sharded(mesh), 4, schedule="interleaved"),
+        lambda: trainer(ranks=1, **plain),
+        lambda step: share_of(mesh, step),
+        folder,
+        by_stage,
+        line=lambda: trainer(line, **plain),
+    )
 
 
 def refused(mesh: DeviceMesh) -> dict[str, str]:

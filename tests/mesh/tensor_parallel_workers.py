@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from autosplit import CollectiveCosts, DeviceSpeed, Link
-from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.checkpoint import read_checkpoint
 from autosplit.pipeline import PipelineTrainer
-from tests.mesh.workers import adam, norm_of, refusal
+from tests.mesh.workers import adam, of_shares, refusal, round_trip, same, whole
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.trainer_options import grouped
 from tests.ranks import forget_meshes
@@ -117,11 +117,6 @@ def trainer(
     )
 
 
-def whole(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found
-
-
 def coordinate(mesh: DeviceMesh, name: str) -> int:
     return mesh.get_local_rank(name) if name in (mesh.mesh_dim_names or ()) else 0
 
@@ -132,24 +127,10 @@ class Reference:
     def __init__(self, mesh: DeviceMesh, count: int = FEW) -> None:
         self._count = count
         replicas = mesh["dp_replicate"].size() if "dp_replicate" in mesh.mesh_dim_names else 1
-        model = parallel(mesh, 1, count)(0).eval()
-        sums: dict[str, Tensor] = {}
-        self.losses = []
-        for replica in range(replicas):
-            model.zero_grad()
-            inputs, targets = (part.chunk(M) for part in batch(replica))
-            found = []
-            for x, y in zip(inputs, targets, strict=True):
-                with loss_parallel():
-                    loss = loss_of(model(x), y)
-                    (loss / M).backward()
-                found.append(whole(loss.detach()).item())
-            self.losses.append(found)
-            for name, parameter in model.named_parameters():
-                gradient = whole(parameter.grad)
-                sums[name] = sums[name] + gradient if name in sums else gradient
-        self.gradients = {name: total / replicas for name, total in sums.items()}
-        self.norm = norm_of(self.gradients.values())
+        with loss_parallel():
+            self.losses, self.gradients, self.norm = of_shares(
+                parallel(mesh, 1, count)(0).eval(), map(batch, range(replicas)), loss_of
+            )
 
     def agrees(self, made: PipelineTrainer, stages: int) -> bool:
         """Whether a trainer's gradients are these, bit for bit, and lie as their parameters do."""
@@ -306,62 +287,27 @@ def refused() -> dict[str, str]:
 
 
 def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
-    """Train on 2 x 2, save, and go on there, in one process, and back again."""
+    """On 2 x 2, in one process, and by torch's loader; it is written while the next step runs."""
 
     def named(stage: int, name: str) -> str:
         at, _, own = name.partition(".")
         return f"{int(at) + stage * FEW // 2}.{own}"
 
-    def state(made: PipelineTrainer) -> dict[str, Tensor]:
-        """Whole parameters and what the optimizer has of them."""
-        found = {}
-        for stage, module in made.modules.items():
-            for name, parameter in module.named_parameters():
-                key = named(stage, name) if made.schedule.stages == 2 else name
-                found[key] = whole(parameter.detach()).clone()
-                for what, value in made.optimizer.state[parameter].items():
-                    found[f"{key} {what}"] = whole(value).clone()
-        return found
-
-    def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-        return bool(one) and all(torch.equal(one[key], other[key]) for key in one)
-
-    found = {}
     build = parallel(mesh, 2)
     with loss_parallel():
-        reference = {"stage_factory": ReferenceStage}
-        with trainer(mesh, 2, build, max_grad_norm=0.5, **reference) as made:
-            made.step(batch())
-            # It is written while the next step runs.
-            save_checkpoint(made, folder / "shared", names=named, step=1, asynchronous=True)
-            before = state(made)
-            made.step(batch(0, 1))
-            after = state(made)
-        with trainer(mesh, 2, build, max_grad_norm=0.5) as made:
-            assert load_checkpoint(made, folder / "shared", names=named).step == 1
-            found["optimizer and model"] = same(before, state(made))
-            made.step(batch(0, 1))  # with the random numbers of before
-            found["goes on"] = same(after, state(made))
-    everywhere: list[Any] = [None] * 4
-    dist.all_gather_object(everywhere, before)
-    model = {key: value for each in everywhere for key, value in each.items() if " " not in key}
-    read = read_checkpoint(folder / "shared")
-    found["whole tensors"] = read.keys() == model.keys() and same(model, read)
-    with trainer(None, 1, ranks=1, **reference) as alone:
-        load_checkpoint(alone, folder / "shared", generators=False)
-        mine = state(alone)
-        found["one process"] = all(same(each, mine) for each in everywhere)
-        alone.step(batch())
-        mine = state(alone)
-        save_checkpoint(alone, folder / f"alone{dist.get_rank()}")
-    dist.barrier()
-    with trainer(mesh, 2, build) as made:
-        load_checkpoint(made, folder / "alone0", names=named)
-        back = state(made)
-        found["and back"] = same(back, mine)
+        found = round_trip(
+            lambda: trainer(mesh, 2, build, max_grad_norm=0.5),
+            lambda: trainer(None, 1, ranks=1, stage_factory=ReferenceStage),
+            lambda step: batch(0, step),
+            folder,
+            named,
+            own=lambda stage, name: name,
+            asynchronous=True,
+        )
     torchs = {"model": parallel(mesh, 1)(0).state_dict()}
-    load(torchs, checkpoint_id=folder / "shared", process_group=mesh.get_group("tp"))
-    found["torch's loader"] = same(model, {k: whole(v) for k, v in torchs["model"].items()})
+    load(torchs, checkpoint_id=folder / "mesh", process_group=mesh.get_group("tp"))
+    loaded = {name: whole(each) for name, each in torchs["model"].items()}
+    found["torch's loader"] = same(loaded, read_checkpoint(folder / "mesh"))
     return found
 
 

@@ -27,12 +27,10 @@ from .sharded_tensor_workers import Eager, gradients_of, lie_alike
 from .tensor_parallel_workers import (
     FEW,
     WIDTH,
-    M,
     batch,
     trainer,
-    whole,
 )
-from .workers import norm_of
+from .workers import norm_of, of_shares
 
 
 def _mesh(*names: str) -> DeviceMesh:
@@ -95,27 +93,20 @@ class Shares:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        model = odd(mesh, 1)(0)
-        self.losses, shares = [], []
-        for share in range(2):
-            model.zero_grad()
-            for x, y in zip(*(part.chunk(M) for part in batch(share)), strict=True):
-                loss = mean_square(model(x), y)
-                (loss / M).backward()
-                self.losses.append(loss.item())
-            shares.append({name: whole(p.grad) for name, p in model.named_parameters()})
-        self.gradients = {name: (shares[0][name] + shares[1][name]) / 2 for name in shares[0]}
+        self.losses, self.gradients, self.norm = of_shares(
+            odd(mesh, 1)(0), map(batch, range(2)), mean_square
+        )
 
     def compared(self, made: PipelineTrainer, share: int) -> dict[str, bool]:
         """With a step of two stages over this rank's share."""
         losses = made.forward_backward(batch(share)).tolist()
         mine = gradients_of(made, 2)
         return {
-            "losses": losses == self.losses[share * M : (share + 1) * M],
+            "losses": losses == self.losses[share],
             "gradients": all(torch.equal(g, self.gradients[name]) for name, g in mine.items()),
             "all": 2 * len(mine) == len(self.gradients),
             "lie": lie_alike(made),
-            "norm": made.grad_norm == norm_of(self.gradients.values()),
+            "norm": made.grad_norm == self.norm,
         }
 
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from autosplit.checkpoint import load_checkpoint, save_checkpoint
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError
 from autosplit.mesh.reduction import CAP
 from autosplit.pipeline import PipelineTrainer
@@ -73,39 +74,43 @@ def replica_of(mesh: DeviceMesh) -> int:
     return mesh.get_local_rank("dp_replicate") if "dp_replicate" in names else 0
 
 
-def by_hand(
-    build: Callable[[int], nn.Module], stages: int, replicas: int, steps: int = 1, **kwargs: Any
-) -> tuple[nn.Sequential, list[list[float]], float]:
-    """Plain autograd in one process: the mean of what each replica's share gives.
-
-    Returns:
-        The model with the gradients of the last step in ``.grad``, the losses of that step by
-        replica, and the norm of those gradients.
+def of_shares(
+    model: nn.Module, shares: Iterable[tuple[Tensor, Tensor]], loss_fn: Any
+) -> tuple[list[list[float]], dict[str, Tensor], float]:
+    """What eager mode makes of each share of a batch, microbatch by microbatch: the losses by
+    share, the means of the gradients, whole, and their norm.
     """
-    model = nn.Sequential(*(build(index) for index in range(stages)))
-    optimizer = kwargs.get("optimizer_fn", adam)(list(model.parameters()))
     losses: list[list[float]] = []
-    norm = 0.0
-    for step in range(steps):
-        sums: list[list[Tensor | None]] = []
-        losses = []
-        for replica in range(replicas):
-            inputs, targets = share(replica, step)
-            model.zero_grad(set_to_none=True)
-            losses.append([])
-            for x, y in zip(inputs.chunk(M), targets.chunk(M), strict=True):
-                loss = F.mse_loss(model(x), y)
-                (loss / M).backward()
-                losses[-1].append(loss.item())
-            sums.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-        for parameter, *parts in zip(model.parameters(), *sums, strict=True):
-            there = [part for part in parts if part is not None]
-            parameter.grad = None if not there else sum(there[1:], there[0]) / replicas
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = norm_of(grads)
-        if step + 1 < steps:
-            optimizer.step()
+    sums: dict[str, Tensor] = {}
+    for inputs, targets in shares:
+        model.zero_grad()
+        losses.append([])
+        for x, y in zip(inputs.chunk(M), targets.chunk(M), strict=True):
+            loss = loss_fn(model(x), y)
+            (loss / M).backward()
+            losses[-1].append(whole(loss.detach()).item())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradient = whole(parameter.grad)
+                sums[name] = sums[name] + gradient if name in sums else gradient
+    gradients = {name: total / len(losses) for name, total in sums.items()}
+    return losses, gradients, norm_of(gradients.values())
+
+
+def by_hand(
+    build: Callable[[int], nn.Module], stages: int, replicas: int
+) -> tuple[nn.Sequential, list[list[float]], float]:
+    """The same of the whole model in one process, the gradients in ``.grad``."""
+    model = nn.Sequential(*(build(index) for index in range(stages)))
+    losses, gradients, norm = of_shares(model, map(share, range(replicas)), F.mse_loss)
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients.get(name)
     return model, losses, norm
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found
 
 
 def norm_of(grads: Iterable[Tensor]) -> float:
@@ -149,6 +154,80 @@ def refusal(act: Callable[[], Any]) -> str:
     except AutosplitError as error:
         return str(error)
     return "accepted"
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+Names = Callable[[int, str], str]
+Make = Callable[[], PipelineTrainer]
+
+
+def by_stage(stage: int, name: str) -> str:
+    return f"{stage}.{name}"
+
+
+def state(made: PipelineTrainer, names: Names) -> dict[str, Tensor]:
+    """Whole parameters, and what the optimizer has of them."""
+    found = {}
+    for stage, module in made.modules.items():
+        for name, parameter in module.named_parameters():
+            values = {"": parameter.detach(), **made.optimizer.state[parameter]}
+            key = names(stage, name)
+            found |= {f"{key} {what}": whole(each).clone() for what, each in values.items()}
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return bool(one) and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def round_trip(
+    make: Make,
+    alone: Make,
+    batch: Callable[[int], Any],
+    folder: Path,
+    names: Names,
+    *,
+    own: Names | None = None,
+    line: Make | None = None,
+    **saving: Any,
+) -> dict[str, bool]:
+    """Train on a mesh, save, and go on there, on a ``line`` of ranks, in one process, and back."""
+    found = {}
+    own = own or names
+    with make() as made:
+        made.step(batch(0))
+        save_checkpoint(made, folder / "mesh", names=names, step=7, **saving)
+        before = state(made, names)
+        made.step(batch(1))
+        after = state(made, names)
+    with make() as made:
+        loaded = load_checkpoint(made, folder / "mesh", names=names)
+        found["step"] = (loaded.step, loaded.generators) == (7, "continued")
+        found["optimizer and model"] = same(before, state(made, names))
+        made.step(batch(1))  # with the random numbers of before
+        found["goes on"] = same(after, state(made, names))
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, before)
+    union = {key: value for each in everywhere for key, value in each.items()}
+    read = {f"{key} ": each for key, each in read_checkpoint(folder / "mesh").items()}
+    found["whole tensors"] = same(read, union) and len(read) == sum(k[-1] == " " for k in union)
+    for name, elsewhere in {"line": line, "one process": alone}.items():
+        if elsewhere is not None:
+            with elsewhere() as other:
+                load_checkpoint(other, folder / "mesh", names=own, generators=False)
+                mine = state(other, own)
+                found[name] = same(mine, union)
+                if name == "one process":
+                    found["all of it"] = mine.keys() == union.keys()
+                    other.step(batch(0))
+                    mine = state(other, own)
+                    save_checkpoint(other, folder / f"alone{dist.get_rank()}", names=own)
+    dist.all_gather_object(everywhere, mine)
+    with make() as made:
+        load_checkpoint(made, folder / "alone0", names=names)
+        found["and back"] = same(state(made, names), everywhere[0])
+    return found
 
 
 # --- cases of four ranks --------------------------------------------------------------------------
@@ -280,8 +359,8 @@ def training(mesh: DeviceMesh, **options: Any) -> dict[str, bool]:
     replicas = 2
     model = nn.Sequential(block(0), block(1))
     optimizer = clipped(list(model.parameters()))
-    for step in range(3):
-        reference, _, norm = by_hand(lambda i: copy.deepcopy(model[i]), 2, replicas, 1 + 0 * step)
+    for _ in range(3):
+        reference, _, norm = by_hand(lambda i: copy.deepcopy(model[i]), 2, replicas)
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             mine.grad = theirs.grad
         total = torch.tensor(norm)
@@ -463,51 +542,17 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     return found
 
 
-def saved(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
-    """Train on 2 x 2, save, and go on: on 2 x 2, on a pipeline of 4, and in one process."""
-    replica = replica_of(mesh)
-
-    def scheduler(made: PipelineTrainer) -> Any:
-        return torch.optim.lr_scheduler.StepLR(made.optimizer, 1, 0.5)
-
-    def weights(made: PipelineTrainer) -> dict[str, Tensor]:
-        return {
-            f"{at}.{k}": v.clone()
-            for at, each in made.state_dict().items()
-            for k, v in each.items()
-        }
-
-    found: dict[str, Any] = {}
-    names = {"names": lambda stage, name: f"{stage}.{name}"}
-    with trainer(mesh, stages=4, schedule="interleaved", **REFERENCE) as made:
-        rates = scheduler(made)
-        made.step(share(replica))
-        rates.step()
-        save_checkpoint(made, folder / "it", scheduler=rates, step=7, **names)
-        draws = torch.rand(2).tolist()
-        made.step(share(replica, 1))
-        expected = weights(made)
-    with trainer(mesh, stages=4, schedule="interleaved", **REFERENCE) as made:
-        rates = scheduler(made)
-        loaded = load_checkpoint(made, folder / "it", scheduler=rates, **names)
-        found["generators"] = loaded.generators == "continued" and torch.rand(2).tolist() == draws
-        found["step"] = loaded.step == 7 and rates.get_last_lr() == [0.05]
-        made.step(share(replica, 1))
-        found["2 x 2"] = all(torch.equal(v, expected[k]) for k, v in weights(made).items())
-    whole: list[Any] = [None] * 4
-    dist.all_gather_object(whole, expected)
-    after = {k: v for each in whole for k, v in each.items()}
-    # Both shares in one batch: the same but for the order in which microbatches are added up.
-    both = tuple(torch.cat(each) for each in zip(share(0, 1), share(1, 1), strict=True))
+def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
+    """On 2 x 2, on a pipeline of 4, and in one process."""
     four = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    for name, options in {"4": {"mesh": four}, "1": {"mesh": None, "ranks": 1}}.items():
-        with trainer(stages=4, microbatches=2 * M, **options, **REFERENCE) as made:
-            rates = scheduler(made)
-            loaded = load_checkpoint(made, folder / "it", scheduler=rates, **names)
-            made.step(both)
-            close = [torch.allclose(v, after[k], atol=1e-5) for k, v in weights(made).items()]
-            found[name] = all(close) and loaded.generators == "seeded"
-    return found
+    return round_trip(
+        lambda: trainer(mesh, stages=4, schedule="interleaved", **REFERENCE),
+        lambda: trainer(stages=4, ranks=1, **REFERENCE),
+        lambda step: share(replica_of(mesh), step),
+        folder,
+        by_stage,
+        line=lambda: trainer(four, stages=4, **REFERENCE),
+    )
 
 
 def four_ranks(folder: Path) -> dict[str, Any]:

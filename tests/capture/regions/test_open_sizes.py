@@ -68,7 +68,7 @@ class OfOneLength(Residual):
         (Residual, (5, 7, 6, 2, 30), 2, [4]),
         (Attending, (5, 7, 6, 9, 30), 2, [4]),
         (Positions, (5, 7, 6, 9, 30), 2, [4]),
-        (Branching, (5, 7, 9, 6, 8, 12, 14, 11, 15), 5, [4]),
+        (Branching, (5, 7, 6, 8, 12, 14, 11, 15), 5, [4]),
         # Where the first block found that its length cannot be open, it no longer is.
         (OfOneLength, (5, 7, 6, 9, 30), 3, [1, 3]),
         (Halving, (50, 70, 64, 33), 2, [1, 1, 1, 1]),

@@ -347,9 +347,7 @@ def powerset(names: Iterable[str]) -> Iterator[frozenset[str]]:
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 11}
 FAMILIES = {
-    "llama": {"num_hidden_layers": 3},
     "gpt2": {"num_hidden_layers": 3},  # takes the cache by position
-    "gpt_neox": {"num_hidden_layers": 3},  # under another name
     "gemma2": {"num_hidden_layers": 4, "head_dim": 4, "sliding_window": 4},  # two kinds in turn
 }
 

@@ -65,7 +65,7 @@ def a_module_exchanged_before_the_first_step(bench: Bench) -> None:
     training.run(over(ScheduleInterleaved1F1B, stages), [0, 1])
 
 
-@case(*ANY)
+@case(Schedule1F1B, ScheduleInterleavedZeroBubble)
 def evaluation_and_then_training(bench: Bench, schedule: Any) -> None:
     training = Training.of(1)
     built = over(schedule, [bench.lone(training.model.layers[0])])
@@ -104,7 +104,7 @@ def zero_bubble_refuses_what_torch_has_compiled(bench: Bench, schedule: Any) -> 
         over(schedule, [bench.lone(torch.compile(Layer()))], 2)
 
 
-@case(ScheduleZBVZeroBubble, ScheduleDualPipeV)
+@case(ScheduleZBVZeroBubble)
 def zero_bubble_takes_ours_with_inductor(bench: Bench, schedule: Any) -> None:
     stages = [bench.lone(Layer(), index, 2, backend="inductor") for index in range(2)]
     assert stages == over(schedule, stages, 2)._stages
