@@ -6,7 +6,6 @@ from ..page import Page, Part
 from . import (
     ablation,
     autograd_overhead,
-    gathering,
     memory,
     operations,
     steps,
@@ -90,18 +89,6 @@ as 2BP does it. *Slices*: accumulated, W in parts. All but fused and concatenate
 the same. *MiB on top*: the most alive inside W above what was alive before.""",
         ablation.measure,
         ablation.render,
-    ),
-    "accumulation": Part(
-        "Gradient accumulation of whole models",
-        """\
-k microbatches through a whole model, from token ids or images to the loss, by the autograd face:
-no input needs a gradient, so I is the chain of derivatives down to the embeddings or the first
-convolution. *Autograd*: plain forward and `backward()`, k times. *W each*: `backward_weight()`
-after every `backward()`. *W last*: once, for all k. *Concatenated*: likewise, with one product for
-each parameter over all k. All but the last are bit for bit the same. *MiB on top*: the most alive
-inside a step above what was alive before, gradients left out.""",
-        gathering.measure,
-        gathering.render,
     ),
     "face": Part(
         "The autograd face",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.results import Results, Target, verdicts
-from benchmarks.split import clock, gathering, memory, operations, reference, steps
+from benchmarks.split import clock, memory, operations, reference, steps
 from benchmarks.split.contenders import Autograd, Autosplit, ByHand, Contender, TorchSplit, eager
 from benchmarks.split.meter import levels
 from benchmarks.split.models import BUILDERS, SIZES, Subject, build
@@ -172,20 +172,6 @@ def test_operations_of_every_action(kind: type, subject: Subject) -> None:
     found = operations.flops(kind(subject.module, *options), subject)
     late = 0 if kind is Autograd else 2 * product
     assert found == {"F": 2 * product, "I": 4 * product - late, "W": late}
-
-
-def test_accumulation_adds_up_the_same_gradients() -> None:
-    """Bit for bit where whole gradients are added, and one product over all but for rounding."""
-    torch.manual_seed(0)
-    data = torch.randn(8, 256), torch.randn(8, 256)
-    subject = gathering.Whole("perceptron", Perceptron(), *data, nn.functional.mse_loss)
-    one, two = gathering.measure_whole(subject, 1, (1, 2))
-    assert [one["name"], two["name"]] == ["perceptron, 1 microbatch", "perceptron, 2 microbatches"]
-    for row in (one, two):
-        differences = {name: way["difference"] for name, way in row["ways"].items()}
-        assert differences.pop("concatenated") < 1e-5
-        assert set(differences.values()) == {0.0}
-    assert "concatenated / autograd" in gathering.render([one, two])
 
 
 def test_targets() -> None:
