@@ -6,49 +6,22 @@ import functools
 import gc
 import importlib
 import inspect
-import pickle
 import random
 import sys
-import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing import connection
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.default_group import serve_store
-from autosplit.pipeline.engine.launch import Failure, Job, Success, first_cause, work
 from autosplit.pipeline.search import within_memory
 from autosplit.pipeline.search.search import search
+from benchmarks.kept_ranks import KeptRanks
 from tests import devices
 from tests.cheap_tracing import trace_cheaply
 from tests.interpreters import rank_processes
-
-T = TypeVar("T")
-
-_GRACE = 5.0  # seconds for the other ranks to say what they saw
-
-
-@dataclass
-class _Rank:
-    number: int
-    process: BaseProcess
-    pipe: Connection
-
-    def outcome(self) -> Success | Failure:
-        try:
-            found: Success | Failure = pickle.loads(self.pipe.recv_bytes())
-        except (EOFError, OSError):
-            self.process.join(_GRACE)
-            return Failure.of_death(self.number, self.process.exitcode)
-        return found
 
 
 def collect_rarely() -> None:
@@ -86,95 +59,28 @@ def forget_meshes() -> None:
         debug._clear_sharding_prop_cache()
 
 
-class Ranks:
-    """Calls functions as ``launch`` does: as its ranks, in a process group of their own.
-
-    What starts a process, imports torch and captures for the first time is paid once. Where a
-    rank fails or hangs, all are ended; the next call has new ones.
-    """
+class Ranks(KeptRanks):
+    """Those that tests run on, each call as in a process that is new."""
 
     def __init__(self) -> None:
-        self._ranks: list[_Rank] = []
+        super().__init__(rank_processes(), _as_new)
 
-    def __call__(
-        self,
-        fn: Callable[..., T],
-        nprocs: int,
-        args: Sequence[Any] = (),
-        *,
-        timeout: float,
-        threads: int | None = 1,
-    ) -> list[T]:
-        """What ``fn(*args)`` returns on each of ``nprocs`` ranks.
-
-        Raises:
-            PipelineError: a rank raised, died or did not end within ``timeout`` seconds.
-        """
+    def __call__(self, fn: Any, nprocs: int, *args: Any, **options: Any) -> list[Any]:
         devices.need(nprocs)
-        store = serve_store(timeout)
-        job = Job(pickle.dumps((fn, tuple(args))), nprocs, store.port, timeout, threads)
-        while len(self._ranks) < nprocs:
-            self._ranks.append(_started(len(self._ranks)))
-        ranks = self._ranks[:nprocs]
-        for rank in ranks:
-            rank.pipe.send(job)
-        found = _outcomes(ranks, time.monotonic() + timeout)
-        failures = [each for each in found.values() if isinstance(each, Failure)]
-        if failures or len(found) < nprocs:
-            self.end()
-            said = f"ranks {sorted(found)} of {nprocs} ended within {timeout} s"
-            raise PipelineError(first_cause(failures).report if failures else said)
-        return [found[at].value for at in range(nprocs)]
-
-    def end(self) -> None:
-        """End the processes, which between two calls hold nothing that is to be put away."""
-        for rank in self._ranks:
-            rank.pipe.close()
-            rank.process.kill()
-            rank.process.join()
-        self._ranks.clear()
+        return super().__call__(fn, nprocs, *args, **options)
 
 
-def _started(number: int) -> _Rank:
-    context = rank_processes()
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(number, theirs), name=f"rank {number}")
-    process.start()
-    theirs.close()
-    return _Rank(number, process, ours)
-
-
-def _outcomes(ranks: Sequence[_Rank], deadline: float) -> dict[int, Any]:
-    """How each rank ended its call; after a failure, of those that end soon."""
-    found: dict[int, Any] = {}
-    waiting = {rank.pipe: rank for rank in ranks}
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for pipe in connection.wait([*waiting], left):
-            rank = waiting.pop(pipe)  # type: ignore[arg-type]
-            found[rank.number] = rank.outcome()
-            if isinstance(found[rank.number], Failure):
-                deadline = min(deadline, time.monotonic() + _GRACE)
-    return found
-
-
-def _serve(number: int, pipe: Connection) -> None:
-    """Run one call after another, each as in a process that is new, until the pipe closes."""
+def _as_new() -> None:
     devices.use(devices.chosen())
     collect_rarely()
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            return
-        trace_cheaply()
-        measure_cheaply()
-        search_cheaply()
-        random.seed(0)
-        torch.manual_seed(0)
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
-        forget_meshes()
-        work(job, number, pipe)
+    trace_cheaply()
+    measure_cheaply()
+    search_cheaply()
+    random.seed(0)
+    torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    forget_meshes()
 
 
 def ranks(count: int, *, timeout: float = 150.0) -> Callable[[Callable[..., Any]], Any]:

@@ -10,10 +10,10 @@ import torch
 
 from autosplit.errors import PipelineError
 
+from ...kept_ranks import HungError, KeptRanks
 from ..examine import Verdict
 from ..judge import differences, out_of_tolerance
 from ..observe import Observed
-from .kept_ranks import HungError, KeptRanks
 from .lesson import Lesson, subjects
 from .on_rank import Trained, train_on_rank
 from .reference import taught
@@ -30,9 +30,11 @@ def measure(names: Sequence[str], stages: int, limit: float) -> Iterator[dict[st
         stages: on as many ranks.
         limit: seconds for one architecture.
     """
-    ranks = KeptRanks(stages, _CALLS)
+    ranks = KeptRanks()
     try:
-        for name in names:
+        for at, name in enumerate(names):
+            if at % _CALLS == 0:
+                ranks.end()
             start = time.perf_counter()
             verdict, detail, cut = _of(name, stages, limit, ranks)
             found = {"verdict": verdict, "detail": detail, "cut": cut}
@@ -46,9 +48,9 @@ def measure(names: Sequence[str], stages: int, limit: float) -> Iterator[dict[st
 def _of(name: str, stages: int, limit: float, ranks: KeptRanks) -> tuple[str, str, str]:
     """Verdict, what differs or why there is nothing, and where the model was cut."""
     try:
-        every = ranks(train_on_rank, (name, stages, limit), limit)
+        every = ranks(train_on_rank, stages, (name, stages, limit), timeout=limit)
     except HungError as error:
-        return HUNG, f"{error} within {limit:.0f} s", ""
+        return HUNG, str(error), ""
     except PipelineError as error:
         lines = str(error).splitlines()
         return Verdict.CRASHED.value, f"{lines[0]} ({lines[-1]})"[:500], ""
