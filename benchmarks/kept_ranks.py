@@ -113,10 +113,10 @@ class KeptRanks:
 def _outcomes(ranks: Sequence[_Rank], deadline: float) -> dict[int, Any]:
     """How each rank ended its call; after a failure, of those that end soon."""
     found: dict[int, Any] = {}
-    waiting = {rank.pipe: rank for rank in ranks}
+    waiting: dict[Any, _Rank] = {rank.pipe: rank for rank in ranks}
     while waiting and (left := deadline - time.monotonic()) > 0:
         for pipe in connection.wait([*waiting], left):
-            rank = waiting.pop(pipe)  # type: ignore[arg-type]
+            rank = waiting.pop(pipe)
             found[rank.number] = rank.outcome()
             if isinstance(found[rank.number], Failure):
                 deadline = min(deadline, time.monotonic() + _GRACE)
