@@ -23,7 +23,7 @@ from torch._dynamo.convert_frame import preserve_global_state
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import UserFunctionVariable
+from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import TracingContext
@@ -269,6 +269,26 @@ def lists_sliced_at_once() -> Iterator[None]:
             kinds = [each.python_type() for each in given]
             if kinds == [nn.ModuleList, slice]:
                 return original(UserFunctionVariable(cast(FunctionType, _slice)), tx, given, kwargs)
+        return original(function, tx, args, kwargs)
+
+    with patch.object(UserFunctionVariable, "call_function", call_function):
+        yield
+
+
+@contextlib.contextmanager
+def masks_left_out_as_in_eager_mode() -> Iterator[None]:
+    """Masks of transformers that say no more than ``is_causal=True`` are left out, as they are in
+    eager mode and under ``torch.compile``: with a mask, attention runs other kernels, for which
+    grouped keys and values are repeated. For ``torch.export`` it makes them all, as its graphs are
+    for whatever values; these are for the values that their guards allow.
+    """
+    original: Any = UserFunctionVariable.call_function
+
+    def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        asked = getattr(getattr(function, "fn", None), "__name__", "")
+        asks = tx.f_globals.get("__name__")
+        if (asks, asked) == ("transformers.masking_utils", "is_torchdynamo_exporting"):
+            return ConstantVariable.create(False)
         return original(function, tx, args, kwargs)
 
     with patch.object(UserFunctionVariable, "call_function", call_function):
