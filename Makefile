@@ -1,6 +1,7 @@
 # make demo   train one model fused and split over two processes; results in demo-output/
 # make test   ruff, import-linter, vulture, mypy, pytest, the docs, and a wheel imported from an empty directory
 # make test-gpu   the tests on a CUDA device, then F, I and W beside torch.compile there; two tables
+# make test-torch VERSION=2.15   the tests with another torch, in an environment of its own
 # make docs   the pages of docs/ and the API reference, as a site in build/site
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 # Tests start many processes, which otherwise compile every module that they import again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-gpu lint types unit docs wheel clean
+.PHONY: demo test test-gpu test-torch lint types unit docs wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/autosplit compare examples.models:llama --stages 2 --schedule 1f1b \
@@ -22,6 +23,15 @@ test: $(VENV)/installed
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python .ci/test_on_device.py cuda
+
+test-torch: OTHER := build/venv-$(VERSION)
+test-torch:
+	test -n "$(VERSION)" || { echo "name a version: make test-torch VERSION=2.15"; exit 2; }
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt \
+		--editable '.[dev]' 'torch==$(VERSION).*'
+	$(OTHER)/bin/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

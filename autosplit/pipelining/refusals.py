@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +20,7 @@ from autosplit.capture.side_effects import error_of_call
 from autosplit.errors import CaptureError, FailingCallError, PipelineError
 from autosplit.module import SplitModule
 from autosplit.pipelining.results import described
-from autosplit.torch_internals.pipelining_stage import StageShapeError
+from autosplit.torch_internals.pipelining_stage import StageShapeError, TensorMeta
 
 _NOT_TAKEN = {
     "dw_builder": "the stage runs W itself. Leave it out; or keep torch's PipelineStage around "
@@ -158,14 +157,18 @@ def refuse_unfit_call(
 
 
 def refuse_difference(
-    owner: str, what: str, argument: str, given: Sequence[Tensor] | None, found: Sequence[Tensor]
+    owner: str,
+    what: str,
+    argument: str,
+    given: Sequence[Tensor] | None,
+    found: Sequence[Tensor | TensorMeta],
 ) -> None:
     """Refuse examples that are not as the tensors are.
 
     Raises:
         StageShapeError: shows both.
     """
-    if given is None or [_kind(t) for t in given] == [_kind(t) for t in found]:
+    if given is None or _listed(given) == _listed(found):
         return
     source = "what comes in is" if what == "input" else "the module returns"
     raise StageShapeError(
@@ -175,12 +178,8 @@ def refuse_difference(
     )
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
-def _listed(tensors: Sequence[Tensor]) -> str:
-    return described([t.detach() for t in tensors]).replace(" without gradient", "") or "nothing"
+def _listed(tensors: Sequence[Tensor | TensorMeta]) -> str:
+    return described(tensors).replace(" without gradient", "") or "nothing"
 
 
 def refused_capture(
@@ -219,8 +218,7 @@ def refused_capture(
     made: Exception
     if failing:
         why = str(error) if own is None else f"{type(own).__name__}: {own} {line_of(own)}".rstrip()
-        tensors = described([each.detach() for each in leaves if isinstance(each, Tensor)])
-        tensors = tensors.replace(" without gradient", "")
+        tensors = _listed([each for each in leaves if isinstance(each, Tensor)])
         source, advice = (
             f"stage {stage_index - 1} hands on",
             "Let the one return what the other takes",
@@ -228,7 +226,7 @@ def refused_capture(
         if not stage_index:
             source, advice = "step() was given", "Give it what the module's forward takes"
         made = PipelineError(
-            f"{owner} cannot be called with what {source}, {tensors or 'no tensor'}"
+            f"{owner} cannot be called with what {source}, {tensors}"
             f"{', keyword arguments last' if kwargs else ''}: {why.rstrip('.')}. {advice}"
         )
     else:

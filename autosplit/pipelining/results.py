@@ -5,7 +5,7 @@ The last stage's outputs as the loss function sees them, and the gradients that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from autosplit.errors import CaptureError, PipelineError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.autograd import without_autocast
-from autosplit.torch_internals.pipelining_stage import StageShapeError
+from autosplit.torch_internals.pipelining_stage import StageShapeError, TensorMeta
 from autosplit.torch_internals.pytree import TreeSpec
 
 
@@ -30,6 +30,7 @@ class Results:
         spec: how they make it up.
         structure: the same, where a next stage cannot take the tensors as its arguments.
         differentiable: places of those that need a gradient.
+        metas: the tensors as they are handed on.
     """
 
     def __init__(self, functions: SplitFunctions) -> None:
@@ -42,10 +43,10 @@ class Results:
         self._specs = [_dense(specs[self._names[at]]) for at in self._tensors]
         tangents = functions.tangent_specs
         self.differentiable = [at for at in self._tensors if self._names[at] in tangents]
-        self._unchanged = all(
-            specs[self._names[at]] == spec
+        self.metas = [
+            TensorMeta(spec.shape, spec.stride, spec.dtype, at in self.differentiable)
             for at, spec in zip(self._tensors, self._specs, strict=True)
-        )
+        ]
 
     @property
     def structure(self) -> TreeSpec | None:
@@ -74,38 +75,20 @@ class Results:
                     "the next one. Leave it out, or let the next stage compute it"
                 )
 
-    def refuse_other_shapes(self, owner: str, chunk: int, told: Mapping[int, Results]) -> None:
-        """Refuse outputs that are not what the next stage was told.
+    def refuse_other_shapes(self, owner: str, chunk: int, agreed: Results) -> None:
+        """Refuse outputs of a microbatch that are not what the next stage was told.
 
         Raises:
             StageShapeError: says what was agreed and what came.
         """
-        agreed = told.get(chunk, told[0])
-        if agreed is self:
-            return
-        if (agreed._specs, agreed.differentiable, agreed.spec) != (
-            self._specs,
-            self.differentiable,
-            self.spec,
-        ):
+        if agreed is not self and (agreed.metas, agreed.spec) != (self.metas, self.spec):
             raise StageShapeError(
-                f"{owner}: microbatch {chunk} has the outputs {described(self.examples())}, but "
-                f"the next stage was told to expect {described(agreed.examples())} at first. "
+                f"{owner}: microbatch {chunk} has the outputs {described(self.metas)}, but "
+                f"the next stage was told to expect {described(agreed.metas)} at first. "
                 "Give every step batches of one size that the number of microbatches divides "
                 "(drop_last=True in a DataLoader); where the module itself was changed, such as by "
                 "freezing parameters, build stages and schedule anew"
             )
-
-    def examples(self) -> list[Tensor]:
-        """The tensors without memory, those that need a gradient as such."""
-        made = []
-        for at, spec in zip(self._tensors, self._specs, strict=True):
-            blank = torch.empty_strided(
-                spec.shape, spec.stride, dtype=spec.dtype, device=spec.device
-            )
-            blank.untyped_storage().resize_(0)
-            made.append(blank.requires_grad_(at in self.differentiable))
-        return made
 
     def without_gradient(self, absent: Sequence[int]) -> list[int]:
         """Places of the graph's inputs that get no gradient where these tensors have none."""
@@ -147,7 +130,7 @@ def as_received(grad: Tensor | None, meta: Any, device: torch.device) -> Tensor:
     return spec.zeros() if grad is None else spec.conform(grad)
 
 
-def described(tensors: Sequence[Tensor]) -> str:
+def described(tensors: Sequence[Tensor | TensorMeta]) -> str:
     """Tensors' dtypes and shapes, for messages."""
     return ", ".join(
         f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"

@@ -16,7 +16,7 @@ from autosplit.module import SplitModule
 from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
 from autosplit.pipeline.validation.validate import validate
 from autosplit.torch_internals.distributed import fsdp_part
-from autosplit.torch_internals.pipelining_schedules import check_version, runtime_of
+from autosplit.torch_internals.pipelining_schedules import runtime_of
 
 
 def torch_schedule(
@@ -41,9 +41,7 @@ def torch_schedule(
     Raises:
         ScheduleError: torch's runtime cannot execute the schedule, or this rank holds other stages
             than were given.
-        PipelineError: torch's runtime is not as in the supported versions.
     """
-    check_version()
     validate(schedule)
     if schedule.mirror is not None:
         raise ScheduleError(

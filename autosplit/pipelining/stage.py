@@ -27,8 +27,8 @@ from autosplit.runtime.specializations import (
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.sharded.stage_sharding import StageSharding
 from autosplit.torch_internals.autograd import without_autocast
-from autosplit.torch_internals.pipelining_stage import RuntimeStage
-from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
+from autosplit.torch_internals.pipelining_stage import RuntimeStage, TensorMeta
+from autosplit.torch_internals.pytree import tree_unflatten
 
 from .refusals import (
     check_group,
@@ -42,7 +42,7 @@ from .refusals import (
     unwrapped,
 )
 from .results import LossBoundary, Results, as_received
-from .step import StageStep, StepGradients
+from .step import StageStep
 from .weight_gradients import WeightGradients
 
 T = TypeVar("T")
@@ -109,8 +109,8 @@ class SplitPipelineStage(RuntimeStage):
             others: what torch's stage takes besides is refused.
 
         Raises:
-            PipelineError: the group does not fit the stages, an argument is not what torch's stage
-                takes, or torch drives stages in another way than the supported versions do.
+            PipelineError: the group does not fit the stages, or an argument is not what torch's
+                stage takes.
             SplitError: an unknown backend, memory setting, accumulation or overlap; lists the known
                 ones.
         """
@@ -118,13 +118,12 @@ class SplitPipelineStage(RuntimeStage):
         check_group(stage_index, num_stages, group)
         self.stage_index = stage_index  # the base class sets the module first
         self._options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
-        super().__init__(submodule, stage_index, num_stages, device, group)
+        super().__init__(submodule, stage_index, num_stages, device, group=group)
         self._given = checked_examples(self._owner, "input_args", input_args)
         self._promised = checked_examples(self._owner, "output_args", output_args)
         self._weights = WeightGradients(Accumulation(accumulation))
         self._flatten = CallFlattening()
         self._results: dict[SplitFunctions, Results] = {}
-        self._agreed: dict[int, Results] = {}
         self._step = StageStep(self)
         self._forget()
 
@@ -171,11 +170,6 @@ class SplitPipelineStage(RuntimeStage):
         return self._graphs.latest
 
     @property
-    def step_gradients(self) -> StepGradients:
-        """What this rank's stages add to ``.grad`` in one step."""
-        return self._step.gradients
-
-    @property
     def joins_weights(self) -> bool:
         """Whether Ws that follow each other are one call."""
         return self._weights.joins
@@ -191,42 +185,41 @@ class SplitPipelineStage(RuntimeStage):
         self._forget()
         self._step.begin()
 
-    def trace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], chunk: int
-    ) -> tuple[Sequence[Tensor], TreeSpec | None]:
-        """Capture and compile the module for inputs like these."""
-        if chunk == 0:
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Results:
+        """Capture and compile the module for inputs like these, of the first microbatch or of
+        another one: what it returns.
+        """
+        if first:
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
             refuse_difference(self._owner, "input", "input_args", self._given, args)
-            self._agreed = {}
         self.sharding.look()
         functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
-        made = self._agreed[chunk] = self._results_of(functions)
+        made = self._results_of(functions)
         if not self.is_last:
             refuse_dtensors(self._owner, self._module, functions)
             made.refuse_objects(self._owner)
-        examples = made.examples()
-        if chunk == 0:
-            refuse_difference(self._owner, "output", "output_args", self._promised, examples)
+        if first:
+            refuse_difference(self._owner, "output", "output_args", self._promised, made.metas)
         if functions.has_backward:
             calls = self._weights.calls(functions, self._step.calls())
             functions.compile(calls, self._weights.accumulation)
-        return examples, made.structure
+        return made
 
-    def without_gradient(self, absent: Sequence[int]) -> Sequence[int]:
-        """Places of inputs that get no gradient where these of the outputs have none."""
-        return self._agreed[0].without_gradient(absent)
-
-    def run_forward(
-        self, chunk: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Tensor, ...]]:
-        """F."""
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """F: the result."""
+        chunk, args, kwargs = fwd_chunk_id, self.arguments(fwd_chunk_id, args), kwargs or {}
         leaves, structure = self._flatten(args, kwargs)
         gathered = self.sharding.gather()
         functions, made, state = self._step_graphs(args, kwargs, leaves, structure)
         del args
         if not self.is_last:
-            made.refuse_other_shapes(self._owner, chunk, self._agreed)
+            made.refuse_other_shapes(self._owner, chunk, self.agreed.results[chunk])
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         kept = self._kept_roots(chunk, functions, leaves, kwargs)
@@ -245,24 +238,32 @@ class SplitPipelineStage(RuntimeStage):
             self.sharding.free()
         if not self.is_last:
             sent = made.sent(outputs)
-            return tree_unflatten(made.filled(outputs, sent), made.spec), sent
+            self.hand_on(chunk, sent)
+            return tree_unflatten(made.filled(outputs, sent), made.spec)
         if functions.has_backward:
             boundary = self._losses[chunk] = LossBoundary(outputs, made.differentiable)
             outputs = boundary.outputs
-        return tree_unflatten(outputs, made.spec), ()
+        output = tree_unflatten(outputs, made.spec)
+        if save_forward_output:
+            self.output_chunks.append(output)
+        return output
 
-    def run_loss(self, chunk: int, loss: Any) -> list[Tensor | None]:
-        """Gradients of the last stage's outputs."""
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """B, or I, which has the gradients of what was received."""
+        if not self.has_backward:
+            return
+        chunk = bwd_chunk_id
         boundary = self._losses.pop(chunk, None)
-        if boundary is None:
-            return []
-        return boundary.gradients(self.stage_index, loss)
-
-    def run_backward(
-        self, chunk: int, grads: list[Tensor | None], *, whole: bool, last: bool
-    ) -> tuple[Tensor | None, ...]:
-        """I, or B: gradients of what was received."""
-        metas = () if self.is_first else self.input_metas(chunk)
+        grads = [] if self.is_last else self.gradients(chunk)
+        if boundary is not None:
+            grads = boundary.gradients(self.stage_index, loss)
+        metas = self.agreed.inputs[chunk]
         flight = self._saved.pop(chunk, None)
         if flight is None:
             if chunk not in self._untrained:
@@ -271,18 +272,17 @@ class SplitPipelineStage(RuntimeStage):
                     "has one I or B"
                 )
             self._done.add(chunk)
-            return self._sent_back(metas, [None] * len(metas))
+            self._send_back(chunk, metas, [None] * len(metas))
+            return
         functions = flight.functions
-        made = self._results_of(functions)
-        arrived = made.arrived(grads)
+        arrived = self._results_of(functions).arrived(grads)
         grads.clear()
         absent = functions.dependence.absent(arrived)
         skipped = functions.dependence.without_gradient(absent)
         idle = functions.dependence.idle_inputs(absent)
-        fused = not whole and self._step.fuses(chunk)
         self.sharding.gather()
         with torch.no_grad(), without_autocast():
-            if whole or fused:
+            if full_backward or self._step.fuses(chunk):
                 found = self._called("B", chunk, self._weights.whole, flight, arrived, skipped)
                 self._done.add(chunk)
             else:
@@ -294,12 +294,15 @@ class SplitPipelineStage(RuntimeStage):
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             found[at] = None
         self._hand_to_roots(chunk, found)
-        if whole and last:
+        if full_backward and last_backward:
             self._step.end()
-        return self._sent_back(metas, found)
+        self._send_back(chunk, metas, found)
 
-    def run_weights(self, chunk: int, *, last: bool) -> None:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """W; with those that waited for it, in one call."""
+        if not self.has_backward:
+            return
+        chunk = bwd_chunk_id
         if chunk in self._done:
             self._done.discard(chunk)
         elif chunk not in self._deferred:
@@ -316,12 +319,20 @@ class SplitPipelineStage(RuntimeStage):
             with torch.no_grad(), without_autocast():
                 self._called("W", chunk, self._weights.deferred, works)
             self.sharding.accumulate()
-        if last:
+        if last_backward:
             self._step.end()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the step's gradients of sharded parameters, and divide them."""
+        self.start_gradient_reduction()
+        self.wait_for_gradient_reduction(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """The first half of it, which torch asks for by itself from 2.15 on."""
         self.sharding.reduce()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """The second half."""
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
 
@@ -337,14 +348,17 @@ class SplitPipelineStage(RuntimeStage):
             failed = failed_call(f"{kind} of microbatch {chunk} of {self._owner}", error)
         raise failed
 
-    def _sent_back(
-        self, metas: Sequence[Any], found: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of what was received, as it lay in memory; zeros where one is waited for."""
-        return tuple(
+    def _send_back(
+        self, chunk: int, metas: Sequence[TensorMeta], found: Sequence[Tensor | None]
+    ) -> None:
+        """Have gradients sent of what was received, as it lay in memory; zeros where one is waited
+        for.
+        """
+        each = zip(found, metas, self.agreed.wanted, strict=False)
+        self.bwd_cache[chunk] = tuple(
             [
-                as_received(grad, meta, self.device) if self.sends_gradient(at) else None
-                for at, (grad, meta) in enumerate(zip(found, metas, strict=False))
+                as_received(grad, meta, self.device) if is_wanted else None
+                for grad, meta, is_wanted in each
             ]
         )
 

@@ -1,6 +1,7 @@
-"""One stage's part in a step of torch's runtime: what is known of the schedule, and scaling.
+"""A step of one of torch's schedules: one rank's part in it, and in that one stage's.
 
-A rank that fails inside of a step: its neighbours raise too, and say why.
+Stages agree on shapes before the first microbatch. A rank that fails inside of a step: its
+neighbours raise too, and say why.
 
 What a stage does better as it knows which action follows: I and W as a B, several W as one.
 
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,9 +37,13 @@ from autosplit.torch_internals.pipelining_schedules import (
     RunningSchedule,
     action_lists,
     described,
-    run_microbatches_by,
+    finalizes,
+    runner_of,
     running_schedule,
 )
+from autosplit.torch_internals.pipelining_stage import RuntimeStage
+
+from .agreement import Agreement
 
 if TYPE_CHECKING:
     from autosplit.pipelining.stage import SplitPipelineStage
@@ -132,8 +138,9 @@ def _joined(row: Sequence[Action]) -> set[tuple[int, int]]:
     }
 
 
-class FirstFailure:
-    """Ends a pipeline's steps on all ranks where one rank's step raises.
+class ScheduleSteps:
+    """One rank's steps of one of torch's schedules: its stages agree before the first microbatch,
+    and where a rank's step raises, all ranks end.
 
     The rank leaves its error in the store of the process group and closes its connections to the
     neighbouring stages, which would wait for its messages. Their waits end, they find the error,
@@ -141,148 +148,157 @@ class FirstFailure:
     at the group's timeout, and then say the same.
 
     Args:
-        schedule: its name.
-        group: of the pipeline; None for all ranks.
-        neighbours: global ranks that have a stage next to one of this rank.
+        schedule: of torch's.
+        run: runs its microbatches.
+
+    Attributes:
+        running: what is known of it.
+        plan: how its actions are run.
+        gradients: what a step adds to those of this rank's stages.
     """
 
-    def __init__(
-        self, schedule: str, group: dist.ProcessGroup | None, neighbours: Iterable[int]
-    ) -> None:
-        self._schedule = schedule
-        self._group = dist.group.WORLD if group is None else group
-        self._neighbours = sorted({*neighbours} - {dist.get_rank()})
+    def __init__(self, schedule: Any, run: Callable[..., Any]) -> None:
+        self._schedule, self._run = weakref.ref(schedule), run
+        self._lists: Any = self  # not the schedule's
         self._ended: Fault | None = None
+        self._given: tuple[Any, Any, Any] | None = None
+        self._due: Agreement | None = None
+        self._agreement: Agreement | None = None
+        self._connected = self._agreeing = False
+        self.gradients = StepGradients()
+        self._look()
 
-    def run(self, microbatches: Callable[[], Any], is_told: Callable[[], bool]) -> Any:
-        """A step's microbatches.
+    def begin(self) -> None:
+        """Begin a step."""
+        self._look()
+        self.gradients.abandon()
 
-        Args:
-            microbatches: runs them.
-            is_told: whether the error that they ended with came before the first of them, while
-                stages agreed on shapes: then neighbours know of it, and a next step may go well.
+    def divides(self, stage: SplitPipelineStage) -> bool:
+        """Whether the step divides the gradients of a stage itself."""
+        ends = finalizes(self._schedule()) or not stage.sharding.groups
+        return self.running.scales and ends and stage.stage_index in self.running.reduces
+
+    def __call__(
+        self,
+        arg_mbs: Any = None,
+        kwarg_mbs: Any = None,
+        target_mbs: Any = None,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        """Run a step's microbatches, in the place of the schedule's own method.
 
         Raises:
             RankError: another rank failed; with its error and traceback.
+            NeighbourError: another rank failed before the first microbatch. The next step may go
+                well.
             PipelineError: a step has failed before.
             Exception: as it was raised on this rank.
         """
         if self._ended is not None:
             raise PipelineError(
-                f"{self._schedule} has ended, as {self._ended.headline}. Its process group has no "
-                "connections any more: start anew, from a checkpoint, with new process groups"
+                f"{self.running.name} has ended, as {self._ended.headline}. Its process group has "
+                "no connections any more: start anew, from a checkpoint, with new process groups"
             )
+        count = self.running.microbatches
+        self._given = arg_mbs or [()] * count, kwarg_mbs or [{}] * count, target_mbs
+        self._agreeing = False
         try:
-            return microbatches()
+            self._begin_agreement()
+            given = arg_mbs, kwarg_mbs, target_mbs
+            return self._run(self._schedule(), *given, *rest, **more)
         except Exception as error:
-            board = self._board()
-            fault = None if board is None else board.first()
-            if fault is None and is_told():
-                raise
-            where = f"a step of {self._schedule}"
-            mine = Fault.of(dist.get_rank(), where, error, error.__traceback__)
+            fault = self._first_fault(error)
             if fault is None:
-                fault = mine if board is None else board.post(mine)
+                raise
             self._end(fault)
             if fault.rank == dist.get_rank():
                 raise
             raise RankError(fault.report, fault) from error
+        finally:
+            self._given = None
 
-    def _board(self) -> Board | None:
-        return None if self._group is None else Board(self._group.get_group_store())
+    def agree(self) -> None:
+        """Have this rank's stages agree with the others, where that is due in this step.
+
+        Raises:
+            PipelineError: a neighbouring rank has stages of torch's own.
+        """
+        due, self._due = self._due, None
+        if due is None or self._given is None:
+            return
+        if not self._connected and not all(map(due.has_begun, self._neighbours())):
+            self._refuse_torchs_stages()
+        stages = sorted(self.running.stages, key=attrgetter("stage_index"))
+        self._agreement, self._connected, self._agreeing = None, True, True
+        due.run(stages, *self._given)
+        self._agreement, self._agreeing = due, False
+        for stage in stages:
+            stage.agreement = due
+
+    def _begin_agreement(self) -> None:
+        """Agree anew in the first step, where training becomes evaluation, and where another
+        schedule has had the stages meanwhile.
+        """
+        stages, done = self.running.stages, self._agreement
+        if not all(isinstance(stage, RuntimeStage) for stage in stages):
+            self._refuse_torchs_stages()
+        trains, self._due = stages[0].has_backward, None
+        if done is None or done.trains != trains or any(s.agreement is not done for s in stages):
+            self._due = Agreement(self._group, stages[0].device, trains)
+        if self._connected:  # else when the schedule has connected the ranks, and asks for it
+            self.agree()
+
+    def _refuse_torchs_stages(self) -> NoReturn:
+        raise PipelineError(
+            f"{self.running.name} has stages of torch's own beside SplitPipelineStage, on this "
+            "rank or on one next to it, and they do not agree on shapes with each other. Make all "
+            "stages of a pipeline SplitPipelineStage; or keep torch's PipelineStage for all, each "
+            "around module = autosplit.split(submodule), with "
+            "dw_builder=autosplit.pipelining.dw_builder(module)"
+        )
+
+    def _first_fault(self, error: Exception) -> Fault | None:
+        """The fault that ends the steps; None where all ranks know of the error, which came before
+        the first microbatch.
+        """
+        board = Board(self._group.get_group_store())
+        fault = board.first()
+        if fault is None and not self._agreeing:
+            where = f"a step of {self.running.name}"
+            fault = board.post(Fault.of(dist.get_rank(), where, error, error.__traceback__))
+        return fault
 
     def _end(self, fault: Fault) -> None:
         self._ended = fault
-        if self._group is not None and dist.get_backend(self._group) == "gloo":
-            for rank in self._neighbours:
-                disconnect(self._group, rank)
+        if dist.get_backend(self._group) == "gloo":
+            for rank in self._neighbours():
+                disconnect(self._group, dist.get_global_rank(self._group, rank))
 
+    def _neighbours(self) -> list[int]:
+        """Ranks of the group that have a stage next to one of this rank."""
+        running = self.running
+        beside = {stage.stage_index + step for stage in running.stages for step in (-1, 1)}
+        ranks = {running.placement[at] for at in beside if at in running.placement}
+        return sorted(ranks - {running.stages[0].group_rank})
 
-class StageStep:
-    """What one stage knows of the step that runs.
-
-    Args:
-        stage: the stage.
-
-    Attributes:
-        gradients: those of the step, shared by the stages of one rank.
-    """
-
-    def __init__(self, stage: SplitPipelineStage) -> None:
-        self._stage = weakref.ref(stage)
-        self._schedule: Any = None
-        self._lists: Any = None
-        self._running: RunningSchedule | None = None
-        self._plan = ActionPlan()
-        self._apart = self._mixed = self._ended = False
-        self._parameters: Sequence[Tensor] = ()
-        self.gradients = StepGradients()
-
-    def begin(self) -> None:
-        """Find the schedule, and keep its gradients apart from earlier ones where it scales."""
-        schedule = running_schedule()
-        self._find(schedule)
-        self._ended = False
-        if not self._of.has_backward:
-            return
-        running = self._running
-        self._parameters = self._of.sharding.owners(self._of.parameters())
-        # As torch does: actions without REDUCE_GRAD, read from a file of them, divide nothing.
-        reduces = running is not None and self._of.stage_index in running.reduces
-        self._apart = running is not None and running.scales and reduces
-        self._mixed = running is None and any(p.grad is not None for p in self._parameters)
-        if running is None:
-            return
-        ours = [each for each in running.stages if hasattr(each, "step_gradients")]
-        if ours[0] is self._of:
-            self.gradients.abandon()
-        else:
-            self.gradients = ours[0].step_gradients
-        if self._apart:
-            self.gradients.begin(self._parameters)
-
-    def end(self) -> None:
-        """Everything was added: have it averaged where data parallelism is to, and reduced where
-        the schedule will not ask for that.
-        """
-        running, module = self._running, self._of.submod
-        if isinstance(module, DistributedDataParallel):
-            average_gradients(module)
-        if running is None or self._of.stage_index not in running.reduces:
-            self._of.sharding.reduce()
-
-    def scale(self, factor: int) -> None:
-        """Divide what this step added.
-
-        Raises:
-            PipelineError: it cannot be told from what was there before.
-        """
-        if not self._of.has_backward:  # torch's runtime asks in an evaluation, too
-            return
-        if self._apart:
-            if not self._ended:
-                self._ended = True
-                self.gradients.scale(self._parameters, factor)
-        elif self._mixed and factor != 1:
-            raise PipelineError(
-                f"stage {self._of.stage_index}: gradients are to be divided by {factor}, but it "
-                "was not told by a schedule's step() that they would be, so those of earlier steps "
-                "are among them. Set them to None before, or run the schedule by step()"
-            )
-        elif factor != 1:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(factor)
+    def _look(self) -> None:
+        """Learn of the schedule's actions: other ones where they were exchanged."""
+        schedule = self._schedule()
+        if self._lists is not action_lists(schedule):
+            self.running = described(schedule)
+            self._check_placement()
+            first = self.running.stages[0]
+            self.plan, self._group = ActionPlan.of(self.running, first.group_rank), first.ranks
+            self._lists = action_lists(schedule)
 
     def _check_placement(self) -> None:
-        """Refuse a schedule that puts this stage on another rank, or cannot run it.
+        """Refuse a schedule that puts these stages on another rank, or cannot run them.
 
         Raises:
             PipelineError: names the stages that belong here.
         """
-        running, stage = self._running, self._of
-        if running is None:
-            return
+        running, stage = self.running, self.running.stages[0]
         if running.single and stage.group_size != stage.num_stages:
             raise PipelineError(
                 f"{running.name} runs one stage a rank: {stage.num_stages} stages need a process "
@@ -296,48 +312,87 @@ class StageStep:
                 f"{stage.group_size}, which was given {held}"
             )
 
+
+class StageStep:
+    """What one stage knows of the step that runs.
+
+    Args:
+        stage: the stage.
+    """
+
+    def __init__(self, stage: SplitPipelineStage) -> None:
+        self._stage = stage
+        self._steps: ScheduleSteps | None = None
+        self._apart = self._mixed = self._ended = False
+        self._parameters: Sequence[Tensor] = ()
+
+    def begin(self) -> None:
+        """Find the schedule, and keep its gradients apart from earlier ones where it scales."""
+        stage, schedule = self._stage, running_schedule()
+        steps = None if schedule is None else runner_of(schedule, ScheduleSteps)
+        if steps is not None:
+            stage.agree = steps.agree
+            if steps.running.stages[0] is stage:
+                steps.begin()
+        self._steps, self._ended = steps, False
+        if not stage.has_backward:
+            return
+        self._parameters = stage.sharding.owners(stage.parameters())
+        self._mixed = steps is None and any(p.grad is not None for p in self._parameters)
+        # As torch does: actions without REDUCE_GRAD, read from a file of them, divide nothing.
+        self._apart = steps is not None and steps.divides(stage)
+        if steps is not None and self._apart:
+            steps.gradients.begin(self._parameters)
+
+    def end(self) -> None:
+        """Everything was added: have it averaged where data parallelism is to, and reduced where
+        the schedule will not ask for that.
+        """
+        steps, stage = self._steps, self._stage
+        if isinstance(stage.submod, DistributedDataParallel):
+            average_gradients(stage.submod)
+        if steps is None or stage.stage_index not in steps.running.reduces:
+            stage.sharding.reduce()
+
+    def scale(self, factor: int) -> None:
+        """Divide what this step added.
+
+        Raises:
+            PipelineError: it cannot be told from what was there before.
+        """
+        if not self._stage.has_backward:  # torch's runtime asks in an evaluation, too
+            return
+        if self._apart and self._steps is not None:
+            if not self._ended:
+                self._ended = True
+                self._steps.gradients.scale(self._parameters, factor)
+        elif self._mixed and factor != 1:
+            raise PipelineError(
+                f"stage {self._stage.stage_index}: gradients are to be divided by {factor}, but it "
+                "was not told by a schedule's step() that they would be, so those of earlier steps "
+                "are among them. Set them to None before, or run the schedule by step()"
+            )
+        elif factor != 1:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(factor)
+
     def calls(self) -> list[Call]:
         """The calls of this stage's graphs in one step, in their order."""
-        stage = self._of
+        stage = self._stage
         return self._plan.calls(stage.stage_index, joined=stage.joins_weights)
 
     def fuses(self, chunk: int) -> bool:
         """Whether I of this microbatch runs with its W, as B."""
-        return (self._of.stage_index, chunk) in self._plan.fused
+        return (self._stage.stage_index, chunk) in self._plan.fused
 
     def joins(self, chunk: int) -> bool:
         """Whether W of this microbatch may wait for the next action, which is W of this stage."""
-        return (self._of.stage_index, chunk) in self._plan.joined
+        return (self._stage.stage_index, chunk) in self._plan.joined
 
     @property
-    def _of(self) -> SplitPipelineStage:
-        stage = self._stage()
-        if stage is None:
-            raise PipelineError("the stage of this step is gone")
-        return stage
-
-    def _find(self, schedule: Any) -> None:
-        known = self._schedule() if self._schedule is not None else None
-        if schedule is None:
-            self._schedule, self._running, self._plan = None, None, ActionPlan()
-        elif known is not schedule or self._lists is not action_lists(schedule):
-            self._schedule = weakref.ref(schedule)
-            self._lists = action_lists(schedule)
-            self._running = described(schedule)
-            self._check_placement()
-            self._plan = ActionPlan.of(self._running, self._of.group_rank)
-            failure = FirstFailure(self._running.name, self._of.group, self._neighbours())
-            run_microbatches_by(schedule, failure.run)
-
-    def _neighbours(self) -> Iterator[int]:
-        """Global ranks that have a stage next to one of this rank."""
-        running, group = self._running, self._of.group or dist.group.WORLD
-        if running is None or group is None:
-            return
-        for stage in running.stages:
-            for at in (stage.stage_index - 1, stage.stage_index + 1):
-                if at in running.placement:
-                    yield dist.get_global_rank(group, running.placement[at])
+    def _plan(self) -> ActionPlan:
+        return ActionPlan() if self._steps is None else self._steps.plan
 
 
 class StepGradients:

@@ -5,6 +5,7 @@ refused; collectives as graphs run them.
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,12 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     exchange = torch.ops._c10d_functional
     begun = exchange.all_reduce.default(tensor, "sum", group.group_name)
     found: Tensor = exchange.wait_tensor.default(begun)
+    return found
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a group waits for communication of tensors on a device."""
+    found: timedelta = group._get_backend(device).options._timeout
     return found
 
 

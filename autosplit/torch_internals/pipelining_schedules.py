@@ -6,35 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch.distributed.pipelining import schedules
 
-from autosplit.errors import PipelineError
-from autosplit.torch_internals import version
-
-SUPPORTED = ((2, 13), (2, 14))
-"""Before them stages do not agree on shapes by these methods, after them they keep other state."""
-
-
-def check_version() -> None:
-    """Refuse a torch whose pipelining drives stages in another way than is written down here.
-
-    Raises:
-        PipelineError: names the supported versions.
-    """
-    if version.TORCH in SUPPORTED:
-        return
-    supported = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
-    raise PipelineError(
-        f"torch {torch.__version__} drives pipeline stages in another way than those supported "
-        f"here, torch {supported}. Install one of them; or keep torch's PipelineStage around "
-        "autosplit.split(module) with dw_builder=autosplit.pipelining.dw_builder(module); or train "
-        "with autosplit.pipeline.PipelineTrainer"
-    )
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,43 +52,22 @@ def running_schedule() -> Any:
     return None
 
 
-def run_microbatches_by(
-    schedule: Any, run: Callable[[Callable[[], Any], Callable[[], bool]], Any]
-) -> None:
-    """Have all steps of a schedule from now on, that which calls this included, run what they do
-    with their microbatches by ``run(microbatches, is_told)``, see ``FirstFailure.run``. Once only:
-    a schedule that has it keeps it.
+def runner_of(schedule: Any, make: Callable[[Any, Callable[..., Any]], R]) -> R:
+    """What runs the microbatches of a schedule's steps, that which calls this included, in the
+    place of its own method: made once, of the schedule and of that method.
     """
-    if "_step_microbatches" in vars(schedule):
-        return
-    inner, owner = type(schedule)._step_microbatches, weakref.ref(schedule)
-
-    def step_microbatches(*args: Any, **kwargs: Any) -> Any:
-        mine = owner()
-
-        def is_told() -> bool:
-            return any(getattr(stage, "agreeing", False) for stage in stages_of(mine))
-
-        return run(lambda: inner(mine, *args, **kwargs), is_told)
-
-    schedule._step_microbatches = step_microbatches
+    made: R = vars(schedule).get("_step_microbatches") or make(
+        schedule, type(schedule)._step_microbatches
+    )
+    schedule._step_microbatches = made
+    return made
 
 
-def stages_of(schedule: Any) -> list[Any]:
-    """This rank's stages."""
-    single = isinstance(schedule, schedules.PipelineScheduleSingle)
-    return [schedule._stage] if single else list(schedule._stages)
-
-
-def given_microbatches() -> tuple[Sequence[Any], Sequence[Any]]:
-    """Positional and keyword arguments of the microbatches of the step that calls this."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        known = frame.f_locals
-        if frame.f_code.co_name == "_step_microbatches" and "arg_mbs" in known:
-            return known["arg_mbs"] or (), known["kwarg_mbs"] or ()
-        frame = frame.f_back  # type: ignore[assignment]
-    return (), ()
+def finalizes(schedule: Any) -> bool:
+    """Whether the step that runs reduces gradients of sharded parameters; False where its caller
+    has put that off, which can be from torch 2.15 on.
+    """
+    return getattr(schedule, "_finalize_gradients", True)
 
 
 def action_lists(schedule: Any) -> Any:
@@ -123,7 +79,7 @@ def action_lists(schedule: Any) -> Any:
 def described(schedule: Any) -> RunningSchedule:
     """What there is to know of a schedule of torch's."""
     single = isinstance(schedule, schedules.PipelineScheduleSingle)
-    held = stages_of(schedule)
+    held = [schedule._stage] if single else list(schedule._stages)
     order = {} if single else schedule.pipeline_order
     listed = getattr(schedule, "pipeline_order_with_comms", None)
     reduces = frozenset(stage.stage_index for stage in held)

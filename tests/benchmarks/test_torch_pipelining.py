@@ -11,8 +11,6 @@ from torch import nn
 
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.torch_internals.pipelining_schedules import SUPPORTED
-from autosplit.torch_internals.version import TORCH as VERSION
 from benchmarks.torch_pipelining import page
 from benchmarks.torch_pipelining.activations import activation_peak
 from benchmarks.torch_pipelining.contenders import (
@@ -36,7 +34,6 @@ def row(contender: str, *rounds: float, microbatches: int = 4, **more: Any) -> d
     return {**dataclasses.asdict(found), "settings": "tiny"}
 
 
-@pytest.mark.skipif(VERSION not in SUPPORTED, reason="another torch.distributed.pipelining")
 @pytest.mark.usefixtures("launched_on_ranks")
 def test_contenders_take_turns_and_what_a_schedule_refuses_is_said() -> None:
     settings = Settings(

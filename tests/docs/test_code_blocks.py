@@ -35,12 +35,6 @@ def test_the_pages_that_show_code_are_found() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run(page: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    # Imported here: processes that run blocks import this module.
-    from autosplit.torch_internals.pipelining_schedules import SUPPORTED
-    from autosplit.torch_internals.version import TORCH
-
-    if page.name == "torch-pipelining.md" and TORCH not in SUPPORTED:
-        pytest.skip("another torch.distributed.pipelining")
     for index, block in enumerate(blocks_of(page)):
         script = tmp_path / f"block_{index}.py"
         script.write_text(block)

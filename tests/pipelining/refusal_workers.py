@@ -239,6 +239,40 @@ def a_forward_that_raises_later() -> None:
     program.step()
 
 
+def an_evaluation_whose_last_stage_raises() -> None:
+    program = _program(block(), nn.Sequential(block(), Picky()))
+    program.schedule.eval(*(program.args if 0 in program.mine else ()))
+
+
+def a_loss_that_raises_under_a_list_of_actions() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("no loss")
+
+    parts = [block() for _ in range(4)]
+    _connected(*parts, kind="ScheduleInterleaved1F1B", loss=loss).step()
+
+
+def a_stage_of_torchs_own() -> None:
+    def make(part: nn.Module, at: int, count: int, device: torch.device, **options: Any) -> Any:
+        kind = PipelineStage if at % 2 else SplitPipelineStage
+        return kind(part, at, count, device, **options)
+
+    _connected(block(), block(), stage=make).step()
+
+
+def stages_of_both_kinds_on_a_rank() -> None:
+    def make(part: nn.Module, at: int, count: int, device: torch.device, **options: Any) -> Any:
+        kind = PipelineStage if at > 1 else SplitPipelineStage
+        return kind(part, at, count, device, **options)
+
+    parts = [block() for _ in range(4)]
+    _connected(*parts, kind="ScheduleInterleaved1F1B", stage=make).step()
+
+
+def a_context_of_forwards() -> None:
+    SplitPipelineStage(block(), 0, 2, CPU).register_forward_context(lambda _: None)
+
+
 ENDED: list[Program] = []
 CASES: dict[str, Callable[[], None]] = {
     each.__name__: each
@@ -252,7 +286,9 @@ CASES: dict[str, Callable[[], None]] = {
         inputs_that_an_operator_refuses, a_forward_that_raises, a_builder_of_runners,
         an_unknown_argument, a_stage_without_a_schedule, integers_for_a_linear_layer,
         a_batch_of_another_size, a_loss_that_raises_later, a_step_after_that,
-        a_forward_that_raises_later,
+        a_forward_that_raises_later, an_evaluation_whose_last_stage_raises,
+        a_loss_that_raises_under_a_list_of_actions, a_stage_of_torchs_own,
+        stages_of_both_kinds_on_a_rank, a_context_of_forwards,
     )
 }  # fmt: skip
 

@@ -14,14 +14,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 from autosplit.pipelining import SplitPipelineStage
-from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 
 from .programs import CPU, block, mean_square
-
-pytestmark = pytest.mark.skipif(
-    TORCH not in SUPPORTED, reason="another torch.distributed.pipelining"
-)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +24,9 @@ def counts() -> Iterator[dict[str, pstats.Stats]]:
     """Calls of a step of four stages on one rank, with torch's stages and with ours."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        yield {kind.__name__: _calls(kind) for kind in (PipelineStage, SplitPipelineStage)}
+        # On one rank, torch 2.11's stages send to themselves, which Gloo does not.
+        kinds = (PipelineStage, SplitPipelineStage)[TORCH < (2, 12) :]
+        yield {kind.__name__: _calls(kind) for kind in kinds}
     finally:
         dist.destroy_process_group()
 
@@ -53,13 +50,15 @@ def _of(counts: pstats.Stats, *names: str) -> int:
 def test_a_step_calls_fewer_functions_than_with_torchs_stages(
     counts: dict[str, pstats.Stats],
 ) -> None:
+    if len(counts) < 2:
+        pytest.skip("torch's own stage fails")
     theirs, ours = (each.total_calls for each in counts.values())  # type: ignore[attr-defined]
     assert ours < theirs
 
 
 def test_a_step_does_not_walk_through_modules(counts: dict[str, pstats.Stats]) -> None:
     walks = ("named_modules", "_named_members")
-    assert _of(counts["PipelineStage"], *walks) > 0
+    assert all(_of(counts[kind], *walks) > 0 for kind in counts if kind == "PipelineStage")
     assert _of(counts["SplitPipelineStage"], *walks) == 0
 
 

@@ -15,15 +15,9 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from autosplit.errors import PipelineError
 from autosplit.pipelining import SplitPipelineStage
-from autosplit.torch_internals.pipelining_schedules import SUPPORTED
-from autosplit.torch_internals.version import TORCH
 
 from .checks import large_values, lookup, seven_rows
 from .programs import CPU, mean_square
-
-pytestmark = pytest.mark.skipif(
-    TORCH not in SUPPORTED, reason="another torch.distributed.pipelining"
-)
 
 
 class Checked(nn.Module):

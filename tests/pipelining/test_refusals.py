@@ -11,8 +11,6 @@ from torch.distributed.pipelining import _utils
 from autosplit.errors import PipelineError
 from autosplit.pipelining import SplitPipelineStage
 from autosplit.pipelining.refusals import refuse_difference
-from autosplit.torch_internals import pipelining_schedules as versions
-from autosplit.torch_internals import version
 from tests.pipelining.refusal_workers import all_refusals
 from tests.ranks import Ranks
 
@@ -31,6 +29,7 @@ ON_BOTH = {
     "a_builder_of_runners": "PipelineError: SplitPipelineStage takes no dw_builder: the stage runs",
     "an_unknown_argument": r"TypeError: SplitPipelineStage.__init__\(\) got an unexpected keyword",
     "a_stage_without_a_schedule": "PipelineError: stage 0 knows no microbatch 0: it has agreed on",
+    "a_context_of_forwards": "PipelineError: stage 0 takes no forward context: it runs graphs",
     "integers_for_a_linear_layer": "PipelineError: F of microbatch 0 of stage 0 .Seq.* failed:",
 }
 ON_ONE = {
@@ -65,6 +64,7 @@ ON_ONE = {
         "float32.2, 5.: RuntimeError: .*Give it what the module's forward takes",
     ),
     "a_forward_that_raises": (1, "ValueError: four features, got 4$"),
+    "an_evaluation_whose_last_stage_raises": (1, "ValueError: four features, got 4$"),
     "complex_numbers_for_the_next_stage": (
         0, r"CaptureError: stage 0 .Spectrum. returns output, a complex tensor that needs a grad",
     ),
@@ -77,10 +77,6 @@ FAILURES = {
     "a_loss_that_raises_later": (1, "ValueError: loss 2$"),
     "a_forward_that_raises_later": (1, "ValueError: it is told to$"),
 }  # fmt: skip
-
-pytestmark = pytest.mark.skipif(
-    version.TORCH not in versions.SUPPORTED, reason="another torch.distributed.pipelining"
-)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +109,21 @@ def test_a_rank_that_fails_in_a_step_ends_it_on_every_rank(ranks: Refusals, case
     assert "Traceback (most recent call last)" in other[1]
 
 
+def test_a_rank_that_fails_ends_what_others_wait_for(ranks: Refusals) -> None:
+    """Torch's runtime (2.15) waits for its sends before the error comes out of it."""
+    mine, other = (ranks[at]["a_loss_that_raises_under_a_list_of_actions"] for at in (1, 0))
+    assert mine == ("ValueError", "no loss")
+    assert other[0] == "RankError"
+
+
+def test_stages_of_torchs_own_are_refused_beside_ours(ranks: Refusals) -> None:
+    for case in ("a_stage_of_torchs_own", "stages_of_both_kinds_on_a_rank"):
+        kind, text = ranks[0][case]
+        assert kind in ("PipelineError", "RankError")
+        assert "has stages of torch's own beside SplitPipelineStage, on this rank or on" in text
+        assert ranks[1][case][0] != "nothing"
+
+
 def test_a_schedule_that_has_ended_says_why(ranks: Refusals) -> None:
     for found in ranks:
         kind, text = found["a_step_after_that"]
@@ -131,12 +142,6 @@ def test_the_advice_about_complex_numbers_works(ranks: Refusals) -> None:
 def test_no_process_group() -> None:
     with pytest.raises(PipelineError, match=r"needs a process group: call torch.distributed.init"):
         SplitPipelineStage(None, 0, 1, "cpu")  # type: ignore[arg-type]
-
-
-def test_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "TORCH", (2, 16))
-    with pytest.raises(PipelineError, match=r"here, torch 2.13 and 2.14. Install one of them"):
-        versions.check_version()
 
 
 def test_other_shapes_are_torchs_error_too() -> None:

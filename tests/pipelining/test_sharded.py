@@ -16,17 +16,11 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import autosplit
 from autosplit.pipeline import build
 from autosplit.pipelining import SplitPipelineStage, dw_builder, torch_schedule
-from autosplit.torch_internals.pipelining_schedules import SUPPORTED
-from autosplit.torch_internals.version import TORCH
 from tests.ranks import ranks
 from tests.sharded.models import HALF
 from tests.sharded.test_split import Pair, local, raised, reductions, sharded
 
 from .programs import CPU, V_SHAPED, mean_square
-
-pytestmark = pytest.mark.skipif(
-    TORCH not in SUPPORTED, reason="another torch.distributed.pipelining"
-)
 
 
 class Part(nn.Module):

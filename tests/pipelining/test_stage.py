@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
@@ -19,15 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autosplit.pipeline import Costs, Schedule, StageMemory, build, search
 from autosplit.pipelining import SplitPipelineStage, torch_schedule
-from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 from tests.ranks import ranks
 
 from .programs import Program, block, mean_square
-
-pytestmark = pytest.mark.skipif(
-    TORCH not in SUPPORTED, reason="another torch.distributed.pipelining"
-)
 
 
 def of_blocks(stages: int, **more: Any) -> Program:
@@ -142,7 +137,7 @@ class Named(nn.Module):
         return {"hidden": made, "parts": [made.sum(1), made[:, :2]]}
 
 
-def named_loss(output: dict[str, Any], target: Tensor, weight: float) -> Tensor:
+def named_loss(output: dict[str, Any], target: Tensor, weight: float = 2) -> Tensor:
     return weight * mean_square(output["hidden"], target) + output["parts"][0].square().mean()
 
 
@@ -154,7 +149,7 @@ def test_dictionaries_and_loss_kwargs() -> list[str]:
         args=[torch.randn(8, 4)],
         target=torch.randn(8, 4),
         loss=named_loss,
-        loss_kwargs={"weight": 0.5},
+        loss_kwargs={"weight": 0.5} if TORCH >= (2, 13) else {},  # before, step() takes none
     )
     found = program.run()
     if program.last and set(program.output) != {"hidden", "parts"}:
@@ -401,6 +396,18 @@ def test_modules_that_change_between_steps() -> list[str]:
         part.eval()
         part.zero_grad()
     return program.run(2)
+
+
+@ranks(2)
+def test_schedules_that_take_turns_with_the_same_stages() -> list[str]:
+    program = of_blocks(2)
+    found = program.run()
+    first = program.schedule
+    program.schedule = ScheduleGPipe(program.stages[0], 2, loss_fn=mean_square)
+    program.microbatches = 2
+    found += program.run()
+    program.schedule, program.microbatches = first, 4
+    return found + program.run()
 
 
 def overlapping(path: str, stages: Any, microbatches: int, **given: Any) -> Any:

@@ -22,17 +22,16 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.pipelining import SplitPipelineStage, weight_gradients
-from autosplit.torch_internals.pipelining_schedules import SUPPORTED
 from autosplit.torch_internals.version import TORCH
 from tests.semantics.parallel.test_tensor_parallel import Mlp
 
 from .programs import CPU, mean_square
 
-pytestmark = pytest.mark.skipif(
-    TORCH not in SUPPORTED, reason="another torch.distributed.pipelining"
-)
-
 STAGES = 2
+
+pytestmark = pytest.mark.skipif(
+    TORCH < (2, 12), reason="torch's own stage sends to its own rank, which Gloo does not"
+)
 
 
 class Products(TorchDispatchMode):

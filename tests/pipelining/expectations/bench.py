@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from autosplit.pipelining import SplitPipelineStage
+from autosplit.torch_internals.distributed import csv_has_send_waits
 
 from .layers import WIDTH, Chain, Layer
 
@@ -189,9 +190,18 @@ def ordered(
 ) -> Any:
     """torch's runtime over every rank's actions, in their text form with spaces between them."""
     runtime = over(_PipelineScheduleRuntime, stages, count)
-    actions = {rank: [_Action.from_str(each) for each in row.split()] for rank, row in rows.items()}
+    actions = {
+        rank: [_Action.from_str(each) for each in [*row.split(), *_waits(row)]]
+        for rank, row in rows.items()
+    }
     runtime._prepare_schedule_with_comms(actions, format=form)
     return runtime
+
+
+def _waits(row: str) -> list[str]:
+    """For the sends of a row, which torch wants to be waited for from 2.15 on."""
+    sends = [each for each in row.split() if "SEND" in each]
+    return [each.replace("SEND", "WAIT_SEND") for each in sends if csv_has_send_waits()]
 
 
 @contextlib.contextmanager

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autosplit.torch_internals.pipelining_schedules import SUPPORTED
-from autosplit.torch_internals.version import TORCH
 from tests.ranks import Ranks
 
 from .bench import CASES
 from .runs import run_all
-
-pytestmark = pytest.mark.skipif(
-    TORCH not in SUPPORTED, reason="another torch.distributed.pipelining"
-)
 
 
 @pytest.fixture(scope="module")
