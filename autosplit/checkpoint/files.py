@@ -5,11 +5,11 @@ And values that can be read back from a checkpoint without running anything.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
@@ -22,6 +22,17 @@ from autosplit.errors import CheckpointError
 _WRAPPERS = ("model", "state_dict")
 
 
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Inside, whatever goes wrong is a ``CheckpointError``: a file can be wrong in any way."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"cannot read {what}: {error}") from error
+
+
 class Reader(Protocol):
     """A checkpoint of a whole model. Opening and reading one runs nothing that it contains.
 
@@ -29,13 +40,11 @@ class Reader(Protocol):
         path: where it is.
         shapes: of its tensors, by name.
         kinds: of its tensors, by name, see ``kind_of``.
-        identity: tells it from others, without its tensors being read.
     """
 
     path: Path
     shapes: dict[str, torch.Size]
     kinds: dict[str, str]
-    identity: str
 
     def verify(self, names: Iterable[str]) -> None:
         """Find out whether what the tensors ``names`` are read from is as it was written.
@@ -60,16 +69,13 @@ class StateDictFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._verified = False
-        try:
+        with reading(f"{path} as a state dict"):
             with path.open("rb") as file:
                 self._zip = file.read(4) == b"PK\x03\x04"  # as torch.load looks for it
             found = torch.load(path, map_location="cpu", mmap=self._zip, weights_only=True)
-        except Exception as error:
-            raise CheckpointError(f"cannot read {path} as a state dict: {error}") from error
         self._tensors = _tensors_of(found, path)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self.kinds = {name: kind_of(tensor.dtype) for name, tensor in self._tensors.items()}
-        self.identity = _summary(self.shapes)
 
     def verify(self, names: Iterable[str]) -> None:
         if self._zip and not self._verified:
@@ -85,24 +91,17 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with self._open() as file:
-            try:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                self.shapes = {n: torch.Size(part.get_shape()) for n, part in slices.items()}
-                self.kinds = {n: _kind_called(part.get_dtype()) for n, part in slices.items()}
-            except Exception as error:
-                raise CheckpointError(f"cannot read {path}: {error}") from error
-        self.identity = _summary(self.shapes)
+        with self._open() as file, reading(path):
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            self.shapes = {n: torch.Size(part.get_shape()) for n, part in slices.items()}
+            self.kinds = {n: _kind_called(part.get_dtype()) for n, part in slices.items()}
 
     def verify(self, names: Iterable[str]) -> None:
         self._open()  # looks at the length again
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        with self._open() as file:
-            try:
-                return {name: file.get_tensor(name) for name in names}
-            except Exception as error:
-                raise CheckpointError(f"cannot read {self.path}: {error}") from error
+        with self._open() as file, reading(self.path):
+            return {name: file.get_tensor(name) for name in names}
 
     def _open(self) -> Any:
         try:
@@ -111,10 +110,8 @@ class SafetensorsFile:
             raise CheckpointError(
                 f"reading {self.path} needs safetensors: pip install autosplit[safetensors]"
             ) from error
-        try:
+        with reading(self.path):
             return safe_open(self.path, framework="pt")
-        except Exception as error:
-            raise CheckpointError(f"cannot read {self.path}: {error}") from error
 
 
 class IndexedFiles:
@@ -134,7 +131,6 @@ class IndexedFiles:
         self._readers = readers
         self.shapes = {name: readers[file].shapes[name] for name, file in self._files.items()}
         self.kinds = {name: readers[file].kinds[name] for name, file in self._files.items()}
-        self.identity = ", ".join(f"{file} {each.identity}" for file, each in readers.items())
 
     def verify(self, names: Iterable[str]) -> None:
         for file, wanted in self._by_file(names).items():
@@ -284,7 +280,3 @@ def _weight_map(path: Path) -> dict[str, str]:
         return dict(found)
     except Exception as error:  # JSON can be wrong in any way
         raise CheckpointError(f"{path} is no index with a weight_map: {error!r}") from error
-
-
-def _summary(shapes: Mapping[str, torch.Size]) -> str:
-    return hashlib.sha256(repr([(n, *shape) for n, shape in shapes.items()]).encode()).hexdigest()

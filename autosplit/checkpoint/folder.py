@@ -26,6 +26,7 @@ from .files import (
     kind_of,
     load_plain,
     open_file,
+    reading,
 )
 from .metadata import Chunk, Stored, parse_metadata
 
@@ -52,14 +53,12 @@ def open_checkpoint(path: str | Path) -> Reader:
         CheckpointError: there is none, or of another kind.
     """
     path = Path(path)
-    try:
+    with reading(path):
         if path.is_dir():
             return DistributedFolder(path) if (path / METADATA).exists() else _of_folder(path)
         if not path.exists():
             raise CheckpointError(f"there is no checkpoint at {path}")
         return open_file(path)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
 def _of_folder(path: Path) -> Reader:
@@ -97,18 +96,15 @@ class DistributedFolder:
         optimizer: what it has of an optimizer, flattened as ``get_optimizer_state_dict`` with
             ``flatten_optimizer_state_dict`` does.
         run: what it has of the run: its step, random generators and so on.
-        identity: of its metadata.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         metadata = path / METADATA
         try:
-            content = metadata.read_bytes() if metadata.is_file() else b""
-            contents = parse_metadata(content)
+            contents = parse_metadata(metadata.read_bytes() if metadata.is_file() else b"")
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"cannot read {metadata}: {error}") from error
-        self.identity = hashlib.sha256(content).hexdigest()
         self.entries = contents.entries
         self._check_lengths()
         self._manifest = self._find_manifest()
@@ -201,12 +197,9 @@ class DistributedFolder:
 
     def _bytes(self, chunk: Chunk) -> bytes:
         path = self.path / chunk.file
-        try:
-            with path.open("rb") as file:
-                file.seek(chunk.start)
-                return file.read(chunk.length)
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from error
+        with reading(path), path.open("rb") as file:
+            file.seek(chunk.start)
+            return file.read(chunk.length)
 
 
 class Part:
@@ -298,10 +291,8 @@ class Manifest:
             path = self._folder / name
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing")
-            try:
+            with reading(path):
                 found = digest(path)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error}") from error
             if found != self.digests[name]:
                 raise CheckpointError(
                     f"{path} is damaged: it is not what was written (its SHA-256 is another)"

@@ -1,8 +1,7 @@
 """What a run has besides model and optimizer: its step, scheduler and random generators.
 
-Of a learning-rate scheduler each rank has one over its own parameters. Most of its state is the
-same on all ranks; some lists have an element for each group of parameters, and ranks may have other
-groups. For another cut of the model these are put together by parameter.
+Of a learning-rate scheduler each rank has one over its own parameters. For another cut of the model
+its state is taken up where that is the same on all ranks, for parameters in the same groups.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from autosplit.device import generator_state, set_generator_state
 from autosplit.errors import CheckpointError
+from autosplit.torch_internals.pytree import tree_flatten
 
 from .files import load_plain, packed
 from .naming import ModelTensor
@@ -26,11 +26,6 @@ Generators = Literal["continued", "seeded", "untouched"]
 Groups = Sequence[Mapping[int, ModelTensor]]
 """For each group of a rank's optimizer, its parameters."""
 _ALL, _RANK = "all", "rank_"
-# Of the schedulers in torch.optim.lr_scheduler: lists with an element for each group, and one with
-# schedulers' states.
-_PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs"}
-_PER_GROUP |= {"base_momentums", "max_momentums"}
-_INNER = "_schedulers"
 
 
 def pack_run(
@@ -180,7 +175,7 @@ def _reseed(found: Sequence[Mapping[str, Tensor]], rank: int) -> None:
 
 
 def _scheduler(rows: Sequence[Any], groups: Groups, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The state for a scheduler: this rank's own, or for other groups put together.
+    """The state for a scheduler: this rank's own, or that which all ranks had.
 
     Args:
         rows: of all ranks; some had none.
@@ -188,62 +183,26 @@ def _scheduler(rows: Sequence[Any], groups: Groups, own: Mapping[str, Any]) -> d
         own: this rank's row, where its stages are those of then.
 
     Raises:
-        CheckpointError: there was none, parameters of one group had different values, or what is
-            not by group differs between ranks.
+        CheckpointError: there was none, or for these groups nobody knows what it would be.
     """
     saved = [row for row in rows if "scheduler" in row]
     if not saved:
         raise CheckpointError("the checkpoint has no scheduler's state: leave out scheduler=")
+    state: dict[str, Any] = (own if "scheduler" in own else saved[0])["scheduler"]
     if own.get("groups") == _names(groups):
-        state: dict[str, Any] = own["scheduler"]
         return state
-    where = {
-        name: (rank, index)
-        for rank, row in enumerate(saved)
-        for index, group in enumerate(row["groups"])
-        for name in group
-    }
-    known = [[(entry, entry.source(where)) for entry in group.values()] for group in groups]
-    if absent := [entry.name for group in known for entry, name in group if name is None]:
-        raise CheckpointError(f"no scheduler of the checkpoint had {', '.join(absent)}")
-    places = [[(name, where[name]) for _, name in group if name is not None] for group in known]
-    return _merged([row["scheduler"] for row in saved], places)
-
-
-_Place = tuple[str, tuple[int, int]]
-
-
-def _merged(states: Sequence[Mapping[str, Any]], places: list[list[_Place]]) -> dict[str, Any]:
-    if any(state.keys() != states[0].keys() for state in states):
-        raise CheckpointError("the ranks of the checkpoint had different schedulers")
-    found: dict[str, Any] = {}
-    for key, value in states[0].items():
-        if key in _PER_GROUP and isinstance(value, list):
-            found[key] = [_of_group(key, states, group) for group in places]
-        elif key == _INNER and isinstance(value, list):
-            inner = zip(*(state[key] for state in states), strict=True)
-            found[key] = [_merged(each, places) for each in inner]
-        elif all(_same_value(state[key], value) for state in states):
-            found[key] = value
-        else:
-            raise CheckpointError(
-                f"the scheduler's {key} differs between the ranks of the checkpoint, and nobody "
-                "knows what it would be for another number of stages: load it into as many, or "
-                "leave out scheduler="
-            )
-    return found
-
-
-def _of_group(key: str, states: Sequence[Mapping[str, Any]], group: list[_Place]) -> Any:
-    values = [(name, states[rank][key][index]) for name, (rank, index) in group]
-    first, value = values[0]
-    for name, other in values:
-        if not _same_value(value, other):
-            raise CheckpointError(
-                f"the scheduler has {first} and {name} in one group, but in the checkpoint they "
-                f"differ in {key}: group them as then"
-            )
-    return value
+    # A state has lists with an element for each group.
+    count = len(saved[0]["groups"])
+    where = {n: index for row in saved for index, ns in enumerate(row["groups"]) for n in ns}
+    then = [{where.get(entry.source(where) or "") for entry in g.values()} for g in groups]
+    moved = len(then) != count or any(found - {index} for index, found in enumerate(then))
+    if moved or not all(_same(row["scheduler"], state) for row in saved):
+        raise CheckpointError(
+            "the scheduler's state differs between the ranks of the checkpoint, or was of other "
+            "groups of parameters, and nobody knows what it would be for these: group them as "
+            "then, load it into as many stages, or leave out scheduler="
+        )
+    return state
 
 
 def _names(groups: Groups) -> list[list[str]]:
@@ -272,8 +231,10 @@ def _bytes(value: Any, what: str) -> Tensor:
     return torch.frombuffer(bytearray(packed(value, what)), dtype=torch.uint8)
 
 
-def _same_value(one: object, other: object) -> bool:
-    """Whether two settings are equal, and of one type; tensors by their values."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states are equal; tensors by their values."""
+    (ours, form), (theirs, other_form) = tree_flatten(one), tree_flatten(other)
+    return form == other_form and all(
+        type(a) is type(b) and (torch.equal(a, b) if isinstance(a, Tensor) else a == b)
+        for a, b in zip(ours, theirs, strict=True)
+    )

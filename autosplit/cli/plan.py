@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -27,17 +28,18 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits, ModelCosts
 from autosplit.planner.cuts import CapError, Solution
 from autosplit.planner.cutting import (
-    CutRequest,
     check_seconds,
     device_of_trainer,
+    finder,
     grouped,
     profile_together,
-    refined_by_trial_runs,
+    refine_by_trial_runs,
+    trial_of,
     with_host,
 )
 from autosplit.planner.estimate import EFFICIENCY, DeviceKind, device_kind, estimate
 from autosplit.planner.meta_model import meta_model
-from autosplit.planner.plan import Plan, PlanSignature, made_for, make_plan
+from autosplit.planner.plan import Plan, made_for, make_plan
 from autosplit.planner.plan_search import (
     Configuration,
     SearchSpace,
@@ -47,8 +49,6 @@ from autosplit.planner.plan_search import (
 from autosplit.planner.profile import BlockOptions
 from autosplit.planner.trial import can_run_trial, measure_links, profile_transfer
 from autosplit.report.plan_tables import (
-    check_picture,
-    draw_plan,
     measures_table,
     plan_table,
     refused_table,
@@ -171,84 +171,6 @@ class PlanResult:
     rehearsed: bool = False
 
 
-class KnownCosts:
-    """The costs of a model by microbatch size and memory setting, each found once.
-
-    Args:
-        model: the model.
-        args: positional example inputs.
-        kwargs: keyword example inputs.
-        request: what is planned.
-        batch: samples in a step.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        request: PlanRequest,
-        batch: int,
-    ) -> None:
-        self.made_for: dict[int, PlanSignature] = {}
-        self._model, self._inputs = model, (args, kwargs)
-        self._request = request
-        self._wholes: dict[int, WholeModel] = {}
-        self._known: dict[tuple[int, str | int], ModelCosts] = {}
-        self._speed: DeviceSpeed | None = None
-        self._share = request.seconds / count_settings(request.space, request.devices, batch)
-
-    def __call__(self, size: int, memory: str | int) -> ModelCosts:
-        if (size, memory) not in self._known:
-            self._known[size, memory] = self._find(self._whole(size), memory)
-        return self._known[size, memory]
-
-    def rehearsed(self, best: Configuration, limits: Limits) -> Solution | None:
-        """The stages of a configuration after rehearsals; None where none can be run here."""
-        solution = best.solution
-        if solution is None or _needs(solution, limits) > memory_for_trials():
-            return None
-        whole = self._whole(best.microbatch_size)
-        if not can_run_trial(whole, solution.schedule):
-            return None
-        # A schedule that was searched for suits the cuts that it was searched for.
-        own = best.schedule not in SCHEDULES
-        wanted = CutRequest(
-            best.stages,
-            solution.firsts if own else None,
-            ScheduleRequest(
-                solution.schedule if own else best.schedule,
-                best.microbatches,
-                best.ranks,
-                split_backward=own or not best.fused,
-            ),
-            limits,
-        )
-        costs = self(best.microbatch_size, str(best.memory))
-        options = self._conditions(best.memory)
-        return refined_by_trial_runs(whole, costs, wanted.best, options, self._request.seconds)
-
-    def _conditions(self, memory: str | int) -> BlockOptions:
-        device = device_of_trainer(alone=False)
-        return BlockOptions(SplitOptions(self._request.backend, memory), device=device)
-
-    def _whole(self, size: int) -> WholeModel:
-        if size not in self._wholes:
-            args, kwargs = resized(self._inputs, size)
-            self._wholes[size] = WholeModel.capture(self._model, args, kwargs)
-            self.made_for[size] = made_for(self._wholes[size])
-        return self._wholes[size]
-
-    def _find(self, whole: WholeModel, memory: str | int) -> ModelCosts:
-        request, options = self._request, self._conditions(memory)
-        if not request.estimated:
-            return profile_together(whole, options, self._share, alone=not grouped())
-        if self._speed is None:
-            machine, dtype = request.machine, _computes_in(self._model)
-            self._speed = machine.speed(dtype, request.efficiency) if machine else measure_device()
-        return estimate(whole, options, device=self._speed)
-
-
 def _computes_in(model: nn.Module) -> torch.dtype:
     """The dtype of most parameters' elements."""
     counts: Counter[torch.dtype] = Counter()
@@ -315,32 +237,83 @@ def _outcome(
 def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResult:
     """The plan, measured by this process or by all of its group at once."""
     model, args, kwargs = example_of(meta_model(build), name)
-    limits = request.limits
+    limits, alone = request.limits, not grouped()
     if request.machine is not None:
         limits = request.machine.limits(limits)
     _check_hope(model, request.devices, limits)
     batch = samples_of((args, kwargs)) if request.batch is None else request.batch
     if not request.estimated and request.devices > 1:
-        limits = replace(limits, links=measure_links() if grouped() else profile_transfer())
+        limits = replace(limits, links=profile_transfer() if alone else measure_links())
     if not request.estimated and limits.measures:
-        limits = replace(limits, links=with_host(limits.links, alone=not grouped()))
-    source = KnownCosts(model, args, kwargs, request, batch)
-    found = search_plans(source, request.devices, batch, space=request.space, limits=limits)
-    best = found[0]
-    seen = None if request.estimated else source.rehearsed(best, limits)
-    made = source.made_for[best.microbatch_size]
-    solution = seen or best.solution
+        limits = replace(limits, links=with_host(limits.links, alone=alone))
+    share = request.seconds / count_settings(request.space, request.devices, batch)
+
+    @functools.cache
+    def speed() -> DeviceSpeed:
+        if request.machine is None:
+            return measure_device()
+        return request.machine.speed(_computes_in(model), request.efficiency)
+
+    @functools.cache
+    def whole_of(size: int) -> WholeModel:
+        return WholeModel.capture(model, *resized((args, kwargs), size))
+
+    @functools.cache
+    def costs_of(size: int, memory: str | int) -> ModelCosts:
+        whole, options = whole_of(size), _options(request, memory)
+        if request.estimated:
+            return estimate(whole, options, device=speed())
+        return profile_together(whole, options, share, alone=alone)
+
+    found = search_plans(costs_of, request.devices, batch, space=request.space, limits=limits)
+    best, solution = found[0], found[0].solution
     if solution is None:  # cannot be: the first of them can run
         raise PlanError(best.lost)
+    whole = whole_of(best.microbatch_size)
+    rehearse = (
+        not request.estimated
+        and _needs(solution, limits) <= memory_for_trials()
+        and can_run_trial(whole, solution.schedule)
+    )
+    if rehearse:
+        costs = costs_of(best.microbatch_size, best.memory)
+        solution = _rehearsed(whole, best, solution, costs, limits, request)
     plan = make_plan(
         solution,
-        made,
+        made_for(whole),
         limits,
         name=best.schedule,
         size=best.microbatch_size,
         split=SplitOptions(request.backend, best.memory),
     )
-    return PlanResult(found, plan, rehearsed=seen is not None)
+    return PlanResult(found, plan, rehearsed=rehearse)
+
+
+def _options(request: PlanRequest, memory: str | int) -> BlockOptions:
+    device = device_of_trainer(alone=False)
+    return BlockOptions(SplitOptions(request.backend, memory), device=device)
+
+
+def _rehearsed(
+    whole: WholeModel,
+    best: Configuration,
+    solution: Solution,
+    costs: ModelCosts,
+    limits: Limits,
+    request: PlanRequest,
+) -> Solution:
+    """The stages of a configuration after rehearsals."""
+    # A schedule that was searched for suits the cuts that it was searched for.
+    own = best.schedule not in SCHEDULES
+    asked = ScheduleRequest(
+        solution.schedule if own else best.schedule,
+        best.microbatches,
+        best.ranks,
+        split_backward=own or not best.fused,
+    )
+    find = finder(best.stages, solution.firsts if own else None, asked, limits)
+    run = trial_of(whole, _options(request, best.memory), request.seconds)
+    return refine_by_trial_runs(costs, find, run)[0]
 
 
 def _check_hope(model: nn.Module, devices: int, limits: Limits) -> None:
@@ -421,7 +394,6 @@ def _limit(context: click.Context, parameter: click.Parameter, value: str | None
     help="Configurations to show.",
 )
 @file_to_write("--output", help="Write the plan to this file.")
-@file_to_write("--picture", help="Draw the plan into this file.")
 @json_option
 @typed_errors
 def plan(
@@ -429,15 +401,12 @@ def plan(
     overrides: dict[str, str],
     rows: int,
     output: pathlib.Path | None,
-    picture: pathlib.Path | None,
     json_file: pathlib.Path | None,
     **options: Any,
 ) -> None:
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
     returns (model, args) or (model, args, kwargs). Parameters get memory only in a rehearsal.
     """
-    if picture:
-        check_picture(picture)
     request = _request(**options)
     build = prepared(factory, overrides)
     if not request.estimated:
@@ -461,9 +430,7 @@ def plan(
         found.plan.save(output)
     if json_file:
         write_text(json_file, json.dumps(summary(found.plan), indent=2) + "\n")
-    if picture:
-        draw_plan(found.plan, picture)
-    if files := [file for file in (output, json_file, picture) if file]:
+    if files := [file for file in (output, json_file) if file]:
         click.echo("\nwritten: " + ", ".join(map(str, files)))
 
 

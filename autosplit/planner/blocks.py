@@ -24,14 +24,12 @@ class Block:
         name: the outermost module that starts here; where none does, the module that it is in
             and the first operation, as ``encoder:add_3``. No two blocks have one name.
         signature: equal for blocks that do the same on tensors of the same shapes.
-        parameters: names of the parameters that it reads, each once, in order.
         first: where in the sequence it starts.
         last: where the next one starts.
     """
 
     name: str
     signature: str
-    parameters: tuple[str, ...]
     first: int
     last: int
 
@@ -63,9 +61,8 @@ def make_blocks(line: OperationSequence, cuts: Sequence[int]) -> tuple[Block, ..
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}:{line.body[first].name}"
-        state = dict.fromkeys(line.forward.state[n] for n in outside if _is_parameter(line, n))
         signature = _signature(line, nodes, outside, last)
-        blocks.append(Block(name, signature, tuple(state), first, last))
+        blocks.append(Block(name, signature, first, last))
     return tuple(blocks)
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import functools
 import gc
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ from autosplit.errors import AutosplitError, CaptureError, PlanError
 from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.meta_model import alike, named_tensors, stand_in_tensors
 from autosplit.planner.operation_sequence import OperationSequence
-from autosplit.planner.stage_module import StageModule, make_stage_graph
+from autosplit.planner.stage_module import Program, StageGraph, StageLayout, StageModule
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 from autosplit.torch_internals.state import hold_state, modes_kept
 
@@ -150,36 +151,35 @@ def _reaches(start: object, wanted: set[int]) -> bool:
 Capture = Callable[[nn.Module], OperationSequence]
 
 
-class OtherMode:
-    """A model in its other mode, captured when that is asked for: a run that never evaluates does
-    not pay for it. Until then this holds a copy of the model as it is now, without parameters.
-
-    A model that cannot be copied so is captured at once.
+def later(model: nn.Module, training: bool, capture: Capture) -> Callable[[], OperationSequence]:
+    """What gives the operations of a model in another mode, captured when that is first asked for:
+    a run that never evaluates does not pay for it. Until then it holds a copy of the model as it
+    is now, without parameters. A model that cannot be copied so is captured at once.
 
     Args:
         model: as it shall be but for its mode.
         training: whether that mode is training.
         capture: traces a model.
 
-    Attributes:
-        training: whether that mode is training.
+    Returns:
+        raises an AutosplitError where the model cannot be captured in that mode, or not as late.
     """
+    try:
+        return functools.cache(partial(_of_copy, bare_copy(model), training, capture))
+    except NotCopiedError:
+        pass
+    found: list[OperationSequence] = []
+    try:
+        found.append(_in_mode(model, training, capture))
+    except AutosplitError as error:
+        reason = error
 
-    def __init__(self, model: nn.Module, training: bool, capture: Capture) -> None:
-        self.training = training
-        try:
-            self._capture = [partial(_of_copy, bare_copy(model), training, capture)]
-        except NotCopiedError:
-            self._capture = [partial(_in_mode, model, training, capture)]
-            _ = self.line
+    def known() -> OperationSequence:
+        if not found:
+            raise reason
+        return found[0]
 
-    @cached_property
-    def line(self) -> OperationSequence | AutosplitError:
-        """Its operations; or why it cannot be captured in that mode, or not as late as this."""
-        try:
-            return self._capture.pop()()
-        except AutosplitError as error:
-            return error
+    return known
 
 
 def _in_mode(model: nn.Module, training: bool, capture: Capture) -> OperationSequence:
@@ -213,6 +213,9 @@ def _devices() -> Iterator[str]:
     yield "cpu"
     if accelerator := torch.accelerator.current_accelerator():
         yield accelerator.type
+
+
+_OTHER_MODE = PlanError("blocks can be run only in the mode in which they were captured")
 
 
 class WholeModel:
@@ -273,16 +276,18 @@ class WholeModel:
         """For each cut between two blocks, the tensors that go over it, without data."""
         line = self.line
         return tuple(
-            tuple(line.sent(node) for node in line.crossing(block.first))
-            for block in self.blocks[1:]
+            tuple(line.sent(n) for n in line.body[: b.first] if line.last_use[n] >= b.first)
+            for b in self.blocks[1:]
         )
 
     @cached_property
-    def other_mode(self) -> OtherMode:
-        """The model as it is now in the other mode: for evaluation if this is for training."""
+    def other_mode(self) -> Callable[[], OperationSequence]:
+        """What captures the model as it is now in the other mode: for evaluation if this is for
+        training; see ``later``.
+        """
         device = _device(self.model, (self.args, self.kwargs))
         capture = partial(capture_model, args=self.args, kwargs=self.kwargs, device=device)
-        return OtherMode(self.model, not self.training, capture)
+        return later(self.model, not self.training, capture)
 
     def divided(self, cut_at: Sequence[str]) -> WholeModel:
         """The same with a block beginning where each of these modules begins.
@@ -324,17 +329,27 @@ class WholeModel:
             raise PlanError(
                 f"expected blocks first < last of 0 to {len(self.blocks)}, got {first} to {last}"
             )
-        line, start, end = self.line, self.blocks[first].first, self.blocks[last - 1].last
-        nodes, outside = line.part(start, end)
-        given = line.given(outside)
-        sent = [n for n in line.body[start:end] if line.last_use[n] >= end]
-        program = make_stage_graph(line, nodes, given, None if end == len(line.body) else sent)
-        other = PlanError("blocks can be run only in the mode in which they were captured")
-        pair = (program, other) if self.training else (other, program)
-        module = StageModule(first, *pair)
+        cuts = [self.blocks[k].first for k in (first, last) if 0 < k < len(self.blocks)]
+        layout, index = StageLayout(self.line, cuts), int(first > 0)
+        program = layout.program(index)
+        module = self.module(first, program, _OTHER_MODE, program.state)
+        return module, [self.line.given_value(node) for node in layout.given[index]]
+
+    def module(
+        self, index: int, own: StageGraph, other: Program, names: Iterable[str]
+    ) -> StageModule:
+        """A stage in the mode of the capture, with the model's own parameters and buffers.
+
+        Args:
+            index: which one.
+            own: what it runs in that mode.
+            other: what it runs in the other one.
+            names: of parameters and buffers.
+        """
+        module = StageModule(index, *((own, other) if self.training else (other, own)))
         module.train(self.training)
-        hold_state(module, self.model, program.state)
-        return module, [line.given_value(node) for node in given]
+        hold_state(module, self.model, names)
+        return module
 
     def _place(self, name: str) -> int:
         """Where on the line a block or module of this name begins."""

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
 from statistics import fmean
+
+import torch
+from torch import Tensor
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -68,27 +72,27 @@ class ModelCosts:
         """Bytes of the gradients that come back over each cut."""
         return self.crossing if self.returning is None else self.returning
 
-    def stage(self, first: int, last: int) -> BlockCost:
-        """What blocks ``first`` up to but not ``last`` cost as one stage.
+    @cached_property
+    def table(self) -> Tensor:
+        """Every run of blocks as a stage, which begins before block i and ends before block j:
+        the fields of ``BlockCost``, [7, B + 1, B + 1]; empty runs are NaN.
 
-        A first stage has no I, and keeps all it saved, with the gradient of its output, until W.
+        A first stage has no I, and keeps all it saved, with the gradient of its output, until W,
+        which is the whole backward; nothing crosses the end of the model.
         """
-        call = self.call
-        whole = total([*self.blocks[first:last], BlockCost(call, call, call, 0, 0, 0, call)])
-        if first > 0:
-            return whole
-        output = self.gradients[last - 1] if last < len(self.blocks) else 0.0
-        return replace(
-            whole,
-            backward_input=0.0,
-            backward_weight=whole.backward_alone,
-            deferred=whole.saved + output,
-        )
+        blocks = [astuple(block) for block in self.blocks]
+        rows = torch.tensor(blocks, dtype=torch.float64, device="cpu").T
+        sums = torch.nn.functional.pad(rows.cumsum(1), (1, 0))
+        table = (sums[:, None] - sums[:, :, None]).clamp_(min=0.0)  # rounding
+        table[[0, 1, 2, 6]] += self.call
+        returning = torch.tensor((0.0, *self.gradients, 0.0), dtype=torch.float64, device="cpu")
+        table[1, 0], table[2, 0], table[4, 0] = 0.0, table[6, 0], table[3, 0] + returning
+        table[:, torch.ones_like(table[0]).tril().bool()] = torch.nan
+        return table
 
-
-def total(blocks: Sequence[BlockCost]) -> BlockCost:
-    """What all of them cost together."""
-    return BlockCost(*map(math.fsum, zip(*map(astuple, blocks), strict=True)))
+    def stage(self, first: int, last: int) -> BlockCost:
+        """What blocks ``first`` up to but not ``last`` cost as one stage."""
+        return BlockCost(*self.table[:, first, last].tolist())
 
 
 def average(found: Sequence[ModelCosts]) -> ModelCosts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ class _Search:
         self._stages = stages
         self._limits = limits
         self._build = _builder(request, stages)
-        self._table = _stage_table(costs)
+        self._table = costs.table[:6]
         self._times: list[list[list[float]]] = self._table[:3].tolist()
         self._known: dict[Firsts, Solution] = {}
         self._simulated = 0
@@ -320,25 +320,6 @@ class _Search:
     def _edges(self, firsts: Firsts) -> tuple[list[int], list[int]]:
         """The first block of each stage, and the one behind its last."""
         return [0, *firsts], [*firsts, self._blocks]
-
-
-def _stage_table(costs: ModelCosts) -> Tensor:
-    """Every run of blocks as a stage, as ``ModelCosts.stage`` has it: F, I, W, saved, deferred and
-    parameters, [6, B + 1, B + 1]; empty runs are NaN.
-    """
-    rows = torch.tensor(
-        [astuple(block) for block in costs.blocks], dtype=torch.float64, device="cpu"
-    ).T
-    sums = torch.nn.functional.pad(rows.cumsum(1), (1, 0))
-    pieces = (sums[:, None] - sums[:, :, None]).clamp_(min=0.0)  # rounding
-    table, alone = pieces[:6], pieces[6]
-    table[:3] += costs.call
-    # A first stage's W is the whole backward, and waits with all that F saved and with the
-    # gradient of what it puts out; nothing crosses the end of the model.
-    returning = torch.tensor((0.0, *costs.gradients, 0.0), dtype=torch.float64, device="cpu")
-    table[1, 0], table[2, 0], table[4, 0] = 0.0, alone[0] + costs.call, table[3, 0] + returning
-    table[:, torch.ones_like(alone).tril().bool()] = torch.nan
-    return table
 
 
 def _divide(

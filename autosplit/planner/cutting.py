@@ -93,47 +93,40 @@ class Planning:
         return cls(**options)
 
 
-@dataclass(frozen=True)
-class CutRequest:
-    """What a model is to be cut into, before it is known what its blocks cost.
+def finder(
+    stages: int, firsts: Sequence[int] | None, schedule: ScheduleRequest, limits: Limits
+) -> Find:
+    """What finds the best stages for some costs, the same on all ranks.
 
-    Attributes:
+    Args:
         stages: how many.
         firsts: the first blocks of all stages but the first; None: where the step is shortest.
         schedule: what they are to run.
-        limits: memory of a rank and links.
+        limits: memory of a rank and links; where a schedule holds more, measures are taken if
+            that is wanted.
+
+    Returns:
+        raises CapError where nothing fits, which says the least cap that would do, and
+        ScheduleError for an unknown schedule, or one that refuses the counts.
     """
 
-    stages: int
-    firsts: Sequence[int] | None
-    schedule: ScheduleRequest
-    limits: Limits
+    def within(costs: ModelCosts, cap: float) -> Solution:
+        capped = replace(limits, cap=cap)
+        if firsts is None:
+            return solve(costs, stages, schedule, limits=capped)
+        return _fitting(weigh(costs, firsts, schedule, capped), capped)
 
-    @property
-    def alone(self) -> bool:
-        """Whether this process plans for itself, whatever group it is in."""
-        return self.schedule.ranks == 1
-
-    def best(self, costs: ModelCosts) -> Solution:
-        """The best stages for ``costs``, the same on all ranks.
-
-        Raises:
-            CapError: nothing fits; says the least cap that would do.
-            ScheduleError: an unknown schedule, or one that refuses the counts.
-        """
-        return self._find(costs) if self.alone else agreed(lambda: self._find(costs))
-
-    def _find(self, costs: ModelCosts) -> Solution:
-        """With what the schedule holds; where that is too much, with measures if wanted."""
+    def find(costs: ModelCosts) -> Solution:
         try:
-            if self.firsts is None:
-                return solve(costs, self.stages, self.schedule, limits=self.limits)
-            return _fitting(weigh(costs, self.firsts, self.schedule, self.limits), self.limits)
+            return within(costs, limits.cap)
         except CapError:
-            if not self.limits.measures:
+            if not limits.measures:
                 raise
-            roomy = replace(self, limits=replace(self.limits, cap=math.inf))
-            return within_limit(roomy._find(costs), self.limits)
+            return within_limit(within(costs, math.inf), limits)
+
+    if schedule.ranks == 1:  # this process plans for itself, whatever group it is in
+        return find
+    return lambda costs: agreed(lambda: find(costs))
 
 
 def _fitting(found: Solution, limits: Limits) -> Solution:
@@ -185,24 +178,28 @@ def cut_model(
     whole = WholeModel.capture(model, args, kwargs)
     firsts = None
     if planning.cut_at is not None:
-        whole, firsts = _cut_by_hand(whole, planning.cut_at)
+        whole = whole.divided(planning.cut_at)
+        firsts = [whole.start(name) for name in planning.cut_at]
+        cut(whole, firsts)  # refuses what is no cut, before anything is measured
     if not 1 <= stages <= len(whole.blocks):
         raise PlanError(
             f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
             f"stages={stages}"
         )
-    request = CutRequest(stages, firsts, schedule, planning.limits)
+    find = finder(stages, firsts, schedule, planning.limits)
+    alone = schedule.ranks == 1
     options = BlockOptions(
         split,
         autocast=autocast,
         loss_fn=None if planning.targets is None else loss_fn,
         targets=planning.targets,
-        device=device_of_trainer(alone=request.alone),
+        device=device_of_trainer(alone=alone),
     )
-    costs = _costs(planning, whole, options, alone=request.alone)
-    if planning.costs == "profile" and planning.rehearse:
-        return whole, refined_by_trial_runs(whole, costs, request.best, options, planning.seconds)
-    return whole, request.best(costs)
+    costs = _costs(planning, whole, options, alone=alone)
+    if planning.costs != "profile" or not planning.rehearse:
+        return whole, find(costs)
+    found, _ = refine_by_trial_runs(costs, find, trial_of(whole, options, planning.seconds))
+    return whole, found
 
 
 def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:
@@ -223,16 +220,6 @@ def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:
     return len(cut_at) + 1
 
 
-def _cut_by_hand(whole: WholeModel, cut_at: Sequence[str]) -> tuple[WholeModel, list[int]]:
-    """The model in blocks of which some begin at these modules, and those blocks; refuses what is
-    no cut, before anything is measured.
-    """
-    whole = whole.divided(cut_at)
-    firsts = [whole.start(name) for name in cut_at]
-    cut(whole, firsts)
-    return whole, firsts
-
-
 def _costs(
     planning: Planning, whole: WholeModel, options: BlockOptions, *, alone: bool
 ) -> ModelCosts:
@@ -251,7 +238,7 @@ def _costs(
 
 
 def refine_by_trial_runs(
-    costs: ModelCosts, find: Find, run_trial: Callable[[Solution], TrialRun]
+    costs: ModelCosts, find: Find, run: Callable[[Solution], TrialRun | None]
 ) -> tuple[Solution, ModelCosts]:
     """Rehearse what costs lead to, correct them by what it took, and see where they lead then.
 
@@ -263,11 +250,12 @@ def refine_by_trial_runs(
     Args:
         costs: of the model's blocks.
         find: the best stages for some costs.
-        run_trial: runs them.
+        run: tries them; None where that cannot be done here.
 
     Returns:
-        the stages with the shortest step that was tried, or more even ones whose step is as short
-        but for noise, with times and step of the trial run; and the costs of the blocks, as
+        the stages with the shortest step that was tried (of the costs, where none was), or more
+        even ones whose step is as short but for noise, with times and step of the trial run; and
+        the costs of the blocks, as
         corrected by all trial runs.
     """
     tried: list[object] = []
@@ -278,11 +266,14 @@ def refine_by_trial_runs(
         if key in tried:
             break
         tried.append(key)
-        seen = run_trial(found)
+        seen = run(found)
+        if seen is None:
+            return found, costs
         costs = corrected(costs, found.firsts, seen.times)
         known.append((_as_seen(found, seen), seen.noise))
     best = _best(known)
-    return best if len(tried) == 1 else _as_seen(best, run_trial(best)), costs
+    again = run(best) if len(tried) > 1 else None
+    return best if again is None else _as_seen(best, again), costs
 
 
 def corrected(costs: ModelCosts, firsts: Sequence[int], times: Sequence[Times]) -> ModelCosts:
@@ -341,33 +332,24 @@ def _as_seen(found: Solution, seen: TrialRun) -> Solution:
     )
 
 
-def refined_by_trial_runs(
-    whole: WholeModel, costs: ModelCosts, find: Find, options: BlockOptions, seconds: float
-) -> Solution:
-    """The stages that costs lead to, after trial runs; those of the costs where none can be run.
+def trial_of(
+    whole: WholeModel, options: BlockOptions, seconds: float
+) -> Callable[[Solution], TrialRun | None]:
+    """What tries stages of a model, where this process, with those of its group, can run them.
 
     Args:
         whole: the model.
-        costs: of its blocks.
-        find: the best stages for some costs, for the number of ranks that a trial run has.
         options: how stages are made.
         seconds: how long blocks were measured; a trial run takes less.
     """
-    first = find(costs)
-    if not can_run_trial(whole, first.schedule):
-        return first
 
-    def run(found: Solution) -> TrialRun:
-        return run_trial(
-            whole,
-            found.firsts,
-            found.schedule,
-            options,
-            planned=found.costs.times,
-            seconds=min(seconds * _SHARE, _MOST),
-        )
+    def run(found: Solution) -> TrialRun | None:
+        if not can_run_trial(whole, found.schedule):
+            return None
+        times, most = found.costs.times, min(seconds * _SHARE, _MOST)
+        return run_trial(whole, found.firsts, found.schedule, options, planned=times, seconds=most)
 
-    return refine_by_trial_runs(costs, find, run)[0]
+    return run
 
 
 NOT_COUNTED = "what operators take for themselves, messages and the batch come on top"

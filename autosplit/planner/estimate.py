@@ -21,10 +21,10 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockCost, Limits, ModelCosts
 from autosplit.planner.profile import (
     BlockOptions,
-    crossing_bytes,
-    distinct,
+    block_cost,
+    kinds,
+    model_costs,
     prepare_blocks,
-    returning_bytes,
 )
 
 EFFICIENCY = 0.5
@@ -43,14 +43,12 @@ class DeviceKind:
         bandwidth: bytes in a second, of the device's memory.
         memory: bytes.
         link: to a device of the same machine, in one direction.
-        source: where the figures are from.
     """
 
     flops: Mapping[int, float] = field(default_factory=dict)
     bandwidth: float = math.nan
     memory: float = math.inf
     link: Link = field(default_factory=Link)
-    source: str = "as given"
 
     def speed(
         self, dtype: torch.dtype = torch.bfloat16, efficiency: float = EFFICIENCY
@@ -127,32 +125,23 @@ def _link(text: str) -> Link:
     return Link(_LATENCY, bandwidth)
 
 
-def _kind(
-    half: float, single: float, bandwidth: float, memory: float, link: float, source: str
-) -> DeviceKind:
+def _kind(half: float, single: float, bandwidth: float, memory: float, link: float) -> DeviceKind:
     """Figures in teraflops, terabytes a second, gigabytes, and gigabytes a second."""
     flops = {2: half * 1e12, 4: single * 1e12}
-    return DeviceKind(flops, bandwidth * 1e12, memory * 1e9, Link(_LATENCY, link * 1e9), source)
+    return DeviceKind(flops, bandwidth * 1e12, memory * 1e9, Link(_LATENCY, link * 1e9))
 
 
-_NVIDIA = "https://www.nvidia.com/en-us/data-center"
-
-# Dense, without sparsity; single precision without TF32, which torch leaves off. Of links, makers
-# state both directions together. Variants: SXM.
+# From https://www.nvidia.com/en-us/data-center/a100/ and its neighbours there, and
+# https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html. Dense, without sparsity;
+# single precision without TF32, which torch leaves off. Of links, makers state both directions
+# together. Variants: SXM.
 DEVICES: Mapping[str, DeviceKind] = {
-    "a100": _kind(312, 19.5, 2.039, 80, 300, f"{_NVIDIA}/a100/"),
-    "h100": _kind(989, 67, 3.35, 80, 450, f"{_NVIDIA}/h100/"),
-    "h200": _kind(989, 67, 4.8, 141, 450, f"{_NVIDIA}/h200/"),
-    "b200": _kind(2250, 75, 8.0, 180, 900, f"{_NVIDIA}/dgx-b200/"),
-    "l40s": _kind(362, 91.6, 0.864, 48, 32, f"{_NVIDIA}/l40s/"),
-    "mi300x": _kind(
-        1307,
-        163.4,
-        5.3,
-        192,
-        64,
-        "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
-    ),
+    "a100": _kind(312, 19.5, 2.039, 80, 300),
+    "h100": _kind(989, 67, 3.35, 80, 450),
+    "h200": _kind(989, 67, 4.8, 141, 450),
+    "b200": _kind(2250, 75, 8.0, 180, 900),  # .../dgx-b200/
+    "l40s": _kind(362, 91.6, 0.864, 48, 32),
+    "mi300x": _kind(1307, 163.4, 5.3, 192, 64),
 }
 
 # Between machines, one adapter a device, in one direction.
@@ -189,17 +178,10 @@ def estimate(
     options = options or BlockOptions()
     options = replace(options, split=replace(options.split, backend="eager"))
     device = device or measure_device()
-    blocks: dict[int, BlockCost] = {}
+    members = kinds(whole, options)
     # None: shown on a terminal, not in a log file.
-    kinds = distinct(whole, options).values()
-    for members in tqdm(kinds, desc="estimating", unit="block", disable=None):
-        cost = _cost(whole, members[0], options, device)
-        blocks |= dict.fromkeys(members, cost)
-    return ModelCosts(
-        tuple(blocks[index] for index in sorted(blocks)),
-        tuple(map(crossing_bytes, whole.crossing)),
-        returning=tuple(map(returning_bytes, whole.crossing)),
-    )
+    shown = tqdm(members, desc="estimating", unit="block", disable=None)
+    return model_costs(whole, members, [_cost(whole, own[0], options, device) for own in shown])
 
 
 def graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
@@ -211,7 +193,7 @@ def graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
 
 
 def _cost(whole: WholeModel, index: int, options: BlockOptions, device: DeviceSpeed) -> BlockCost:
-    instance = prepare_blocks(whole, index, index + 1, options, blank=True)
-    graphs = instance.stage.functions.graphs
+    stage, _ = prepare_blocks(whole, index, index + 1, options, blank=True)
+    graphs = stage.functions.graphs
     parts = (graphs.forward, graphs.backward_input, graphs.backward_weight, graphs.backward)
-    return instance.cost(*(graph_seconds(graph, device) for graph in parts))
+    return block_cost(stage, *(graph_seconds(graph, device) for graph in parts))

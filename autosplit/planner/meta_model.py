@@ -5,23 +5,32 @@ rotary tables too, and nothing brings those back that no checkpoint has. Here a 
 its tensors as ever; a parameter goes to the meta device at the moment at which a module registers
 it. Fresh memory costs nothing before it is written to, and the filling in of initial values comes
 after the registration, when there is nothing left to fill.
+
+Then their values: initial ones, by the constructors once more, or those of a checkpoint. The random
+numbers that a call draws depend on a seed and on which call it is, not on what was drawn before: so
+a parameter starts with the same values however many stages there are, and whoever has the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autosplit.checkpoint.folder import open_checkpoint
+from autosplit.checkpoint.naming import Naming
+from autosplit.device import generators_kept
 from autosplit.errors import PlanError
 
 Built = TypeVar("Built")
@@ -66,11 +75,6 @@ def meta_model(factory: Callable[[], Built]) -> Built:
     derived |= {name for name, b in named_buffers(model).items() if b.is_meta}
     model.__dict__[_RECIPE] = Recipe(factory, order, frozenset(derived))
     return built
-
-
-def recipe_of(model: nn.Module) -> Recipe | None:
-    """How ``meta_model`` built ``model``; None if it did not."""
-    return model.__dict__.get(_RECIPE)
 
 
 def model_of(built: Any) -> nn.Module:
@@ -160,33 +164,16 @@ def stand_in_tensors(model: nn.Module, device: torch.device | str = "cpu") -> It
     they are pages that are never touched, elsewhere one element that stands for all. Tied tensors
     stay tied.
     """
-    wanted = {name for name, tensor in named_tensors(model).items() if tensor.is_meta}
-    make = partial(_stand_in, device=torch.device(device))
-    with substituted(model, wanted, make):
-        yield
-
-
-@contextlib.contextmanager
-def substituted(
-    model: nn.Module, names: Iterable[str], substitute: Callable[[Tensor], Tensor]
-) -> Iterator[None]:
-    """Inside, other tensors take the place of the named ones; the old ones come back after.
-
-    Args:
-        model: the model to change.
-        names: which parameters and buffers; where tensors are tied, all their names.
-        substitute: gives the values for a tensor; it is asked once for tied ones.
-    """
-    before = named_tensors(model)
-    chosen = {name: before[name] for name in names}
-    values = {id(tensor): tensor for tensor in chosen.values()}
+    before = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
+    made: dict[int, Tensor] = {}
     try:
-        values = {key: alike(substitute(tensor), tensor) for key, tensor in values.items()}
-        for name, tensor in chosen.items():
-            assign(model, name, values[id(tensor)])
+        for name, tensor in before.items():
+            if id(tensor) not in made:
+                made[id(tensor)] = alike(_stand_in(tensor, torch.device(device)), tensor)
+            assign(model, name, made[id(tensor)])
         yield
     finally:
-        for name, tensor in chosen.items():
+        for name, tensor in before.items():
             assign(model, name, tensor)
 
 
@@ -221,3 +208,192 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
         return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             storage, 0, tensor.shape, tensor.stride()
         )
+
+
+class Initialiser:
+    """Gives parameters and buffers of ``model`` the values that they start with.
+
+    A meta model's factory is run again, with only the wanted parameters in memory, so that its
+    constructors fill them in. A model that came onto the meta device otherwise has no factory, and
+    what its constructors filled is lost.
+
+    Args:
+        model: a model with parameters on the meta device.
+        seed: of all random numbers; the global generators stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int = 0) -> None:
+        self._model = model
+        self._seed = seed
+
+    def replaces(self, name: str) -> bool:
+        """Never: what has values keeps them."""
+        return False
+
+    @torch.no_grad()
+    def __call__(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The values of the parameters and buffers ``names``, on the CPU.
+
+        Raises:
+            PlanError: no such name, nobody initialises it, or the factory built another model.
+        """
+        known = named_tensors(self._model)
+        if unknown := [name for name in names if name not in known]:
+            raise PlanError(f"the model has no parameter or buffer {', '.join(unknown)}")
+        recipe: Recipe | None = self._model.__dict__.get(_RECIPE)
+        if recipe is not None:
+            with generators_kept():
+                known = named_tensors(self._rebuild(recipe, names))
+        if lacking := [name for name in names if known[name].is_meta]:
+            raise PlanError(
+                f"nothing initialises {', '.join(lacking)}: build the model with "
+                "autosplit.meta_model(factory), which runs the constructors for them"
+            )
+        return {name: known[name].detach() for name in names}
+
+    def _rebuild(self, recipe: Recipe, names: Sequence[str]) -> nn.Module:
+        everything = not recipe.derived.isdisjoint(names)
+        wanted = {recipe.order[name] for name in names if name in recipe.order}
+        numbers = Numbered(self._seed)
+        # Moving a parameter away takes calls that one who keeps it does not make.
+        with numbers, registering(lambda n: everything or n in wanted, numbers.restart):
+            model = model_of(recipe.factory())
+        before, after = _shapes(self._model), _shapes(model)
+        if before != after:
+            differing = [n for n in before.keys() | after.keys() if before.get(n) != after.get(n)]
+            raise PlanError(
+                "the factory built another model than the first time; different are "
+                f"{', '.join(sorted(differing)[:10])}: let it always build the same, and whatever "
+                "adds parameters be a part of it"
+            )
+        return model
+
+
+class Numbered(TorchFunctionMode):
+    """Seeds the random numbers of each call inside by ``seed`` and its number, which is counted
+    anew behind each parameter that is registered.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self.restart(-1)
+
+    def restart(self, part: int) -> None:
+        """Count anew, for what comes behind parameter ``part``."""
+        self._prefix = f"{self._seed}/factory/{part}/"
+        self._count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._count += 1
+        digest = hashlib.sha256(f"{self._prefix}{self._count}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little"))
+        return func(*args, **(kwargs or {}))
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in named_tensors(model).items()}
+
+
+class CheckpointValues:
+    """Gives stages the values that a checkpoint of the whole model has for them.
+
+    Buffers that no checkpoint has, and with ``strict=False`` whatever is missing, start as
+    ``Initialiser`` has them.
+
+    Args:
+        model: the whole model; if it is not on the meta device, its own tensors are overwritten.
+        path: see ``open_checkpoint``.
+        strict: refuse a checkpoint in which tensors are missing or too much.
+        seed: see ``Initialiser``.
+
+    Attributes:
+        mismatches: what was missing or too much.
+
+    Raises:
+        CheckpointError: it cannot be read, or tensors are missing, too much or misshapen.
+    """
+
+    def __init__(
+        self, model: nn.Module, path: str | Path, *, strict: bool = True, seed: int = 0
+    ) -> None:
+        self._reader = open_checkpoint(path)
+        self._naming = Naming.of_model(model)
+        self._initialiser = Initialiser(model, seed=seed)
+        self.mismatches = self._naming.fitting(self._reader, strict=strict)
+
+    def replaces(self, name: str) -> bool:
+        """Whether the checkpoint has what the model calls ``name``."""
+        entry = self._naming.own.get((0, name))
+        return entry is not None and entry.source(self._reader.shapes) is not None
+
+    def __call__(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The values of the parameters and buffers ``names``, on the CPU.
+
+        Raises:
+            PlanError: nothing gives one of them a value.
+            CheckpointError: what has them is damaged.
+        """
+        entries = {n: self._naming.own[0, n] for n in names if self.replaces(n)}
+        sources = {n: entry.source(self._reader.shapes) or "" for n, entry in entries.items()}
+        self._reader.verify(dict.fromkeys(sources.values()))
+        read = self._reader.read(dict.fromkeys(sources.values()))
+        values = {name: read[there] for name, there in sources.items()}
+        if lacking := [name for name in names if name not in entries]:
+            values |= self._initialiser(lacking)
+        return values
+
+
+Values = Initialiser | CheckpointValues
+"""What gives the values of parameters and buffers by the model's own names."""
+
+
+def materialise_stage(module: nn.Module, values: Values | None) -> nn.Module:
+    """Give what ``module`` has on the meta device memory on the CPU and values, in place.
+
+    Parameters that were one stay one.
+
+    Args:
+        module: a stage, or any module whose parameters and buffers have the names of the whole
+            model.
+        values: may be None where nothing is on the meta device. What is not stays where it is, and
+            only a ``CheckpointValues`` overwrites it.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        PlanError: there are no values.
+    """
+    tensors = named_tensors(module)
+    lacking = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if lacking and values is None:
+        raise PlanError(
+            f"{', '.join(lacking[:5])}{', ...' if len(lacking) > 5 else ''}: on the meta device, "
+            "and nothing says which values to start with: call initialise() or "
+            "load_checkpoint(path) on the plan before its stages are built"
+        )
+    if values is not None:
+        chosen = {n: t for n, t in tensors.items() if t.is_meta or values.replaces(n)}
+        _fill(module, chosen, values)
+    return module
+
+
+@torch.no_grad()
+def _fill(module: nn.Module, chosen: Mapping[str, Tensor], values: Values) -> None:
+    first: dict[int, str] = {}
+    for name, tensor in chosen.items():
+        first.setdefault(id(tensor), name)
+    found = dict(values(list(first.values())))
+    made: dict[int, Tensor] = {}
+    for key, name in first.items():
+        original = chosen[name]
+        if original.is_meta:
+            made[key] = alike(torch.empty_like(original, device="cpu"), original)
+        # Taken out, so that there is one tensor twice at a time and not all of them.
+        made.get(key, original).copy_(found.pop(name))
+    for name, original in chosen.items():
+        if original.is_meta:
+            assign(module, name, made[id(original)])

@@ -100,11 +100,6 @@ class OperationSequence:
                     outside.add(needed)
         return self.ordered(own), self.ordered(outside)
 
-    def given(self, outside: Iterable[fx.Node]) -> list[fx.Node]:
-        """Of what a part reads, that which it has to be given: neither state nor constants."""
-        inputs = self.forward.inputs
-        return [node for node in outside if node in inputs or node in self.position]
-
     def layout(self, node: fx.Node) -> tuple[int, ...] | None:
         """The order of dimensions in which what a node gives lies in memory without gaps; None
         where that is their own order, or there is none.
@@ -130,10 +125,6 @@ class OperationSequence:
     def given_value(self, node: fx.Node) -> Any:
         """What a part is given for a node outside of it: sent, or an input as it is."""
         return self.sent(node) if node in self.position else self.value(node)
-
-    def crossing(self, cut: int) -> list[fx.Node]:
-        """Operations before ``body[cut]`` whose results are read from there on."""
-        return [n for n in self.body[:cut] if self.last_use[n] >= cut]
 
     def _last_uses(self) -> dict[fx.Node, int]:
         last = dict.fromkeys(self.body, -1)

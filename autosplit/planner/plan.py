@@ -36,12 +36,11 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits, ModelCosts
 from autosplit.planner.cuts import Solution
 from autosplit.planner.cutting import Planning, cut_model, stage_count, with_host
-from autosplit.planner.initialise import Init
 from autosplit.planner.stages import Partition, cut
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size
 from autosplit.text.files import read_text, write_text
-from autosplit.torch_internals.pytree import tree_flatten
+from autosplit.torch_internals.pytree import flatten_named
 
 _LARGEST = 1 << 63
 
@@ -182,18 +181,15 @@ class PlanSignature:
             )
 
 
-def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Input, ...]:
+def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Input, ...]:
     """The tensors among a model's arguments."""
-    named = [(f"args[{place}]", value) for place, value in enumerate(args)]
-    named += list((kwargs or {}).items())
-    found = []
-    for name, value in named:
-        leaves = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
-        for place, leaf in enumerate(leaves):
-            full = name if isinstance(value, Tensor) else f"{name}, tensor {place}"
-            dtype = str(leaf.dtype).removeprefix("torch.")
-            found.append(Input(full, tuple(leaf.shape), dtype))
-    return tuple(found)
+    named = {**{f"args[{place}]": value for place, value in enumerate(args)}, **kwargs}
+    return tuple(
+        Input(path, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+        for name, value in named.items()
+        for path, leaf in flatten_named(name, value)
+        if isinstance(leaf, Tensor)
+    )
 
 
 def _difference(made: Sequence[str], came: Sequence[str]) -> str:
@@ -301,9 +297,9 @@ class Plan:
         """The module of one stage; of a bound plan."""
         return self._bound.build(index)
 
-    def initialise(self, init: Init | None = None, *, seed: int = 0) -> None:
+    def initialise(self, *, seed: int = 0) -> None:
         """See ``Partition.initialise``; of a bound plan."""
-        self._bound.initialise(init, seed=seed)
+        self._bound.initialise(seed=seed)
 
     def load_checkpoint(self, path: str | Path, **options: Any) -> tuple[Mismatch, ...]:
         """See ``Partition.load_checkpoint``; of a bound plan."""

@@ -1,7 +1,4 @@
-"""Configurations of a model on some devices, ranked by their predicted steps.
-
-The best stages, microbatches, schedule and memory setting for a model on some devices.
-"""
+"""The best stages, microbatches, schedule and memory setting for a model on some devices."""
 
 from __future__ import annotations
 
@@ -105,12 +102,10 @@ def _with_reason(one: Configuration, best: Solution | None) -> Configuration:
     if slower >= 0.0005:
         return replace(one, lost=f"slower by {slower:.1%}")
     more = max(one.solution.peaks) - max(best.peaks)
-    if slower <= -0.0005:
-        lost = f"faster by {-slower:.1%}, but holds {size_text(math.ceil(more))} more"
-        return replace(one, lost=lost)
-    return replace(
-        one, lost=f"as fast, but holds {size_text(math.ceil(more))} more" if more > 0 else "as fast"
-    )
+    lost = f"faster by {-slower:.1%}" if slower <= -0.0005 else "as fast"
+    if more > 0 or slower <= -0.0005:
+        lost += f", but holds {size_text(math.ceil(more))} more"
+    return replace(one, lost=lost)
 
 
 CostsOf = Callable[[int, str | int], ModelCosts]
@@ -169,93 +164,71 @@ def search_plans(
     """
     space = space or SearchSpace()
     limits = limits or Limits()
+    found = [
+        _filled(blank, costs_of, limits, refine=False)
+        for blank in _blanks(costs_of, devices, batch, space)
+    ]
+    best = sorted((each for each in found if each.solution), key=lambda each: each.key)[:_REFINED]
+    rest = [each for each in found if each not in best]
+    best = [_filled(each, costs_of, limits, refine=True) for each in best]
+    if limits.measures:
+        _keep_within(rest, costs_of, limits)
+    own: list[Configuration] = []
+    if space.schedules is None or AUTO in space.schedules:
+        best.sort(key=lambda each: each.key)
+        own = [made for each in best[:_SEARCHED] if (made := _searched(each, limits)) is not None]
+    if own and space.schedules is not None and set(space.schedules) == {AUTO}:
+        return ranked(own)
+    return ranked([*best, *rest, *own])
+
+
+def _blanks(
+    costs_of: CostsOf, devices: int, batch: int, space: SearchSpace
+) -> Iterator[Configuration]:
+    """All configurations, without their stages."""
     _check(space, devices, batch)
-    blanks: list[Configuration] = []
     for memory, count in itertools.product(
         space.memory or MEMORY, _microbatches(space, devices, batch)
     ):
-        costs = costs_of(batch // count, memory)
-        if space.stages is not None and space.stages > len(costs.blocks):
-            raise PlanError(
-                f"{space.stages} stages are more than the model has blocks, {len(costs.blocks)}"
-            )
-        blanks += [
-            Configuration(stages, devices, count, batch // count, schedule, fused, memory)
-            for schedule, stages, fused in _schedule_choices(space, devices)
-        ]
-    return ranked(_refined(_cut(blanks, costs_of, limits), costs_of, limits, space))
-
-
-def _cut(blanks: Sequence[Configuration], costs_of: CostsOf, limits: Limits) -> list[Configuration]:
-    """All with their stages, or with why they have none."""
-    found = []
-    known: dict[tuple[ModelCosts, ScheduleRequest, int], Configuration] = {}
-    for each in blanks:
-        costs = costs_of(each.microbatch_size, each.memory)
-        alike = costs, _request(each), each.stages  # memory settings may come to the same
-        if alike not in known:
-            known[alike] = _filled(each, costs, limits, refine=False)
-        found.append(replace(known[alike], memory=each.memory))
-    return found
-
-
-def _request(blank: Configuration) -> ScheduleRequest:
-    return ScheduleRequest(
-        blank.schedule, blank.microbatches, blank.ranks, split_backward=not blank.fused
-    )
+        blocks = len(costs_of(batch // count, memory).blocks)
+        if space.stages is not None and space.stages > blocks:
+            raise PlanError(f"{space.stages} stages are more than the model has blocks, {blocks}")
+        for schedule, stages, fused in _schedule_choices(space, devices):
+            yield Configuration(stages, devices, count, batch // count, schedule, fused, memory)
 
 
 def _filled(
-    blank: Configuration,
-    costs: ModelCosts,
-    limits: Limits,
-    *,
-    refine: bool,
+    blank: Configuration, costs_of: CostsOf, limits: Limits, *, refine: bool
 ) -> Configuration:
     """The configuration with its stages, or with why it has none."""
+    costs = costs_of(blank.microbatch_size, blank.memory)
+    request = ScheduleRequest(
+        blank.schedule, blank.microbatches, blank.ranks, split_backward=not blank.fused
+    )
     try:
-        solution = solve(
-            costs,
-            blank.stages,
-            _request(blank),
-            limits=limits,
-            refine=refine,
-        )
+        solution = solve(costs, blank.stages, request, limits=limits, refine=refine)
     except CapError as error:
         over, needs = map(math.ceil, (error.least - limits.cap, error.least))
-        return replace(
-            blank,
-            least=error.least,
-            lost=f"over the cap by {size_text(over)}: needs {size_text(needs)} a rank",
-        )
+        lost = f"over the cap by {size_text(over)}: needs {size_text(needs)} a rank"
+        return replace(blank, least=error.least, lost=lost)
     except (PlanError, ScheduleError) as error:
         return replace(blank, lost=str(error))
-    return replace(blank, solution=solution)
+    return replace(blank, solution=solution, least=None, lost="")
 
 
-def _with_measures(
-    found: list[Configuration], costs_of: CostsOf, limits: Limits
-) -> list[Configuration]:
-    """Of configurations that are over the cap those that would be shortest, kept under it by
-    measures of memory where that can be.
+def _keep_within(found: list[Configuration], costs_of: CostsOf, limits: Limits) -> None:
+    """Of configurations that are over the cap, keep those that would be shortest under it by
+    measures of memory, where that can be.
     """
-    over = [each for each in found if each.least is not None and not each.fused]
-    if not limits.measures or not over:
-        return found
     roomy = replace(limits, cap=math.inf)
-    free = [
-        (_filled(each, costs_of(each.microbatch_size, each.memory), roomy, refine=False), each)
-        for each in over
-    ]
-    kept = {}
-    for one, each in sorted(free, key=lambda pair: pair[0].key)[:_SEARCHED]:
+    over = [at for at, each in enumerate(found) if each.least is not None and not each.fused]
+    free = {at: _filled(found[at], costs_of, roomy, refine=False) for at in over}
+    for at in sorted(over, key=lambda at: free[at].key)[:_SEARCHED]:
         try:
-            if one.solution is not None:
-                within = within_limit(one.solution, limits)
-                kept[id(each)] = replace(one, solution=within, least=None, lost="")
+            if (solution := free[at].solution) is not None:
+                found[at] = replace(free[at], solution=within_limit(solution, limits))
         except CapError as error:
-            kept[id(each)] = replace(each, least=error.least)
-    return [kept.get(id(each), each) for each in found]
+            found[at] = replace(found[at], least=error.least)
 
 
 def _searched(one: Configuration, limits: Limits) -> Configuration | None:
@@ -329,29 +302,3 @@ def _schedule_choices(space: SearchSpace, devices: int) -> Iterator[tuple[str, i
         chunks = _CHUNKS if family.chunks is None else (family.chunks,)
         counts = (space.stages,) if space.stages else tuple(each * devices for each in chunks)
         yield from itertools.product([name], counts, (False, True)[: 1 + family.fused])
-
-
-def _refined(
-    found: list[Configuration], costs_of: CostsOf, limits: Limits, space: SearchSpace
-) -> list[Configuration]:
-    """The best ones worked on, and their like with a schedule of their own."""
-    ordered = sorted((each for each in found if each.solution), key=lambda each: each.key)
-    rest = [each for each in found if each not in ordered[:_REFINED]]
-    best = [
-        _filled(
-            replace(each, solution=None),
-            costs_of(each.microbatch_size, each.memory),
-            limits,
-            refine=True,
-        )
-        for each in ordered[:_REFINED]
-    ]
-    rest = _with_measures(rest, costs_of, limits)
-    names = space.schedules
-    if names is not None and AUTO not in names:
-        return best + rest
-    own = [_searched(each, limits) for each in sorted(best, key=lambda each: each.key)[:_SEARCHED]]
-    made = [each for each in own if each is not None]
-    if names is not None and set(names) == {AUTO} and made:
-        return made
-    return best + rest + made

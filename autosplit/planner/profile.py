@@ -1,9 +1,4 @@
-"""Blocks of a model as a Stage with state of its own, ready to be traced or run.
-
-Times F, I and W of a stage.
-
-What the blocks of a model cost, measured: each kind of block runs by itself.
-"""
+"""What the blocks of a model cost, measured: each kind of block runs by itself, as a stage."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -28,7 +23,6 @@ from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.meta_model import assign, named_tensors
-from autosplit.runtime.residuals import TensorSpec
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.text.figures import spread
@@ -57,30 +51,8 @@ class BlockOptions:
     device: torch.device | None = None
 
 
-@dataclass
-class BlockInstance:
-    """Some blocks as a stage, with state of its own: running it leaves the model as it is.
-
-    Attributes:
-        stage: the stage.
-        inputs: its arguments; with ``blank``, large ones without memory.
-        parameter_bytes: of its parameters, each counted once.
-    """
-
-    stage: Stage
-    inputs: list[Tensor]
-    parameter_bytes: int
-
-    def cost(self, forward: float, inputs: float, weights: float, backward: float) -> BlockCost:
-        """What it costs with these seconds of F, I, W and B; a first block has no I."""
-        if self.stage.index == 0:
-            inputs, weights = 0.0, backward
-        sizes = *footprint(self.stage), self.parameter_bytes
-        return BlockCost(forward, inputs, weights, *sizes, backward)
-
-
-def distinct(whole: WholeModel, options: BlockOptions) -> dict[Hashable, list[int]]:
-    """The blocks that cost the same, by what they have in common.
+def kinds(whole: WholeModel, options: BlockOptions) -> list[list[int]]:
+    """The blocks that cost the same.
 
     The first block is by itself, because it has no input gradient, and so is a last one with a
     loss.
@@ -90,13 +62,44 @@ def distinct(whole: WholeModel, options: BlockOptions) -> dict[Hashable, list[in
     for index, block in enumerate(whole.blocks):
         ends = index == last and options.loss_fn is not None
         found.setdefault((block.signature, index == 0, ends), []).append(index)
-    return found
+    return list(found.values())
+
+
+def model_costs(
+    whole: WholeModel,
+    members: Sequence[Sequence[int]],
+    costs: Iterable[BlockCost],
+    call: float = 0.0,
+    noise: float = 0.0,
+) -> ModelCosts:
+    """The costs of a model by those of each kind of block; a mask that crosses has no gradient."""
+    blocks = {index: cost for own, cost in zip(members, costs, strict=True) for index in own}
+    crossing, returning = (
+        tuple(
+            float(sum(value_bytes(t) for t in tensors if t.requires_grad or not back))
+            for tensors in whole.crossing
+        )
+        for back in (False, True)
+    )
+    ordered = tuple(blocks[index] for index in sorted(blocks))
+    return ModelCosts(ordered, crossing, call, returning, noise)
+
+
+def block_cost(
+    stage: Stage, forward: float, inputs: float, weights: float, backward: float
+) -> BlockCost:
+    """What blocks cost with these seconds of F, I, W and B; a first block has no I."""
+    if stage.index == 0:
+        inputs, weights = 0.0, backward
+    size = sum(math.prod(p.shape) * p.element_size() for p in stage.module.parameters())
+    return BlockCost(forward, inputs, weights, *footprint(stage), size, backward)
 
 
 def prepare_blocks(
     whole: WholeModel, first: int, last: int, options: BlockOptions, *, blank: bool = False
-) -> BlockInstance:
-    """Blocks ``first`` up to but not ``last`` as a stage.
+) -> tuple[Stage, list[Tensor]]:
+    """Blocks ``first`` up to but not ``last`` as a stage with state of its own, so that running it
+    leaves the model as it is; and its inputs.
 
     Parameters on the meta device become random ones; others are used as they are. Buffers are
     copied.
@@ -116,7 +119,6 @@ def prepare_blocks(
     device = options.device or device_of(module)
     own_state(module, device, blank=blank)
     module.to(device)  # what it makes itself, too
-    size = sum(math.prod(p.shape) * p.element_size() for p in module.parameters())
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
     if last == len(whole.blocks) and options.loss_fn is not None:
         targets = options.targets
@@ -129,8 +131,7 @@ def prepare_blocks(
     if options.autocast is not None:
         module = WithAutocast(module, device, options.autocast)
     split = replace(options.split, late_input=True)  # as a trainer's
-    stage = Stage(module, inputs, index=first, **vars(split))
-    return BlockInstance(stage, inputs, size)
+    return Stage(module, inputs, index=first, **vars(split)), inputs
 
 
 class _TensorsOnly(nn.Module):
@@ -145,30 +146,22 @@ class _TensorsOnly(nn.Module):
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def own_state(
-    module: nn.Module, device: torch.device, *, blank: bool, gradients: bool = False
-) -> None:
-    """Give the module buffers of its own on ``device``, and parameters where it has none there.
-
-    What is tied stays tied. With ``gradients``, it also gets parameters of its own, with the
-    memory of those it had, so that gradients reach nobody else.
+def own_state(module: nn.Module, device: torch.device, *, blank: bool = False) -> None:
+    """Give the module buffers of its own on ``device``, and parameters with the memory of those it
+    had there, so that gradients reach nobody else. What is tied stays tied.
     """
     made: dict[int, Tensor] = {}
     for name, tensor in named_tensors(module).items():
         if id(tensor) not in made:
-            made[id(tensor)] = _own(tensor, device, blank, gradients)
+            made[id(tensor)] = _own(tensor, device, blank)
         assign(module, name, made[id(tensor)])
 
 
-def _own(tensor: Tensor, device: torch.device, blank: bool, gradients: bool) -> Tensor:
+def _own(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:
+    known = not (tensor.is_meta or blank)
     if not isinstance(tensor, nn.Parameter):
-        known = not (tensor.is_meta or blank)
-        if known:
-            return tensor.detach().to(device, copy=True)
-        return _make(tensor, device, blank, None)
-    there = tensor.device == device and not blank
-    if there and not gradients:
-        return tensor
+        return tensor.detach().to(device, copy=True) if known else _make(tensor, device, blank)
+    there = known and tensor.device == device
     values = tensor if there else _make(tensor, device, blank, _SCALE)
     return nn.Parameter(values.detach(), tensor.requires_grad)
 
@@ -179,12 +172,13 @@ def device_of(module: nn.Module) -> torch.device:
     return next(real, torch.device("cpu"))
 
 
-def _make(example: Tensor, device: torch.device, blank: bool, scale: float | None) -> Tensor:
+def _make(example: Tensor, device: torch.device, blank: bool, scale: float | None = None) -> Tensor:
     """A tensor like ``example``: random floats of this scale, ones where it is None; integers are
     zero, which is a valid index into anything.
     """
-    spec = TensorSpec.of(example)
-    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    tensor = torch.empty_strided(
+        example.shape, example.stride(), dtype=example.dtype, device=device
+    )
     # Capturing may read small integers, such as a count of batches.
     if blank and tensor.nbytes > _SMALL:
         tensor.untyped_storage().resize_(0)
@@ -333,40 +327,20 @@ def profile(
         SplitError: a block's graph cannot be split, or a bad option.
     """
     options = options or BlockOptions()
-    kinds = list(distinct(whole, options).values())
-    firsts = [members[0] for members in kinds]
+    members = kinds(whole, options)
+    firsts = [own[0] for own in members]
     # Which kinds are in memory at once.
     apart = any(parameter.is_meta for parameter in whole.model.parameters())
     groups = [[each] for each in firsts] if apart else [firsts]
-    costs: dict[int, BlockCost] = {}
-    calls: list[float] = []
-    noise = 0.0
     # None: shown on a terminal, not in a log file.
     with generators_kept(), tqdm(total=seconds, unit="s", disable=None) as bar:
-        for group in groups:
-            share = seconds * len(group) / len(kinds)
-            found, call, off = _measure(whole, group, options, share, bar.update)
-            costs |= found
-            calls.append(call)
-            noise = max(noise, off)
-    blocks = {index: costs[members[0]] for members in kinds for index in members}
-    return ModelCosts(
-        tuple(blocks[index] for index in sorted(blocks)),
-        tuple(map(crossing_bytes, whole.crossing)),
-        statistics.median(calls),
-        tuple(map(returning_bytes, whole.crossing)),
-        noise,
-    )
-
-
-def crossing_bytes(tensors: Sequence[Tensor]) -> float:
-    """Bytes of one message with these tensors."""
-    return float(sum(map(value_bytes, tensors)))
-
-
-def returning_bytes(tensors: Sequence[Tensor]) -> float:
-    """Bytes of the message with their gradients; a mask has none."""
-    return crossing_bytes([tensor for tensor in tensors if tensor.requires_grad])
+        measured = [
+            _measure(whole, group, options, seconds * len(group) / len(firsts), bar.update)
+            for group in groups
+        ]
+    found, calls, noises = zip(*measured, strict=True)
+    costs = itertools.chain.from_iterable(found)
+    return model_costs(whole, members, costs, statistics.median(calls), max(noises))
 
 
 def _measure(
@@ -375,20 +349,21 @@ def _measure(
     options: BlockOptions,
     seconds: float,
     progress: Callable[[float], object],
-) -> tuple[dict[int, BlockCost], float, float]:
+) -> tuple[list[BlockCost], float, float]:
     """The costs of some blocks, the seconds of a call with next to nothing to compute, and by what
     share the blocks' sum may be off.
     """
-    instances = [prepare_blocks(whole, first, first + 1, options) for first in group]
-    device = instances[0].inputs[0].device
-    nothing = [torch.ones(1, device=device)]
-    backend = options.split.backend
-    empty = Stage(_Scale().to(device), [nothing[0].requires_grad_()], backend=backend)
-    subjects = [(each.stage, each.inputs) for each in instances]
+    subjects = [prepare_blocks(whole, first, first + 1, options) for first in group]
+    device = subjects[0][1][0].device
+    nothing = [torch.ones(1, device=device, requires_grad=True)]
+    empty = Stage(_Scale().to(device), nothing, backend=options.split.backend)
     *rounds, least = time_stages([*subjects, (empty, nothing)], seconds, progress)
     call = statistics.fmean(statistics.median(least[each]) for each in _SPLIT)
-    pairs = zip(group, instances, rounds, strict=True)
-    return {first: _cost(each, found, call) for first, each, found in pairs}, call, error(rounds)
+    costs = []
+    for (stage, _), times in zip(subjects, rounds, strict=True):
+        medians = (statistics.median(times[each]) for each in (*_SPLIT, "backward"))
+        costs.append(block_cost(stage, *(max(each - call, 0.0) for each in medians)))
+    return costs, call, error(rounds)
 
 
 class _Scale(nn.Module):
@@ -400,10 +375,3 @@ class _Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
-
-
-def _cost(instance: BlockInstance, rounds: Rounds, call: float) -> BlockCost:
-    forward, inputs, weights, backward = (
-        max(statistics.median(rounds[each]) - call, 0.0) for each in (*_SPLIT, "backward")
-    )
-    return instance.cost(forward, inputs, weights, backward)

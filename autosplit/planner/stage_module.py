@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,32 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.capture.operator_effects import Switches, enters_autocast
 from autosplit.capture.workarounds.dynamo import make_traceable
 from autosplit.errors import PlanError
+from autosplit.pipeline.schedule.wiring import Source
 from autosplit.planner.operation_sequence import OperationSequence
-from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
-
-
-@dataclass(frozen=True)
-class OutputStructure:
-    """The pytree of a model's outputs, rebuilt from the tensors of its last stage.
-
-    Attributes:
-        leaves: for each leaf the position among these tensors, or None for one that is no tensor.
-        constants: the leaves that are no tensors, None elsewhere.
-        spec: how the leaves make up the result.
-    """
-
-    leaves: tuple[int | None, ...]
-    constants: tuple[Any, ...]
-    spec: TreeSpec
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OutputStructure:
-        # Nothing in it is ever changed, and torch (2.13) warns when a spec with leaves is copied.
-        return self
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        pairs = zip(self.leaves, self.constants, strict=True)
-        leaves = [value if at is None else tensors[at] for at, value in pairs]
-        return tree_unflatten(leaves, self.spec)
+from autosplit.torch_internals.pytree import tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -51,14 +29,14 @@ class StageGraph:
         graph: takes the state in the order of ``state``, then the inputs; gives a tuple.
         state: names of the parameters and buffers.
         shapes: of the inputs; None for one that this mode does not read.
-        structure: of the model's result, in the last stage.
+        structure: the model's result from the tensors of its last stage, in that one.
         device: where the model was captured.
     """
 
     graph: fx.GraphModule
     state: tuple[str, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
-    structure: OutputStructure | None
+    structure: Callable[[Sequence[Tensor]], Any] | None
     device: torch.device
 
     def moved(self, device: torch.device) -> StageGraph:
@@ -76,48 +54,90 @@ class StageGraph:
         return replace(self, graph=graph, device=device)
 
 
-def make_stage_graph(
-    line: OperationSequence,
-    nodes: Sequence[fx.Node],
-    inputs: Sequence[fx.Node | None],
-    outputs: Sequence[fx.Node] | None,
-) -> StageGraph:
-    """The graph of these operations.
+class StageLayout:
+    """Which stage holds which operations, is given what, and sends what.
 
     Args:
-        line: where they are on.
-        nodes: in order, replicated ones included.
-        inputs: what the program is given; None for an argument that it does not read.
-        outputs: what it returns; None for the result of the model.
+        line: the operations.
+        places: where on the line every stage but the first begins.
+
+    Attributes:
+        nodes: of every stage, what it runs, replicated operations included.
+        sent: of every stage but the last, the operations whose values others read.
+        given: of every stage, what it is given, in the order of its arguments.
     """
-    forward, graph = line.forward, fx.Graph()
-    results = line.results if outputs is None else list(outputs)
-    read = {n for node in nodes for n in node.all_input_nodes} | set(results)
-    state = [node for node in line.ordered(read) if node in forward.state]
-    names = tuple(dict.fromkeys(forward.state[node] for node in state))
-    held = {name: graph.placeholder(_identifier(name)) for name in names}
-    new = {node: held[forward.state[node]] for node in state}
-    for index, node in enumerate(inputs):
-        placeholder = _input(graph, f"input_{index}", line, node)
-        if node is not None:
-            new[node] = placeholder
-    constants = line.ordered(read - set(new) - set(nodes))
-    values = [forward.constants.get(node, line.value(node)) for node in constants]
-    root: dict[str, Any] = {f"constant_{at}": value for at, value in enumerate(values)}
-    new.update(zip(constants, map(graph.get_attr, root), strict=True))
-    switches = Switches(graph)
-    for node in nodes:
-        switches.to(line.settings[node])
-        new[node] = _copy(graph, node, new)
-    switches.to(type(line.settings[nodes[0]])())
-    if outputs is None:
-        graph.output(tuple(new[node] for node in results))
-    else:
-        graph.output(tuple(_permuted(graph, new[n], line.layout(n)) for n in results))
-    structure = _structure(line) if outputs is None else None
-    shapes = tuple(None if n is None else tuple(line.given_value(n).shape) for n in inputs)
-    module = fx.GraphModule(root, graph, "StageGraph")
-    return StageGraph(module, names, shapes, structure, line.device)
+
+    def __init__(self, line: OperationSequence, places: Sequence[int]) -> None:
+        self.line = line
+        self.places = [*places]
+        bounds = [*itertools.pairwise([0, *places, len(line.body)])]
+        self._stage = {n: at for at, (a, b) in enumerate(bounds) for n in line.body[a:b]}
+        self.sent = [
+            [n for n in line.body[first:last] if line.last_use[n] >= last]
+            for first, last in bounds[:-1]
+        ]
+        parts = [line.part(first, last) for first, last in bounds]
+        self.nodes = [nodes for nodes, _ in parts]
+        # State and constants a stage has itself.
+        inputs = line.forward.inputs
+        outside = [[n for n in read if n in inputs or n in line.position] for _, read in parts]
+        self.given = [sorted(read, key=lambda node: _order(self.source(node))) for read in outside]
+
+    def source(self, node: fx.Node) -> Source:
+        """Where what a stage is given is from."""
+        position = self.line.forward.inputs.get(node)
+        if position is not None:
+            return Source(None, position)
+        stage = self._stage[node]
+        return Source(stage, self.sent[stage].index(node))
+
+    def looks(self) -> list[list[tuple[Any, ...]]]:
+        """Shape and dtype of what every stage but the last sends."""
+        values = ([self.line.value(node) for node in sent] for sent in self.sent)
+        return [[(tuple(v.shape), v.dtype) for v in each] for each in values]
+
+    def program(self, index: int, given: Sequence[fx.Node | None] | None = None) -> StageGraph:
+        """The graph of a stage.
+
+        Args:
+            index: which one.
+            given: its arguments, if they are not its own: None for one that it does not read.
+        """
+        line, nodes = self.line, self.nodes[index]
+        inputs: Sequence[fx.Node | None] = self.given[index] if given is None else given
+        last = index == len(self.places)
+        results = line.results if last else self.sent[index]
+        forward, graph = line.forward, fx.Graph()
+        read = {n for node in nodes for n in node.all_input_nodes} | set(results)
+        state = [node for node in line.ordered(read) if node in forward.state]
+        names = tuple(dict.fromkeys(forward.state[node] for node in state))
+        held = {name: graph.placeholder(_identifier(name)) for name in names}
+        new = {node: held[forward.state[node]] for node in state}
+        for index, node in enumerate(inputs):
+            placeholder = _input(graph, f"input_{index}", line, node)
+            if node is not None:
+                new[node] = placeholder
+        constants = line.ordered(read - set(new) - set(nodes))
+        values = [forward.constants.get(node, line.value(node)) for node in constants]
+        root: dict[str, Any] = {f"constant_{at}": value for at, value in enumerate(values)}
+        new.update(zip(constants, map(graph.get_attr, root), strict=True))
+        switches = Switches(graph)
+        for node in nodes:
+            switches.to(line.settings[node])
+            new[node] = _copy(graph, node, new)
+        switches.to(type(line.settings[nodes[0]])())
+        if last:
+            graph.output(tuple(new[node] for node in results))
+        else:
+            graph.output(tuple(_permuted(graph, new[n], line.layout(n)) for n in results))
+        structure = _structure(line) if last else None
+        shapes = tuple(None if n is None else tuple(line.given_value(n).shape) for n in inputs)
+        module = fx.GraphModule(root, graph, "StageGraph")
+        return StageGraph(module, names, shapes, structure, line.device)
+
+
+def _order(source: Source) -> tuple[int, int]:
+    return (-1 if source.stage is None else source.stage, source.position)
 
 
 def _input(graph: fx.Graph, name: str, line: OperationSequence, node: fx.Node | None) -> fx.Node:
@@ -157,45 +177,26 @@ def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Nod
     return copy
 
 
-def _structure(line: OperationSequence) -> OutputStructure:
-    tensors = iter(range(len(line.results)))
-    leaves = line.forward.leaves
-    at = tuple(next(tensors) if isinstance(leaf, fx.Node) else None for leaf in leaves)
-    rest = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
-    return OutputStructure(at, rest, line.forward.spec)
+def _structure(line: OperationSequence) -> Callable[[Sequence[Tensor]], Any]:
+    """What rebuilds the pytree of a model's outputs from those that are tensors."""
+    count, spec = itertools.count(), line.forward.spec
+    leaves = [
+        (next(count), None) if isinstance(leaf, fx.Node) else (None, leaf)
+        for leaf in line.forward.leaves
+    ]
+
+    def rebuilt(tensors: Sequence[Tensor]) -> Any:
+        return tree_unflatten([each if at is None else tensors[at] for at, each in leaves], spec)
+
+    return rebuilt
 
 
 def _identifier(name: str) -> str:
     return "state_" + "".join(c if c.isalnum() else "_" for c in name)
 
 
-@dataclass(frozen=True)
-class LaterGraph:
-    """The graph of a stage in a mode in which the model has not been captured yet.
-
-    Attributes:
-        make: captures the model, the first time that one of its stages asks, and cuts it.
-        device: where the graph shall run.
-    """
-
-    make: Callable[[], StageGraph | PlanError]
-    device: torch.device
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LaterGraph:
-        return self  # stages that are copied ask for the same capture
-
-    def moved(self, device: torch.device) -> LaterGraph:
-        """The same for another device."""
-        return replace(self, device=device)
-
-    def made(self) -> StageGraph | PlanError:
-        """The graph, or why there is none."""
-        found = self.make()
-        return found if isinstance(found, PlanError) else found.moved(self.device)
-
-
-Program = StageGraph | LaterGraph | PlanError
-"""What a stage runs in one mode, or why it cannot."""
+Program = StageGraph | Callable[[], StageGraph] | PlanError
+"""What a stage runs in one mode, what captures that when it is first entered, or why it cannot."""
 
 
 class StageModule(nn.Module):
@@ -212,7 +213,9 @@ class StageModule(nn.Module):
     def __init__(self, index: int, training: Program, evaluation: Program) -> None:
         super().__init__()
         self._index = index
-        self._programs = (evaluation, training)
+        self._programs = {True: training, False: evaluation}
+        known = (each.device for each in self._programs.values() if isinstance(each, StageGraph))
+        self._device = next(known, torch.device("cpu"))  # where graphs shall run
 
     def train(self, mode: bool = True) -> StageModule:
         """Training or evaluation; the graph for it is made now, if it has not been."""
@@ -228,9 +231,12 @@ class StageModule(nn.Module):
         """
         self.training = mode
         program = self._programs[mode]
-        if isinstance(program, LaterGraph):
-            program = program.made()
-            self._programs = (self._programs[0], program) if mode else (program, self._programs[1])
+        if not isinstance(program, (StageGraph, PlanError)):
+            try:
+                program = program().moved(self._device)
+            except PlanError as error:
+                program = error
+            self._programs[mode] = program
         return program
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -248,13 +254,10 @@ class StageModule(nn.Module):
         """What ``to`` and the like do to parameters and buffers; programs go where those go."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-        def along(program: Program) -> Program:
-            if isinstance(program, PlanError):
-                return program
-            return program.moved(fn(torch.empty(0, device=program.device)).device)
-
-        evaluation, training = self._programs
-        self._programs = (along(evaluation), along(training))
+        self._device = fn(torch.empty(0, device=self._device)).device
+        for mode, program in self._programs.items():
+            if isinstance(program, StageGraph):
+                self._programs[mode] = program.moved(self._device)
         return self
 
     def _made_late(self) -> StageGraph | PlanError:
@@ -276,8 +279,8 @@ class StageModule(nn.Module):
         Raises:
             PlanError: as for a call.
         """
-        program = self._programs[1 if self.training else 0]
-        if isinstance(program, LaterGraph):
+        program = self._programs[self.training]
+        if not isinstance(program, (StageGraph, PlanError)):
             program = self._made_late()
         if isinstance(program, PlanError):
             raise program

@@ -1,16 +1,13 @@
-"""Which stage holds which operations, is given what, and sends what.
-
-A whole model, cut: who feeds whom, and the modules of its stages.
-
-Which stage has which parameters and buffers, and under which of their names.
+"""A whole model, cut: who feeds whom, the modules of its stages, and which of them has which
+parameters and buffers, under which of their names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,140 +17,21 @@ from autosplit.capture.module_paths import stack
 from autosplit.capture.roles import canonical_names
 from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import AutosplitError, PlanError
-from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.initialise import (
+from autosplit.planner.meta_model import (
     CheckpointValues,
-    Init,
     Initialiser,
     Values,
     materialise_stage,
 )
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.planner.stage_module import (
-    LaterGraph,
     Program,
     StageGraph,
+    StageLayout,
     StageModule,
-    make_stage_graph,
 )
-from autosplit.torch_internals.state import hold_state
-
-
-class StageLayout:
-    """Which stage holds which operations, is given what, and sends what.
-
-    Args:
-        line: the operations.
-        places: where on the line every stage but the first begins.
-
-    Attributes:
-        nodes: of every stage, what it runs.
-        sent: of every stage but the last, the operations whose values others read.
-        given: of every stage, what it is given, in the order of its arguments.
-    """
-
-    def __init__(self, line: OperationSequence, places: Sequence[int]) -> None:
-        self.line = line
-        self.places = list(places)
-        bounds = [0, *places, len(line.body)]
-        self._stage = {
-            node: index
-            for index, (first, last) in enumerate(pairwise(bounds))
-            for node in line.body[first:last]
-        }
-        self.nodes: list[list[fx.Node]] = []
-        outside: list[list[fx.Node]] = []
-        for first, last in pairwise(bounds):
-            nodes, read = line.part(first, last)
-            self.nodes.append(nodes)
-            outside.append(read)
-        self.sent = [
-            [n for n in line.body[first:last] if line.last_use[n] >= last]
-            for first, last in pairwise(bounds[:-1])
-        ]
-        self.given = [
-            sorted(line.given(read), key=lambda node: _order(self.source(node))) for read in outside
-        ]
-
-    def source(self, node: fx.Node) -> Source:
-        """Where what a stage is given is from."""
-        position = self.line.forward.inputs.get(node)
-        if position is not None:
-            return Source(None, position)
-        stage = self._stage[node]
-        return Source(stage, self.sent[stage].index(node))
-
-    def program(self, index: int) -> StageGraph:
-        """The graph of a stage."""
-        return self._program(index, self.given[index])
-
-    def _program(self, index: int, given: Sequence[fx.Node | None]) -> StageGraph:
-        last = index == len(self.places)
-        return make_stage_graph(
-            self.line, self.nodes[index], given, None if last else self.sent[index]
-        )
-
-    def cut_points(self) -> CutPoints:
-        """Where this is cut, to cut another capture of the model alike."""
-        keys = _keys(self.line)
-        return CutPoints(
-            tuple(keys[place] for place in self.places),
-            tuple(self.line.body[place].name for place in self.places),
-            self._looks(),
-            tuple(tuple(map(self.source, given)) for given in self.given),
-        )
-
-    def _looks(self) -> tuple[Any, ...]:
-        values = [[self.line.value(node) for node in sent] for sent in self.sent]
-        return tuple(tuple((tuple(v.shape), v.dtype) for v in each) for each in values)
-
-
-@dataclass(frozen=True)
-class CutPoints:
-    """Where a model is cut, in terms that hold in each of its captures.
-
-    Attributes:
-        keys: of the first operation of every stage but the first: its modules, its line, what it
-            calls, and how often that came before.
-        first: their names, for errors.
-        sent: shape and dtype of what every stage but the last sends.
-        given: of every stage, where its arguments are from.
-    """
-
-    keys: tuple[Any, ...]
-    first: tuple[str, ...]
-    sent: tuple[Any, ...]
-    given: tuple[tuple[Source, ...], ...]
-
-    def program(self, index: int, line: OperationSequence) -> StageGraph:
-        """The graph of a stage in another capture of the model.
-
-        Raises:
-            PlanError: it cannot be cut there, or would take or send something else.
-        """
-        there = StageLayout(line, self._places(line))
-        if self.sent != there._looks():
-            raise PlanError("other tensors would be sent from stage to stage")
-        known = {there.source(node): node for node in there.given[index]}
-        if not set(known) <= set(self.given[index]):
-            raise PlanError(f"stage {index} would need inputs that it is not given")
-        return there._program(index, [known.get(source) for source in self.given[index]])
-
-    def _places(self, line: OperationSequence) -> list[int]:
-        """Where the same lines of the user's code run."""
-        places = {key: index for index, key in enumerate(_keys(line))}
-        found: list[int] = []
-        for key, name in zip(self.keys, self.first, strict=True):
-            place = places.get(key)
-            if place is None or place in line.forbidden or place in (0, *found):
-                raise PlanError(f"there can be no cut before {name}")
-            found.append(place)
-        return found
-
-
-def _order(source: Source) -> tuple[int, int]:
-    return (-1 if source.stage is None else source.stage, source.position)
 
 
 def _keys(line: OperationSequence) -> list[Any]:
@@ -164,6 +42,22 @@ def _keys(line: OperationSequence) -> list[Any]:
         key = (stack(node), node.stack_trace, str(node.target))
         seen[key] += 1
         found.append((key, seen[key]))
+    return found
+
+
+def _found(places: Sequence[tuple[Any, str]], line: OperationSequence) -> list[int]:
+    """Where the same lines of the user's code run in another capture.
+
+    Raises:
+        PlanError: it cannot be cut there.
+    """
+    known = {key: index for index, key in enumerate(_keys(line))}
+    found: list[int] = []
+    for key, name in places:
+        place = known.get(key)
+        if place is None or place in line.forbidden or place in (0, *found):
+            raise PlanError(f"there can be no cut before {name}")
+        found.append(place)
     return found
 
 
@@ -294,11 +188,11 @@ class Partition:
     def __init__(self, whole: WholeModel, cuts: tuple[int, ...]) -> None:
         self.whole = whole
         self.cuts = cuts
-        self._layout = StageLayout(whole.line, [whole.blocks[k].first for k in cuts])
-        self._points = self._layout.cut_points()
-        sent = tuple(len(each) for each in self._layout.sent)
-        self.wiring = Wiring(self._points.given, sent, whole.names)
-        self._names = StageNames.of(whole, self._layout.nodes)
+        layout = StageLayout(whole.line, [whole.blocks[k].first for k in cuts])
+        given = tuple(tuple(map(layout.source, each)) for each in layout.given)
+        self.wiring = Wiring(given, tuple(map(len, layout.sent)), whole.names)
+        self._layout = layout
+        self._names = StageNames.of(whole, layout.nodes)
         self._values: Values | None = None
         self.shared = self._names.shared(whole.line.forward.parameters)
 
@@ -307,33 +201,26 @@ class Partition:
         """How many there are."""
         return len(self.cuts) + 1
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The name of the first block of every stage but the first."""
-        return tuple(self.whole.blocks[k].name for k in self.cuts)
-
-    def initialise(self, init: Init | None = None, *, seed: int = 0) -> None:
+    def initialise(self, *, seed: int = 0) -> None:
         """Have stages that are built from now on start with initial values.
 
         Only what the model has on the meta device gets any, and only on the rank that builds the
         stage. They depend on the seed alone, not on the cuts.
 
         Args:
-            init: see ``Initialiser``.
             seed: of all random numbers.
         """
-        self._values = Initialiser(self.whole.model, init, seed=seed)
+        self._values = Initialiser(self.whole.model, seed=seed)
 
     def load_checkpoint(
-        self, path: str | Path, *, strict: bool = True, init: Init | None = None, seed: int = 0
+        self, path: str | Path, *, strict: bool = True, seed: int = 0
     ) -> tuple[Mismatch, ...]:
         """Have stages that are built from now on start with a checkpoint's values.
 
         Args:
             path: a checkpoint of the whole model, see ``open_checkpoint``.
             strict: refuse one in which tensors are missing or too much.
-            init: for what is missing, see ``Initialiser``.
-            seed: likewise.
+            seed: for what is missing, see ``Initialiser``.
 
         Returns:
             What is missing or too much.
@@ -341,7 +228,7 @@ class Partition:
         Raises:
             CheckpointError: it cannot be read, or tensors are missing, too much or misshapen.
         """
-        values = CheckpointValues(self.whole.model, path, strict=strict, init=init, seed=seed)
+        values = CheckpointValues(self.whole.model, path, strict=strict, seed=seed)
         self._values = values
         return values.mismatches
 
@@ -378,27 +265,41 @@ class Partition:
             raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
 
     def _module(self, index: int, other: Program) -> StageModule:
-        training = self.whole.training
         own = self._names.renamed(index, self._layout.program(index))
-        module = StageModule(index, *((own, other) if training else (other, own)))
-        module.train(training)
-        hold_state(module, self.whole.model, self._names.held(index))
-        return module
+        return self.whole.module(index, own, other, self._names.held(index))
 
-    def _other(self, index: int) -> LaterGraph:
-        """The graph of a stage in the other mode. Of all that this holds, it keeps only what says
-        where the cuts are: not the model, of which other stages may be on other ranks.
+    def _other(self, index: int) -> Callable[[], StageGraph]:
+        """What makes the graph of a stage in the other mode. Of all that this holds, it keeps only
+        what says where the cuts are: not the model, of which other stages may be on other ranks.
         """
-        points, names, other = self._points, self._names, self.whole.other_mode
+        names, line, given = self._names, self.whole.other_mode, self.wiring.inputs[index]
+        looks, places = self._layout.looks(), self._places
+        mode = "evaluation" if self.whole.training else "training"
 
-        def make() -> StageGraph | PlanError:
-            mode = "training" if other.training else "evaluation"
-            line = other.line
-            if isinstance(line, AutosplitError):
-                return PlanError(f"the model cannot be captured for {mode}: {line}")
+        def make() -> StageGraph:
             try:
-                return names.renamed(index, points.program(index, line))
+                there = line()
+            except AutosplitError as error:
+                raise PlanError(f"the model cannot be captured for {mode}: {error}") from error
+            try:
+                layout = StageLayout(there, _found(places, there))
+                if looks != layout.looks():
+                    raise PlanError("other tensors would be sent from stage to stage")
+                known = {layout.source(node): node for node in layout.given[index]}
+                if not known.keys() <= {*given}:
+                    raise PlanError(f"stage {index} would need inputs that it is not given")
+                return names.renamed(index, layout.program(index, [*map(known.get, given)]))
             except PlanError as error:
-                return PlanError(f"the model cannot be cut for {mode} where it is cut: {error}")
+                raise PlanError(
+                    f"the model cannot be cut for {mode} where it is cut: {error}"
+                ) from error
 
-        return LaterGraph(make, self.whole.line.device)
+        return make
+
+    @cached_property
+    def _places(self) -> list[tuple[Any, str]]:
+        """Of the first operation of every stage but the first, its key and its name, which hold in
+        each capture of the model.
+        """
+        keys, body = _keys(self.whole.line), self.whole.line.body
+        return [(keys[place], body[place].name) for place in self._layout.places]

@@ -155,37 +155,12 @@ def trial_steps(
     Yields:
         What gives the seconds of a step, those of the slowest rank, and what the stages did when.
     """
-    ranks = len(schedule.ranks)
-    with _trainer(whole, firsts, schedule, options) as trainer:
-
-        def step() -> tuple[float, Sequence[Span]]:
-            batch = _batch(whole, options, schedule.microbatches)
-            start = time.perf_counter()
-            trainer.forward_backward(batch)
-            seconds = time.perf_counter() - start
-            _forget_gradients(trainer)
-            slowest = seconds if ranks == 1 else float(max(gather(seconds)))
-            return slowest, trainer.timeline().spans
-
-        for _ in range(_WARMUP):
-            step()
-        yield step
-
-
-@contextmanager
-def _trainer(
-    whole: WholeModel,
-    firsts: Sequence[int],
-    schedule: Schedule,
-    options: BlockOptions,
-) -> Iterator[StageTrainer]:
-    """A trainer of stages with state of their own, so that the model stays as it is."""
     device = options.device or device_of(whole.model)
     partition = cut(whole, firsts)
 
     def build(index: int) -> nn.Module:
         module = partition.sketch(index)
-        own_state(module, device, blank=False, gradients=True)
+        own_state(module, device)
         return module
 
     stages = StageSource(partition.stages, build, partition.wiring, partition.shared, cut=True)
@@ -207,12 +182,20 @@ def _trainer(
     ):
         # Each rank has its own example, whose values do not matter here.
         warnings.filterwarnings("ignore", "the ranks were given different batches")
-        yield trainer
 
+        def step() -> tuple[float, Sequence[Span]]:
+            batch = _batch(whole, options, schedule.microbatches)
+            start = time.perf_counter()
+            trainer.forward_backward(batch)
+            seconds = time.perf_counter() - start
+            for module in trainer.modules.values():
+                module.zero_grad(set_to_none=True)
+            slowest = seconds if len(schedule.ranks) == 1 else float(max(gather(seconds)))
+            return slowest, trainer.timeline().spans
 
-def _forget_gradients(trainer: StageTrainer) -> None:
-    for module in trainer.modules.values():
-        module.zero_grad(set_to_none=True)
+        for _ in range(_WARMUP):
+            step()
+        yield step
 
 
 def stand_in_loss(output: Any, targets: Any) -> Tensor:
@@ -236,9 +219,7 @@ def _batch(whole: WholeModel, options: BlockOptions, microbatches: int) -> Any:
         return torch.cat([real] * microbatches)
 
     inputs = tuple(map(repeated, _inputs(whole)))
-    targets = options.targets
-    if options.loss_fn is None or targets is None:
-        return inputs, ()
+    targets = () if options.loss_fn is None or options.targets is None else options.targets
     if isinstance(targets, Tensor):
         return inputs, repeated(targets)
     return inputs, tuple(map(repeated, targets))

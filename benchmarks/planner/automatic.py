@@ -20,7 +20,7 @@ from autosplit.planner.costs import Limits, ModelCosts, average
 from autosplit.planner.cuts import Solution, solve, weigh
 from autosplit.planner.cutting import refine_by_trial_runs
 from autosplit.planner.estimate import estimate
-from autosplit.planner.profile import BlockOptions, distinct, profile
+from autosplit.planner.profile import BlockOptions, kinds, profile
 from autosplit.planner.trial import TrialRun, measure_links, run_trial
 
 from ..page import option
@@ -87,7 +87,7 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     return {
         "name": case,
         "blocks": len(whole.blocks),
-        "kinds": len(distinct(whole, options)),
+        "kinds": len(kinds(whole, options)),
         "planning": planning,
         **planner.most_even(plans["automatic"]),
         "estimated": [whole.blocks[index].name for index in guessed],

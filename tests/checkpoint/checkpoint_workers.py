@@ -14,7 +14,7 @@ from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.shared_parameters import Holder
-from autosplit.planner.initialise import Values, materialise_stage
+from autosplit.planner.meta_model import Values, materialise_stage
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.tables import chain_of
 from tests.pipeline.trainer_options import grouped

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.checkpoint.writer import unworried
-from autosplit.planner.initialise import CheckpointValues
+from autosplit.planner.meta_model import CheckpointValues
 from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 
 

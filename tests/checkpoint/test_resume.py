@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline import PipelineTrainer
+from tests.checkpoint import checkpoint_workers
 from tests.checkpoint.checkpoint_workers import batch, dropping, named, train, trainer, whole
 
 
@@ -105,27 +106,30 @@ def test_checkpoints_of_others_leave_generators_alone(tmp_path: Path) -> None:
             load_checkpoint(engine, tmp_path / "x.pt", scheduler=ramp(engine.optimizer))
 
 
-def other_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """As ``adam``, in another order and in more groups."""
-    groups = [{"params": [p], "lr": 1e-2 if p.dim() > 1 else 3e-2} for p in reversed(parameters)]
-    return torch.optim.AdamW(groups)
+def test_a_scheduler_does_not_go_on_over_other_groups(tmp_path: Path) -> None:
+    """Its lists have an element for each group, which would go to another one's parameters."""
 
+    def turned(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = reversed(checkpoint_workers.adam(parameters).param_groups)
+        return torch.optim.AdamW([{"params": g["params"], "lr": g["lr"]} for g in groups])
 
-@pytest.mark.parametrize("schedule", [ramp, by_group, plateau, once])
-def test_a_scheduler_goes_on_over_other_groups(schedule: Any, tmp_path: Path) -> None:
+    def in_more(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [p]} for p in parameters])
+
     with trainer(whole(0), 2, ranks=1) as engine:
-        scheduler = schedule(engine.optimizer)
+        scheduler = by_group(engine.optimizer)
         steps(engine, scheduler, 0, 3)
         save_checkpoint(engine, tmp_path, scheduler=scheduler)
         expected = steps(engine, scheduler, 3, 6)
-        rates = dict(zip(("weights", "biases"), scheduler.get_last_lr(), strict=True))
-    with trainer(whole(0), 2, ranks=1, optimizer_fn=other_groups) as engine:
-        scheduler = schedule(engine.optimizer)
+    for other in (turned, in_more):
+        with trainer(whole(0), 2, ranks=1, optimizer_fn=other) as engine:
+            scheduler = by_group(engine.optimizer)
+            with pytest.raises(CheckpointError, match="or was of other groups of parameters"):
+                load_checkpoint(engine, tmp_path, scheduler=scheduler)
+    with trainer(whole(0), 3, ranks=1) as engine:  # the same groups in another cut
+        scheduler = by_group(engine.optimizer)
         load_checkpoint(engine, tmp_path, scheduler=scheduler)
         assert torch.equal(steps(engine, scheduler, 3, 6), expected)
-        found = zip(engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True)
-        for group, rate in found:
-            assert rate == rates["weights" if group["params"][0].dim() > 1 else "biases"]
 
 
 def test_what_cannot_be_read_back_is_not_saved(tmp_path: Path) -> None:

@@ -112,17 +112,6 @@ def test_each_stage_has_its_own_parameters_only() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_a_user_may_fill_in_the_values() -> None:
-    def init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.constant_(module.bias, 5.0)
-
-    with trainer(initialised(2, init=init)) as engine:
-        values = named(engine)
-    assert (values["layers.3.bias"] == 5).all()
-    assert 0 < values["layers.3.weight"].std() < 1
-
-
 def test_a_skeleton_needs_values() -> None:
     with pytest.raises(
         PlanError, match=r"embed\.weight.*on the meta device.*load_checkpoint\(path\)"

@@ -45,7 +45,7 @@ def test_blocks_add_up_to_what_a_stage_keeps() -> None:
     chain = _chain()
     costs = profile(chain, seconds=0.05)
     for first, last in ((0, 2), (1, 4)):
-        kept = footprint(prepare_blocks(chain, first, last, BlockOptions()).stage)
+        kept = footprint(prepare_blocks(chain, first, last, BlockOptions())[0])
         stage = costs.stage(first, last)
         assert (stage.saved, stage.deferred) == kept
 
@@ -62,9 +62,9 @@ def test_the_loss_belongs_to_the_last_block() -> None:
 
 def test_options_reach_the_stages() -> None:
     chain = Chain([nn.Linear(16, 32), nn.Sequential(nn.GELU(), nn.Linear(32, 32), nn.GELU())], X)
-    plain = prepare_blocks(chain, 1, 2, BlockOptions(SplitOptions(memory="fast"))).stage
-    lean = prepare_blocks(chain, 1, 2, BlockOptions(SplitOptions(memory=600))).stage
-    half = prepare_blocks(chain, 1, 2, BlockOptions(autocast=torch.bfloat16)).stage
+    plain = prepare_blocks(chain, 1, 2, BlockOptions(SplitOptions(memory="fast")))[0]
+    lean = prepare_blocks(chain, 1, 2, BlockOptions(SplitOptions(memory=600)))[0]
+    half = prepare_blocks(chain, 1, 2, BlockOptions(autocast=torch.bfloat16))[0]
     assert footprint(lean)[1] < footprint(plain)[1]
     assert half.output_specs[0][1] is torch.bfloat16
 
@@ -83,7 +83,7 @@ class Mixed(nn.Module):
 
 def test_what_is_no_tensor_in_a_models_result_costs_nothing() -> None:
     whole = WholeModel.capture(Mixed(), X)
-    stage = prepare_blocks(whole, 0, len(whole.blocks), BlockOptions()).stage
+    stage = prepare_blocks(whole, 0, len(whole.blocks), BlockOptions())[0]
     assert [tuple(shape) for shape, _, _ in stage.output_specs] == [(4, 8), (4, 16)]
 
 
@@ -107,8 +107,8 @@ def test_parameters_on_meta_are_made_for_the_block_that_is_timed() -> None:
     costs = profile(chain, seconds=0.05)
     assert costs.blocks[1].forward > 0.0
     assert all(p.is_meta for module in chain.modules for p in module.parameters())
-    instance = prepare_blocks(chain, 1, 2, BlockOptions())
-    assert not any(p.is_meta for p in instance.stage.module.parameters())
+    stage, _ = prepare_blocks(chain, 1, 2, BlockOptions())
+    assert not any(p.is_meta for p in stage.module.parameters())
 
 
 def test_what_is_tied_stays_tied() -> None:
@@ -116,7 +116,7 @@ def test_what_is_tied_stays_tied() -> None:
         tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
         tied[1].weight = tied[0].weight
         chain = Chain([tied, nn.Linear(16, 16)], X)
-    module = prepare_blocks(chain, 0, 1, BlockOptions()).stage.module
+    module = prepare_blocks(chain, 0, 1, BlockOptions())[0].module
     assert module.get_parameter("0.0.weight") is module.get_parameter("0.1.weight")
 
 
