@@ -341,6 +341,7 @@ def summary(plan: Plan) -> dict[str, Any]:
         "cuts": list(plan.cuts),
         "bubble": plan.bubble,
         "peak_memory": list(plan.peak_memory),
+        "resting_memory": list(plan.resting_memory),
         "measures": [
             {"measure": name, "seconds": seconds, "bytes_saved": list(saved)}
             for name, seconds, saved in plan.measures

@@ -6,10 +6,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from autosplit.capture.module_paths import common, stack
 from autosplit.passes.analysis.operator_cost import value_bytes
@@ -154,10 +155,7 @@ def _widths(line: OperationSequence) -> tuple[list[int], list[int]]:
         for changes, amount in ((counts, 1), (sizes, size)):
             changes[index + 1] += amount
             changes[end] -= amount
-    for changes in (counts, sizes):
-        for cut in range(1, len(changes)):
-            changes[cut] += changes[cut - 1]
-    return counts, sizes
+    return [*accumulate(counts)], [*accumulate(sizes)]
 
 
 def _name(line: OperationSequence, first: int, ends: dict[str, int]) -> str:
@@ -174,35 +172,25 @@ def _name(line: OperationSequence, first: int, ends: dict[str, int]) -> str:
 def _signature(
     line: OperationSequence, nodes: list[fx.Node], outside: list[fx.Node], last: int
 ) -> str:
-    """A digest of the operations, of what they read, and of what is read of them later."""
+    """A digest of the operations, of what they read, and of what is read of them later; of this
+    process, in which a function is what it is.
+    """
     number = {node: f"%{index}" for index, node in enumerate([*outside, *nodes])}
 
     def text(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return number[value]
-        if isinstance(value, (tuple, list)):
-            return f"{type(value).__name__}({','.join(map(text, value))})"
-        if isinstance(value, dict):
-            return "{" + ",".join(f"{k}:{text(v)}" for k, v in value.items()) + "}"
-        if isinstance(value, slice):
-            return f"slice({text(value.start)},{text(value.stop)},{text(value.step)})"
-        return repr(value)
+        return repr(
+            map_aggregate(value, lambda leaf: number[leaf] if isinstance(leaf, fx.Node) else leaf)
+        )
 
     parts = [_look(line, node) for node in outside]
     for node in nodes:
         setting = line.settings[node]
         casts = [text(enter.args) for enter in setting.autocasts]
-        target = node.target if isinstance(node.target, str) else _called(node.target)
         later = line.last_use.get(node, -1) >= last
         parts.append(
-            f"{target} {text(node.args)} {text(node.kwargs)} {setting.grad} {casts} {later}"
+            f"{node.target!r} {text(node.args)} {text(node.kwargs)} {setting.grad} {casts} {later}"
         )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _called(target: Any) -> str:
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None) or str(target)
-    return f"{getattr(target, '__module__', '')}.{name}"
 
 
 def _look(line: OperationSequence, node: fx.Node) -> str:

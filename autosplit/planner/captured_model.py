@@ -268,7 +268,7 @@ class WholeModel:
             PlanError: it computes nothing, or the inputs are none.
         """
         args, given = _apart(_inputs(args, kwargs))
-        line = capture_model(model, args, given, _device(model, (args, given)))
+        line = capture_model(model, args, given, device_of(model, (args, given)))
         return cls(model, args, given, line, training=model.training)
 
     @cached_property
@@ -285,7 +285,7 @@ class WholeModel:
         """What captures the model as it is now in the other mode: for evaluation if this is for
         training; see ``later``.
         """
-        device = _device(self.model, (self.args, self.kwargs))
+        device = device_of(self.model, (self.args, self.kwargs))
         capture = partial(capture_model, args=self.args, kwargs=self.kwargs, device=device)
         return later(self.model, not self.training, capture)
 
@@ -431,8 +431,8 @@ def _apart(inputs: Any) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def _device(model: nn.Module, inputs: Any) -> torch.device:
+def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
     """Where the model would be if none of it were on the meta device."""
     leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
-    real = [t for t in (*named_tensors(model).values(), *leaves) if not t.is_meta]
-    return real[0].device if real else torch.device("cpu")
+    real = (t.device for t in (*named_tensors(model).values(), *leaves) if not t.is_meta)
+    return next(real, torch.device("cpu"))

@@ -241,39 +241,22 @@ class _Search:
     def _starts(self) -> Iterator[Firsts]:
         """Cuts to begin from, by dynamic programming."""
         seconds = self._table[:3].sum(0)
-        yield from self._near(lambda stage: seconds)
+        yield from _even([seconds] * self._stages)
         if math.isfinite(cap := self._limits.cap):
-            order = next(iter(self._known.values())).schedule
-            held = [self._held(stage, order) for stage in range(self._stages)]
-            yield from self._near(
-                lambda stage: torch.where(held[stage] <= cap * _SAME, seconds, torch.inf)
-            )
-            if least := _divide(held.__getitem__, self._stages, torch.maximum):
+            held = self._held(next(iter(self._known.values())).schedule)
+            yield from _even([torch.where(h <= cap * _SAME, seconds, torch.inf) for h in held])
+            if least := _divide(held, torch.maximum):
                 yield least[1]
 
-    def _near(self, cost: Callable[[int], Table]) -> Iterator[Firsts]:
-        """The most even cuts whose slowest stage is little slower than it must be."""
-        found = _divide(cost, self._stages, torch.maximum)
-        for slack in _SLACKS if found else ():
-            bound = found[0] * slack * _SAME if found else 0.0
-
-            def squares(stage: int, bound: float = bound) -> Table:
-                table = cost(stage)
-                return torch.where(table <= bound, table * table, torch.inf)
-
-            if even := _divide(squares, self._stages, torch.add):
-                yield even[1]
-
-    def _held(self, stage: int, order: Schedule) -> Table:
-        """The most that a stage makes its rank hold in this order, of every run of blocks."""
-        now, moments = (0, 0), {(0, 0)}
-        for action in order.ranks[order.placement[stage]]:
-            if action.stage == stage and action.kind in _KEPT:
-                saved, deferred = _KEPT[action.kind]
-                now = now[0] + saved, now[1] + deferred
-                moments.add(now)
-        moving = [saved * self._table[3] + deferred * self._table[4] for saved, deferred in moments]
-        return torch.stack(moving).amax(0) + self._limits.factor * self._table[5]
+    def _held(self, order: Schedule) -> list[Table]:
+        """The most that each stage makes its rank hold in this order, of every run of blocks."""
+        found = []
+        for stage, rank in enumerate(order.placement):
+            own = (a.kind for a in order.ranks[rank] if a.stage == stage and a.kind in _KEPT)
+            changes = torch.tensor([(0, 0), *map(_KEPT.__getitem__, own)], dtype=torch.float64)
+            moving = torch.tensordot(changes.cumsum(0).unique(dim=0), self._table[3:5], 1)
+            found.append(moving.amax(0) + self._limits.factor * self._table[5])
+        return found
 
     def _better(self, best: Solution) -> Solution | None:
         """Another way to cut, if one is found: of those whose step may be shorter, or within noise
@@ -322,18 +305,28 @@ class _Search:
         return [0, *firsts], [*firsts, self._blocks]
 
 
+def _even(costs: Sequence[Table]) -> Iterator[Firsts]:
+    """The most even cuts whose slowest stage is little slower than it must be."""
+    if found := _divide(costs, torch.maximum):
+        for slack in _SLACKS:
+            bound = found[0] * slack * _SAME
+            squares = [torch.where(table <= bound, table * table, torch.inf) for table in costs]
+            if even := _divide(squares, torch.add):
+                yield even[1]
+
+
 def _divide(
-    cost: Callable[[int], Table], stages: int, join: Callable[[Tensor, Tensor], Tensor]
+    costs: Sequence[Table], join: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[float, Firsts] | None:
     """The least of all stages' costs joined, and where its stages begin; None if no way may be.
 
     The best way to make the first j blocks into s stages is the best for s - 1 stages of the first
     i blocks, over all i < j, joined with blocks i to j as the last of them.
     """
-    best = cost(0)[0].nan_to_num(torch.inf, torch.inf)
+    best = costs[0][0].nan_to_num(torch.inf, torch.inf)
     behind = []
-    for stage in range(1, stages):
-        best, begins = join(best[:, None], cost(stage)).nan_to_num(torch.inf, torch.inf).min(0)
+    for cost in costs[1:]:
+        best, begins = join(best[:, None], cost).nan_to_num(torch.inf, torch.inf).min(0)
         behind.append(begins)
     if not math.isfinite(best[-1]):
         return None

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from autosplit.device import generators_kept
+from autosplit.device import generators_kept, settle
 from autosplit.passes.analysis.operator_cost import value_bytes
 from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.engine.stages import footprint
 from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
-from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.captured_model import WholeModel, device_of
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.meta_model import assign, named_tensors
 from autosplit.runtime.split_options import SplitOptions
@@ -166,12 +166,6 @@ def _own(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:
     return nn.Parameter(values.detach(), tensor.requires_grad)
 
 
-def device_of(module: nn.Module) -> torch.device:
-    """Where the module runs: where its first real parameter is, or the CPU."""
-    real = (parameter.device for parameter in module.parameters() if not parameter.is_meta)
-    return next(real, torch.device("cpu"))
-
-
 def _make(example: Tensor, device: torch.device, blank: bool, scale: float | None = None) -> Tensor:
     """A tensor like ``example``: random floats of this scale, ones where it is None; integers are
     zero, which is a valid index into anything.
@@ -285,10 +279,10 @@ class _Clock:
             given = () if call == "backward_weight" else (self._grads(),)
             run = partial(method, self._done, *given)
             self._done += call != "backward_input"
-        self._synchronize()
+        settle(self._device)
         start = time.perf_counter()
         run()
-        self._synchronize()
+        settle(self._device)
         self.rounds[call].append(time.perf_counter() - start)
 
     def _grads(self) -> list[Tensor | None]:
@@ -296,10 +290,6 @@ class _Clock:
             torch.ones(shape, dtype=dtype, device=self._device) if wanted else None
             for shape, dtype, wanted in self._stage.output_specs
         ]
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
 
 
 def profile(

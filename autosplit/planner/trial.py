@@ -32,8 +32,8 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.options import RunOptions, StageOptions, TrainerOptions
 from autosplit.pipeline.training.stage_modules import StageSource
 from autosplit.pipeline.training.stage_trainer import StageTrainer
-from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.profile import BlockOptions, device_of, median_error, own_state
+from autosplit.planner.captured_model import WholeModel, device_of
+from autosplit.planner.profile import BlockOptions, median_error, own_state
 from autosplit.planner.stages import cut
 from autosplit.torch_internals.pytree import tree_flatten
 
