@@ -35,7 +35,6 @@ from autosplit.planner.cutting import (
     profile_together,
     refine_by_trial_runs,
     trial_of,
-    with_host,
 )
 from autosplit.planner.estimate import EFFICIENCY, DeviceKind, device_kind, estimate
 from autosplit.planner.meta_model import meta_model
@@ -49,7 +48,6 @@ from autosplit.planner.plan_search import (
 from autosplit.planner.profile import BlockOptions
 from autosplit.planner.trial import can_run_trial, measure_links, profile_transfer
 from autosplit.report.plan_tables import (
-    measures_table,
     plan_table,
     refused_table,
     search_table,
@@ -244,8 +242,6 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
     batch = samples_of((args, kwargs)) if request.batch is None else request.batch
     if not request.estimated and request.devices > 1:
         limits = replace(limits, links=profile_transfer() if alone else measure_links())
-    if not request.estimated and limits.measures:
-        limits = replace(limits, links=with_host(limits.links, alone=alone))
     share = request.seconds / count_settings(request.space, request.devices, batch)
 
     @functools.cache
@@ -342,10 +338,6 @@ def summary(plan: Plan) -> dict[str, Any]:
         "bubble": plan.bubble,
         "peak_memory": list(plan.peak_memory),
         "resting_memory": list(plan.resting_memory),
-        "measures": [
-            {"measure": name, "seconds": seconds, "bytes_saved": list(saved)}
-            for name, seconds, saved in plan.measures
-        ],
     }
 
 
@@ -416,14 +408,11 @@ def plan(
             "beside the time to capture it; --estimate measures nothing",
             err=True,
         )
-    if request.limits.measures:
-        click.echo("a step within the limit is searched for: up to a minute or two", err=True)
     found = plan_factory(build, factory, request)
     parts = [
         search_table(found.configurations, rows),
         refused_table(found.configurations),
         plan_table(found.plan),
-        measures_table(found.plan),
         source_line(found.plan, rehearsed=found.rehearsed, estimated=request.estimated),
     ]
     click.echo("\n\n".join(filter(None, parts)))

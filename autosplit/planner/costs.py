@@ -120,8 +120,8 @@ class Limits:
         optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
         links: latency and bandwidth between ranks; its message bytes are not looked at, those of
             the cuts count.
-        measures: whether what a schedule holds beyond the cap may go to the host's store (where
-            ``links.host`` is known) or be made again.
+        measures: whether what a schedule holds beyond the cap is left to a trainer, which is given
+            it as its limit, and moves or makes again what is too much.
 
     Raises:
         PlanError: numbers that cannot be.

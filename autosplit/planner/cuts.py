@@ -20,7 +20,6 @@ from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.search.within_memory import MeasureEffect
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
@@ -69,7 +68,6 @@ class Solution:
         bubble: idle time over total time of all ranks.
         peaks: per rank, the most bytes it holds: parameters, gradients, optimizer state, and what
             is kept of the microbatches.
-        effects: what each measure of memory that was taken costs and saves.
     """
 
     firsts: tuple[int, ...]
@@ -79,7 +77,6 @@ class Solution:
     step: float
     bubble: float
     peaks: tuple[float, ...]
-    effects: tuple[MeasureEffect, ...] = ()
 
     @property
     def uneven(self) -> float:

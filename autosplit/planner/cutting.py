@@ -15,14 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from autosplit.errors import AutosplitError, PipelineError, PlanError
-from autosplit.mesh.costs import Link, device_of_group
+from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.default_group import gather, tell
-from autosplit.pipeline.engine.host_store import open_store
 from autosplit.pipeline.engine.shapes import Part
-from autosplit.pipeline.engine.timing import measure_store
-from autosplit.pipeline.search.within_memory import LimitError, search_within
-from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockCost, Limits, ModelCosts, average
@@ -102,11 +98,11 @@ def finder(
         stages: how many.
         firsts: the first blocks of all stages but the first; None: where the step is shortest.
         schedule: what they are to run.
-        limits: memory of a rank and links; where a schedule holds more, measures are taken if
-            that is wanted.
+        limits: memory of a rank and links.
 
     Returns:
-        raises CapError where nothing fits, which says the least cap that would do, and
+        raises CapError where nothing fits, which says the least cap that would do (but not where
+        a trainer is to take measures: then the shortest step is found), and
         ScheduleError for an unknown schedule, or one that refuses the counts.
     """
 
@@ -122,7 +118,7 @@ def finder(
         except CapError:
             if not limits.measures:
                 raise
-            return within_limit(within(costs, math.inf), limits)
+            return within(costs, math.inf)
 
     if schedule.ranks == 1:  # this process plans for itself, whatever group it is in
         return find
@@ -352,45 +348,6 @@ def trial_of(
     return run
 
 
-NOT_COUNTED = "what operators take for themselves, messages and the batch come on top"
-"""Of what a plan within a limit says of memory; its trainer counts them."""
-
-
-def within_limit(found: Solution, limits: Limits) -> Solution:
-    """The same stages under the shortest step that is found in which no rank holds more than the
-    cap: with some microbatches' state in the host's store (where the link to that is known) or made
-    again. What partner ranks could take in is left to a trainer, which knows sizes exactly.
-
-    Args:
-        found: stages, under a schedule that may hold more.
-        limits: the cap, and the links.
-
-    Raises:
-        CapError: nothing was found that keeps the cap; says the least cap that would do.
-    """
-    resting = found.resting(limits)
-    # What has to stay of a microbatch that is run again: the first stage's inputs are the batch's,
-    # and stay anyway.
-    crossing = found.costs.transfer.message_bytes
-    inputs = [0.0, *(crossing.values() if isinstance(crossing, Mapping) else ())]
-    memory = [replace(m, inputs=i) for m, i in zip(found.costs.memory, inputs, strict=True)]
-    costs = replace(found.costs, memory=memory)
-    try:
-        made = search_within(
-            costs,
-            found.schedule.microbatches,
-            limits.cap,
-            ranks=len(resting),
-            placement=found.schedule.placement,
-            fixed=resting,
-            measures=("offload", "recompute") if limits.links.host else ("recompute",),
-        )
-    except LimitError as error:
-        raise CapError(f"{error}; {NOT_COUNTED}", error.least) from error
-    kept = found.under(made.schedule, made.timeline, made.peaks, limits)
-    return replace(kept, costs=costs, effects=made.effects)
-
-
 def profile_together(
     whole: WholeModel, options: BlockOptions, seconds: float, *, alone: bool
 ) -> ModelCosts:
@@ -447,17 +404,3 @@ def device_of_trainer(*, alone: bool) -> torch.device | None:
     """
     device = None if alone or not grouped() else device_of_group()
     return None if device is None or device.type == "cpu" else device
-
-
-def with_host(links: Transfer, *, alone: bool) -> Transfer:
-    """The links, that of each rank to its host's store measured where it is not known; collective
-    over the default process group, but for what is ``alone``.
-    """
-    if links.host is not None:
-        return links
-    device = device_of_trainer(alone=alone) or torch.device("cpu")
-
-    def measured() -> Link:
-        return measure_store(open_store(device, None))
-
-    return replace(links, host=measured() if alone else agreed(measured))

@@ -35,7 +35,7 @@ from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits, ModelCosts
 from autosplit.planner.cuts import Solution
-from autosplit.planner.cutting import Planning, cut_model, stage_count, with_host
+from autosplit.planner.cutting import Planning, cut_model, stage_count
 from autosplit.planner.stages import Partition, cut
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size
@@ -238,10 +238,8 @@ class Plan:
         peak_memory: per rank, the most bytes that it holds.
         resting_memory: per rank, of these, parameters, gradients and optimizer state.
         made_for: the model and its inputs.
-        memory_limit: bytes that no rank is to hold more than, for which a trainer searches again
-            once it has measured; None: any.
-        measures: per measure of memory that is taken, its name, the seconds by which the step is
-            longer for it, and the bytes that each rank holds less.
+        memory_limit: bytes that no rank is to hold more than, which a trainer is given: it moves or
+            makes again what the schedule holds beyond it; None: any.
         partition: the stages, of a plan that is bound to a model.
 
     Raises:
@@ -267,7 +265,6 @@ class Plan:
     resting_memory: tuple[float, ...]
     made_for: PlanSignature
     memory_limit: int | None = None
-    measures: tuple[tuple[str, float, tuple[float, ...]], ...] = ()
     partition: Partition | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -388,9 +385,6 @@ class Plan:
             )
         schedule = self.built_schedule()
         if self.memory_limit is not None:
-            # A trainer within a limit finds measures by what it measures.
-            rows = (tuple(a for a in row if not a.kind.is_memory) for row in schedule.ranks)
-            schedule = replace(schedule, ranks=tuple(rows))
             options = {"memory_limit": self.memory_limit, **options}
         made = options.pop("stage_options", None) or StageOptions()
         given = {
@@ -505,10 +499,6 @@ def make_plan(
         resting_memory=tuple(found.resting(limits)),
         made_for=made_for,
         memory_limit=int(limits.cap) if limits.measures and math.isfinite(limits.cap) else None,
-        measures=tuple(
-            (each.measure, max(0.0, each.seconds), tuple(max(0.0, size) for size in each.saved))
-            for each in found.effects
-        ),
     )
 
 
@@ -571,12 +561,11 @@ def partition(
         rehearse: False plans from costs alone; else what is profiled is rehearsed where that can
             be done.
         limits: memory of a rank and links; None: any, and none that takes time.
-        memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Where the
-            schedule alone does, another is searched, in which microbatches' state is kept in the
-            host's store or made again; the plan's ``measures`` say what that costs and saves. Its
-            ``trainer`` is given the limit. What operators take for themselves, messages and the
-            batch are not in the plan: a trainer counts them, and may refuse a limit that the plan
-            kept before it trains.
+        memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Cuts that
+            keep it win; where the schedule holds more however the model is cut, those with the
+            shortest step do. The plan's ``trainer`` is given the limit: it has microbatches' state
+            kept elsewhere or made again, counts what operators take for themselves, messages and
+            the batch, too, and refuses a limit that it finds no way to keep before it trains.
 
     Returns:
         The plan, bound to the model: a trainer takes it in place of stages.
@@ -590,9 +579,7 @@ def partition(
     """
     count = stage_count(stages, cut_at)
     if memory_limit is not None:
-        limits = _limited(
-            limits or Limits(), memory_limit, split_backward=split_backward, alone=ranks == 1
-        )
+        limits = _limited(limits or Limits(), memory_limit, split_backward=split_backward)
     planning = Planning(costs, seconds, rehearse, targets, limits or Limits(), cut_at)
     request = ScheduleRequest(
         schedule,
@@ -620,10 +607,8 @@ def partition(
     return plan.bound_to(whole)
 
 
-def _limited(
-    limits: Limits, memory_limit: int | str, *, split_backward: bool, alone: bool
-) -> Limits:
-    """The limits with a cap for which measures are taken, and the link to the host's store."""
+def _limited(limits: Limits, memory_limit: int | str, *, split_backward: bool) -> Limits:
+    """The limits with a cap for which a trainer takes measures."""
     if math.isfinite(limits.cap):
         raise PlanError(
             f"memory_limit={memory_limit!r} and limits with cap={limits.cap:,.0f} both say what a "
@@ -633,6 +618,5 @@ def _limited(
         raise PlanError(
             "memory_limit searches a schedule of I and W: leave split_backward=False out"
         )
-    links = with_host(limits.links, alone=alone)
     cap = float(parse_size(memory_limit, "memory_limit", PlanError))
-    return replace(limits, cap=cap, links=links, measures=True)
+    return replace(limits, cap=cap, measures=True)

@@ -15,7 +15,6 @@ from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.planner.costs import Limits, ModelCosts
 from autosplit.planner.cuts import CapError, Solution, solve
-from autosplit.planner.cutting import within_limit
 from autosplit.text.figures import few, size_text
 
 NEAR = 0.01
@@ -83,7 +82,8 @@ def _nothing(ordered: Sequence[Configuration]) -> PlanError:
             f"nothing fits: the least cap is {size_text(math.ceil(first.least))} a rank "
             f"({first.least:,.0f} bytes), with {first.schedule} and {first.microbatches} "
             f"microbatches of {first.microbatch_size}, {first.stages} stages, memory "
-            f"{first.memory!r}: raise the cap, or use more devices or smaller microbatches",
+            f"{first.memory!r}: raise the cap, use more devices or smaller microbatches, or give "
+            "the limit to a trainer alone, which may move or make again what is too much",
             first.least,
         )
     schedules: dict[str, dict[str, None]] = {}
@@ -170,9 +170,7 @@ def search_plans(
     ]
     best = sorted((each for each in found if each.solution), key=lambda each: each.key)[:_REFINED]
     rest = [each for each in found if each not in best]
-    best = [_filled(each, costs_of, limits, refine=True) for each in best]
-    if limits.measures:
-        _keep_within(rest, costs_of, limits)
+    best = [_filled(replace(each, solution=None), costs_of, limits, refine=True) for each in best]
     own: list[Configuration] = []
     if space.schedules is None or AUTO in space.schedules:
         best.sort(key=lambda each: each.key)
@@ -213,22 +211,7 @@ def _filled(
         return replace(blank, least=error.least, lost=lost)
     except (PlanError, ScheduleError) as error:
         return replace(blank, lost=str(error))
-    return replace(blank, solution=solution, least=None, lost="")
-
-
-def _keep_within(found: list[Configuration], costs_of: CostsOf, limits: Limits) -> None:
-    """Of configurations that are over the cap, keep those that would be shortest under it by
-    measures of memory, where that can be.
-    """
-    roomy = replace(limits, cap=math.inf)
-    over = [at for at, each in enumerate(found) if each.least is not None and not each.fused]
-    free = {at: _filled(found[at], costs_of, roomy, refine=False) for at in over}
-    for at in sorted(over, key=lambda at: free[at].key)[:_SEARCHED]:
-        try:
-            if (solution := free[at].solution) is not None:
-                found[at] = replace(free[at], solution=within_limit(solution, limits))
-        except CapError as error:
-            found[at] = replace(found[at], least=error.least)
+    return replace(blank, solution=solution)
 
 
 def _searched(one: Configuration, limits: Limits) -> Configuration | None:

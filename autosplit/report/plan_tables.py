@@ -9,7 +9,6 @@ from typing import Any
 from tabulate import tabulate
 
 from autosplit.dump.tables import milliseconds
-from autosplit.planner.cutting import NOT_COUNTED
 from autosplit.planner.plan import Plan
 from autosplit.planner.plan_search import Configuration
 from autosplit.text.figures import few, size_text
@@ -74,21 +73,6 @@ def plan_table(plan: Plan) -> str:
     return tabulate(rows, headers, colalign=align, disable_numparse=True)
 
 
-def measures_table(plan: Plan) -> str:
-    """A row a measure of memory that the plan takes: what it costs, and saves on every rank; empty
-    where it takes none.
-    """
-    if not plan.measures:
-        return ""
-    rows = [
-        [name, f"+{milliseconds(seconds)}", *(size_text(round(size)) for size in saved)]
-        for name, seconds, saved in plan.measures
-    ]
-    headers = ["measure", "step ms", *(f"rank {rank} less" for rank in range(plan.ranks))]
-    align = ("left", *["right"] * (1 + plan.ranks))
-    return tabulate(rows, headers, colalign=align, disable_numparse=True)
-
-
 def source_line(plan: Plan, *, rehearsed: bool, estimated: bool) -> str:
     """The plan's step in words, and what its times are made of: after a rehearsal others than in
     the table of the search.
@@ -99,7 +83,9 @@ def source_line(plan: Plan, *, rehearsed: bool, estimated: bool) -> str:
     elif rehearsed:
         source = "rehearsed: run in whole steps; the search above goes by blocks"
     if plan.memory_limit is not None:
-        source += f"; of memory, {NOT_COUNTED}"
+        source += (
+            "; of memory, what operators take for themselves, messages and the batch come on top"
+        )
     return (
         f"plan: {plan.schedule}, N={plan.stages}, M={plan.microbatches}, a step of "
         f"{milliseconds(plan.predicted_step)} ms; {source}"
@@ -115,9 +101,8 @@ def spans(plan: Plan) -> list[tuple[str, str]]:
 
 def _cells(one: Configuration) -> list[str]:
     found: Any = one.solution
-    taken = ", ".join(effect.measure for effect in found.effects)
     return [
-        f"{one.schedule} with {taken}" if taken else one.schedule,
+        one.schedule,
         "fused" if one.fused else "split",
         str(one.stages),
         str(one.microbatches),

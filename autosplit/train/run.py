@@ -32,7 +32,6 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.memory_limit import MemoryLimitError
 from autosplit.pipeline.training.options import RunOptions
-from autosplit.planner.cuts import CapError
 from autosplit.planner.plan import Plan, partition
 from autosplit.report.plan_tables import plan_table
 from autosplit.text.figures import size_text
@@ -199,7 +198,7 @@ def train_on_rank(settings: TrainSettings) -> str | AutosplitError:
         return error
     try:
         return _train(settings, ready)
-    except (CapError, MemoryLimitError) as error:
+    except MemoryLimitError as error:
         if settings.memory_limit is None:
             raise
         return PipelineError(str(error).replace("memory_limit=", "--memory-limit "))
