@@ -250,8 +250,9 @@ class _Search:
         found = []
         for stage, rank in enumerate(order.placement):
             own = (a.kind for a in order.ranks[rank] if a.stage == stage and a.kind in _KEPT)
-            changes = torch.tensor([(0, 0), *map(_KEPT.__getitem__, own)], dtype=torch.float64)
-            moving = torch.tensordot(changes.cumsum(0).unique(dim=0), self._table[3:5], 1)
+            changes = [(0, 0), *map(_KEPT.__getitem__, own)]
+            counts = torch.tensor(changes, dtype=torch.float64, device="cpu").cumsum(0)
+            moving = torch.tensordot(counts.unique(dim=0), self._table[3:5], 1)
             found.append(moving.amax(0) + self._limits.factor * self._table[5])
         return found
 
