@@ -1,166 +1,104 @@
-"""Plain data and sums between ranks, over a group of their own, as text that runs no code.
+"""Plain data and sums between ranks, over a group of their own, as bytes that run no code.
 
-Peers may be on other hosts, and to unpickle is to run what they send. Here a text can only name
-dataclasses, named tuples, enumerations and errors that autosplit has defined and imported, and
-fills in their fields without calling anything of theirs.
+Peers may be on other hosts, and to unpickle is to run what they send. Here torch's weights-only
+reading makes numbers, texts, tensors and containers, and of classes only the dataclasses, named
+tuples, enumerations and errors that autosplit has defined and imported.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
+from io import BytesIO
+from pickle import PicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from autosplit.errors import AutosplitError, PipelineError
 
-from .first_error import KeyValueStore
-
-_OWN = "autosplit"
-_CONTAINERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "Size": torch.Size,
-}
+_TEXT = b"text "  # what most steps send; torch's files begin with other bytes
+_READING = threading.Lock()  # which classes torch may make is its own global state
 
 
-def written(value: object) -> str:
-    """``value`` as text.
+def written(value: object) -> bytes:
+    """``value`` as bytes.
 
     Args:
         value: None, numbers, strings, dtypes, tensors on the CPU, containers, and dataclasses,
-            named tuples, members of enumerations and errors of autosplit; of an error, type and
-            message go.
+            named tuples, members of enumerations and errors of autosplit.
 
     Raises:
         PipelineError: something else is in it.
     """
-    return json.dumps(_form(value))
+    if isinstance(value, str):
+        return _TEXT + value.encode()
+    file = BytesIO()
+    try:
+        torch.save(value, file)
+        _classes(file)
+    except (ValueError, AttributeError, TypeError, PicklingError) as error:
+        raise PipelineError(
+            f"expected plain data, and data of autosplit's own, to send to another rank; {error}: "
+            f"{value!r}"
+        ) from error
+    return file.getvalue()
 
 
-def read(text: str | bytes) -> Any:
+def read(data: bytes) -> Any:
     """What was ``written``.
 
     Raises:
         PipelineError: it was not, or by another version of autosplit.
     """
     try:
-        return _value(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        if data.startswith(_TEXT):
+            return data.removeprefix(_TEXT).decode()
+        file = BytesIO(data)
+        with _READING, safe_globals(_classes(file)):
+            return torch.load(file, "cpu", weights_only=True)
+    except Exception as error:  # whatever torch makes of bytes that are none of its own
         raise PipelineError(
             f"another rank sent what is no data of this version of autosplit: {error}. Run the "
             "same version on every rank"
         ) from error
 
 
-def _form(value: object) -> Any:
-    """JSON's values stand for themselves, all else is an object with one key."""
-    if isinstance(value, Enum):
-        return _own(value, value.value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, Tensor):
-        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        sizes = [*value.shape]
-        return {"tensor": [_form(value.dtype), sizes, base64.b64encode(data).decode()]}
-    if type(value) is list:
-        return [_form(each) for each in value]
-    if isinstance(value, dict):
-        return {"dict": [[_form(key), _form(each)] for key, each in value.items()]}
-    if type(value).__name__ in _CONTAINERS and isinstance(value, tuple | set | frozenset):
-        return {type(value).__name__: [_form(each) for each in value]}
-    if isinstance(value, AutosplitError):
-        return _own(value, str(value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _own(value, [*value])
-    if is_dataclass(value):
-        return _own(value, {field.name: getattr(value, field.name) for field in fields(value)})
-    raise PipelineError(
-        f"expected plain data to send to another rank, got a {type(value).__name__}: {value!r}"
-    )
-
-
-def _own(value: object, content: object) -> Any:
-    kind = type(value)
-    if kind.__module__.partition(".")[0] != _OWN:
-        raise PipelineError(
-            f"expected data of autosplit's own to send to another rank, got a {kind.__module__}."
-            f"{kind.__qualname__}"
-        )
-    return {"own": [[kind.__module__, kind.__qualname__], _form(content)]}
-
-
-def _value(form: Any) -> Any:
-    if isinstance(form, list):
-        return [_value(each) for each in form]
-    if not isinstance(form, dict):
-        return form
-    ((kind, content),) = form.items()
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind](_value(each) for each in content)
-    if kind == "dict":
-        return {_value(key): _value(each) for key, each in content}
-    if kind == "dtype":
-        found = getattr(torch, content)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"{content!r} is no dtype")
-        return found
-    if kind == "tensor":
-        return _tensor(*content)
-    if kind != "own":
-        raise ValueError(f"{kind!r} is no kind of data")
-    (module, name), inner = content
-    return _made(_class(module, name), _value(inner))
-
-
-def _tensor(dtype: Any, sizes: list[int], text: str) -> Tensor:
-    data = bytearray(base64.b64decode(text))
-    # ``frombuffer`` refuses one that is empty.
-    flat = (
-        torch.frombuffer(data, dtype=torch.uint8)
-        if data
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
-    return flat.view(_value(dtype)).view(sizes)
-
-
-def _class(module: str, name: str) -> type[Any]:
-    """A class of this package that is imported already."""
-    if module.partition(".")[0] != _OWN:
-        raise ValueError(f"{module}.{name} is none of autosplit's classes")
-    found = getattr(sys.modules[module], name)
-    if not isinstance(found, type) or found.__module__ != module:
-        raise ValueError(f"{module}.{name} is no class")
+def _classes(file: BytesIO) -> list[type[Any]]:
+    """The classes that a file names beside torch's own plain data; all are of this package, hold
+    nothing but data, and are imported already.
+    """
+    file.seek(0)
+    found = [_class(name) for name in get_unsafe_globals_in_checkpoint(file)]
+    file.seek(0)
     return found
 
 
-def _made(kind: type[Any], content: Any) -> Any:
-    """One of a class, of its value, message, items or fields, without calling anything of it."""
-    if issubclass(kind, Enum):
-        return kind(content)
-    if issubclass(kind, AutosplitError) and isinstance(content, str):
-        made: Any = kind.__new__(kind)
-        made.args = (content,)
-        return made
-    if isinstance(content, list) and len(getattr(kind, "_fields", ())) == len(content):
-        return tuple.__new__(kind, content)
-    if not is_dataclass(kind) or {field.name for field in fields(kind)} != content.keys():
-        raise ValueError(f"{kind.__name__} is no data of {content!r}")
-    made = object.__new__(kind)
-    for name, each in content.items():
-        object.__setattr__(made, name, each)
-    return made
+def _class(path: str) -> type[Any]:
+    if path == "builtins.frozenset":
+        return frozenset
+    module, _, name = path.rpartition(".")
+    found = getattr(sys.modules.get(module), name, None)
+    if (
+        isinstance(found, type)
+        and path.startswith("autosplit.")
+        and found.__module__ == module
+        and (
+            is_dataclass(found)
+            or hasattr(found, "_fields")
+            or issubclass(found, Enum | AutosplitError)
+        )
+    ):
+        return found
+    raise ValueError(f"{path} is none of autosplit's classes of data")
 
 
 _CPU = torch.device("cpu")
@@ -172,7 +110,7 @@ def tell_in(
     """``value`` of rank ``source`` on all ranks of a group; None for the default group.
 
     Args:
-        value: see ``plain.written``; only that of ``source`` counts.
+        value: see ``written``; only that of ``source`` counts.
         source: its rank in the default process group.
         group: over which to tell.
         device: of the messages.
@@ -207,7 +145,7 @@ def gather_in(
 
 
 def _packed(value: object, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(written(value).encode()), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(written(value)), dtype=torch.uint8).to(device)
 
 
 def _unpacked(data: Tensor) -> Any:
@@ -254,7 +192,7 @@ class Control:
         return self._group
 
     @property
-    def store(self) -> KeyValueStore:
+    def store(self) -> Store:
         """A key-value store that the ranks share and nobody else writes to."""
         return self.group.get_group_store()
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import device_of_group
 
 from .control import gather_in, tell_in
-from .first_error import KeyValueStore, describe_error
+from .first_error import describe_error
 from .watch import RETURNED, Process, Register, await_ending
 
 # Whoever loses a peer looks this long for what became of it.
@@ -204,7 +205,7 @@ def _initialise(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
 
 
-def agree_on_attempt(store: KeyValueStore, rank: int, world: int, timeout: timedelta) -> str:
+def agree_on_attempt(store: Store, rank: int, world: int, timeout: timedelta) -> str:
     """A name of this start of all ranks, the same on all of them, which no earlier start had.
 
     torchrun's agents may keep one store for all starts, and count restarts each for itself: one

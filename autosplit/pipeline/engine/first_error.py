@@ -14,7 +14,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
+
+from torch.distributed.distributed_c10d import Store
 
 from autosplit.errors import AutosplitError, BatchError, PipelineError
 from autosplit.pipeline.schedule.action import Action
@@ -159,19 +161,10 @@ class RankError(PipelineError):
         self.fault = fault
 
 
-class KeyValueStore(Protocol):
-    """The part of ``torch.distributed.Store`` in use."""
-
-    def check(self, keys: list[str], /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-    def set(self, key: str, value: str, /) -> None: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-
-
 class Board:
     """Where ranks post faults; only the first one stays."""
 
-    def __init__(self, store: KeyValueStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
 
     def post(self, fault: Fault) -> Fault:

@@ -1,13 +1,15 @@
-"""Where a rank keeps bytes outside of the memory that it computes in."""
+"""Where a rank keeps bytes outside of the memory that it computes in, and how fast that is."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import statistics
 import tempfile
 import weakref
 from collections import defaultdict
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from autosplit.device import settle
 from autosplit.errors import OutputError, PipelineError
+from autosplit.mesh.costs import Link
 
 
 class _Region(NamedTuple):
@@ -156,3 +159,55 @@ def open_store(device: torch.device, folder: str | os.PathLike[str] | None) -> H
             "pinned memory: leave it out"
         )
     return PinnedStore(device)
+
+
+_LARGE = 2**23  # bytes
+_REPEATS = 3
+_PIECES = 32  # at most
+_SWEPT = 2**25  # bytes, of which no core has a cache
+
+
+def measure_store(store: HostStore, piece: int = _LARGE) -> Link:
+    """How long it takes to put and to take, the slower of the two. As in a step, what is copied has
+    left the core's own cache by then: hot, it would be copied in half the time.
+
+    Args:
+        store: which.
+        piece: bytes of a storage, of which several go out before they come back, as in a step. Of
+            small ones the bandwidth is less, for each is a call of its own.
+    """
+    small = torch.zeros(1, dtype=torch.uint8, device=store.device)
+    latency = min(_out_and_back(store, [small]) for _ in range(_REPEATS))
+    piece = min(max(piece, 1), _LARGE)
+    count = min(_LARGE // piece, _PIECES)
+    seconds = []
+    sweeping = torch.zeros(_SWEPT, dtype=torch.uint8, device="cpu")
+    for _ in range(_REPEATS):
+        data = [torch.ones(piece, dtype=torch.uint8, device=store.device) for _ in range(count)]
+        seconds.append(_out_and_back(store, data, sweeping))
+    return Link(latency, count * piece / max(statistics.median(seconds), 1e-9))
+
+
+def _out_and_back(store: HostStore, data: list[Tensor], sweeping: Tensor | None = None) -> float:
+    """Seconds of the slower of the two; what comes back comes into new memory. What is to be swept
+    is written to before either.
+    """
+    seconds = []
+    tickets: list[Any] = []
+    found: list[Tensor] = []
+
+    def out() -> None:
+        tickets.extend(store.put(each) for each in data)
+
+    def back() -> None:
+        for each, ticket in zip(data, tickets, strict=True):
+            found.append(torch.empty_like(each))
+            store.take(ticket, found[-1])
+
+    for way in (out, back):
+        if sweeping is not None:
+            sweeping.add_(1)
+        start = perf_counter()
+        way()
+        seconds.append(perf_counter() - start)
+    return max(seconds)

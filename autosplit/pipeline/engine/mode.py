@@ -93,7 +93,8 @@ class Mode:
         """
         with self.place("compiling its stages"):
             compile_stages(self.stages, self.schedule)
-        self.negotiation.start()
+        # A step's clock starts for all ranks together, of replicas of the pipeline too.
+        self._groups.everybody.meet()
 
     def prepare(
         self, stages: Mapping[int, ForwardStage], loss_grad: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 
-from .control import read, written
-from .first_error import KeyValueStore, LostPeerError
+from .first_error import LostPeerError
 from .groups import Groups
 
 _LOOK_EVERY = 0.005
@@ -70,12 +70,12 @@ class Negotiation:
         """
         agreed = self.known[boundary] = tuple(metas)
         if self._groups.ranks > 1:
-            text = written(agreed)
+            text = _text(agreed)
             first = self._groups.store.compare_set(self._key(boundary), "", text).decode()
             if first != text:
                 raise PipelineError(
-                    f"stage {boundary} puts out {', '.join(map(str, agreed))} here and "
-                    f"{', '.join(map(str, read(first)))} on the rank of its other copy: give "
+                    f"stage {boundary} puts out {listed(agreed)} here and "
+                    f"{listed(_metas(first))} on the rank of its other copy: give "
                     "both the same batch"
                 )
         return agreed
@@ -87,53 +87,41 @@ class Negotiation:
             LostPeerError: another rank failed, or a stage was not ready within the timeout. Stages
                 become ready one after another; each has the whole timeout.
         """
-        for earlier in range(boundary):
-            if earlier not in self.known:
-                self._await(earlier)
         if boundary not in self.known:
-            self.known[boundary] = read(self._await(boundary))
+            for stage in range(boundary + 1):
+                if stage not in self.known:
+                    self._await(stage)
+            self.known[boundary] = _metas(self._groups.store.get(self._key(boundary)))
         return self.known[boundary]
 
-    def start(self) -> None:
-        """Say that this rank's stages are compiled, and wait until all are, of replicas of the
-        pipeline too: a step's clock starts for all ranks together.
-
-        Raises:
-            LostPeerError: as ``learn``.
-        """
-        everybody = self._groups.everybody
-        if everybody.ranks == 1:
-            return
-        everybody.store.set(self._key(everybody.rank, "compiled"), "")
-        for rank in range(everybody.ranks):
-            self._await(rank, "compiled", "the stages of rank", everybody.store)
-
-    def _await(
-        self,
-        number: int,
-        what: str = "built",
-        whose: str = "stage",
-        store: KeyValueStore | None = None,
-    ) -> bytes:
-        store, key = store or self._groups.store, self._key(number, what)
-        deadline = time.monotonic() + self._groups.timeout
+    def _await(self, stage: int) -> None:
+        store, timeout = self._groups.store, self._groups.timeout
+        deadline = time.monotonic() + timeout
         with self._groups.place.waits():
-            while not store.check([key]):
+            while not store.check([self._key(stage)]):
                 self._check()
                 if time.monotonic() > deadline:
-                    waited = (
-                        f"waited {self._groups.timeout:.3g} s for {whose} {number} to be {what}"
-                    )
+                    waited = f"waited {timeout:.3g} s for stage {stage} to be built"
                     raise LostPeerError(
                         f"{waited}: is that rank stuck? A longer timeout= leaves more time for "
                         "building",
                         waited,
                     )
                 time.sleep(_LOOK_EVERY)
-        return store.get(key)
 
-    def _key(self, number: int, what: str = "built") -> str:
-        return f"autosplit/{self._mode}/{number}/{what}"
+    def _key(self, stage: int) -> str:
+        return f"autosplit/{self._mode}/{stage}/built"
+
+
+def _text(metas: Boundary) -> str:
+    return json.dumps([(meta.shape, str(meta.dtype), meta.requires_grad) for meta in metas])
+
+
+def _metas(text: str | bytes) -> Boundary:
+    return tuple(
+        TensorMeta(torch.Size(shape), getattr(torch, dtype.removeprefix("torch.")), wants)
+        for shape, dtype, wants in json.loads(text)
+    )
 
 
 Part: TypeAlias = "Tensor | Sequence[Tensor]"

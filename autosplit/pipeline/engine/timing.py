@@ -1,17 +1,13 @@
-"""How long actions, messages and copies to the host take, in seconds of ``perf_counter``."""
+"""How long actions and messages take, in seconds of ``perf_counter``."""
 
 from __future__ import annotations
 
-import statistics
-import threading
-import time
 from collections.abc import Callable, Collection, Iterable
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.action import Action
@@ -19,33 +15,14 @@ from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
 
 from .groups import Groups
-from .host_store import HostStore
 
 T = TypeVar("T")
 
 
-class Recorder(Protocol):
-    """Records one step at a time."""
-
-    def begin(self) -> None:
-        """Start a step."""
-        ...
-
-    def run(self, action: Action, compute: Callable[[], T]) -> T:
-        """Compute, and note when that was."""
-        ...
-
-    def note(self, spans: Iterable[Span]) -> None:
-        """Add what ran beside computation."""
-        ...
-
-    def spans(self) -> list[Span]:
-        """What the step ran, in the order in which it began; the device must be done with it."""
-        ...
-
-
-class HostRecorder:
-    """For stages whose calls return when the work is done."""
+class Recorder:
+    """Records when things ran in one step at a time; for stages whose calls return when the work is
+    done.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -53,18 +30,22 @@ class HostRecorder:
         self._beside: list[Span] = []
 
     def begin(self) -> None:
+        """Start a step."""
         self._noted, self._beside = [], []
 
     def run(self, action: Action, compute: Callable[[], T]) -> T:
+        """Compute, and note when that was."""
         start = self._mark()
         result = compute()
         self._noted.append((action, start, self._mark()))
         return result
 
     def note(self, spans: Iterable[Span]) -> None:
+        """Add what ran beside computation."""
         self._beside += spans
 
     def spans(self) -> list[Span]:
+        """What the step ran, in the order in which it began; the device must be done with it."""
         computed = [
             Span(self._rank, action, self._seconds(start), self._seconds(end))
             for action, start, end in self._noted
@@ -78,7 +59,7 @@ class HostRecorder:
         return float(mark)
 
 
-class DeviceRecorder(HostRecorder):
+class DeviceRecorder(Recorder):
     """For stages whose calls only enqueue kernels on a GPU: by events between them.
 
     In a step nobody may wait for the whole device, for a receive that was posted ahead stands
@@ -108,7 +89,7 @@ class DeviceRecorder(HostRecorder):
 
 def recorder_on(rank: int, device: torch.device) -> Recorder:
     """The recorder of a rank whose stages are on ``device``."""
-    return DeviceRecorder(rank, device) if device.type == "cuda" else HostRecorder(rank)
+    return DeviceRecorder(rank, device) if device.type == "cuda" else Recorder(rank)
 
 
 Pair = tuple[int, int]
@@ -226,120 +207,3 @@ def _least(call: Callable[[], None], rounds: int, device: torch.device) -> float
             torch.cuda.synchronize(device)
         seconds.append(perf_counter() - start)
     return min(seconds[_WARMUP:])
-
-
-_SECONDS = 0.012  # of each kind of work, alone or beside the other
-_REPEATS = 3
-_PIECES = 32  # at most
-_SWEPT = 2**25  # bytes, of which no core has a cache
-_WIDTH = 160  # of the matrices that are multiplied, which fit into a core's own cache
-_MOST = 2**20  # bytes that are copied at once
-_SLOWEST = 2.0  # what is more comes of something else that ran meanwhile
-
-
-def measure_slowing(store: HostStore, piece: int) -> float:
-    """Seconds by which computing takes longer, for each second that a copy takes by itself.
-
-    About 0 where a core is idle, and 1 where copies and computation share theirs. Ranks of one host
-    share its cores, too, so that all have to measure at once.
-
-    Args:
-        store: one on the CPU.
-        piece: bytes of a storage.
-    """
-    found = []
-    for _ in range(_REPEATS):
-        products = _products()
-        with _Copies(store, min(piece, _MOST)) as copies:
-            alone, _ = copies.in_a_second(lambda: time.sleep(_SECONDS))
-            copied, beside = copies.in_a_second(_products)
-        lost, taken = 1.0 - beside / products, copied / max(alone, 1e-9)
-        found.append(lost / taken if taken else 0.0)
-    return min(max(0.0, statistics.median(found)), _SLOWEST)
-
-
-def _products() -> float:
-    """How many matrix products this thread makes in a second."""
-    one, other = torch.ones(2, _WIDTH, _WIDTH, device="cpu")
-    start, made = perf_counter(), 0
-    while (now := perf_counter()) - start < _SECONDS:
-        torch.mm(one, other)
-        made += 1
-    return made / (now - start)
-
-
-class _Copies:
-    """A thread that puts and takes one piece after another, inside the context."""
-
-    def __init__(self, store: HostStore, piece: int) -> None:
-        self._store = store
-        self._data = torch.ones(piece, dtype=torch.uint8, device="cpu")
-        self._made = 0
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="autosplit-copies")
-
-    def __enter__(self) -> _Copies:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ends.set()
-        self._thread.join()
-
-    def in_a_second(self, meanwhile: Callable[[], T]) -> tuple[float, T]:
-        """How many pieces it copies in a second during that, and what that gives."""
-        start, made = perf_counter(), self._made
-        found = meanwhile()
-        return (self._made - made) / (perf_counter() - start), found
-
-    def _run(self) -> None:
-        while not self._ends.is_set():
-            ticket = self._store.put(self._data)
-            self._store.take(ticket, torch.empty_like(self._data))
-            self._made += 1
-
-
-def measure_store(store: HostStore, piece: int = _LARGE) -> Link:
-    """How long it takes to put and to take, the slower of the two. As in a step, what is copied has
-    left the core's own cache by then: hot, it would be copied in half the time.
-
-    Args:
-        store: which.
-        piece: bytes of a storage, of which several go out before they come back, as in a step. Of
-            small ones the bandwidth is less, for each is a call of its own.
-    """
-    small = torch.zeros(1, dtype=torch.uint8, device=store.device)
-    latency = min(_out_and_back(store, [small]) for _ in range(_REPEATS))
-    piece = min(max(piece, 1), _LARGE)
-    count = min(_LARGE // piece, _PIECES)
-    seconds = []
-    sweeping = torch.zeros(_SWEPT, dtype=torch.uint8, device="cpu")
-    for _ in range(_REPEATS):
-        data = [torch.ones(piece, dtype=torch.uint8, device=store.device) for _ in range(count)]
-        seconds.append(_out_and_back(store, data, sweeping))
-    return Link(latency, count * piece / max(statistics.median(seconds), 1e-9))
-
-
-def _out_and_back(store: HostStore, data: list[Tensor], sweeping: Tensor | None = None) -> float:
-    """Seconds of the slower of the two; what comes back comes into new memory. What is to be swept
-    is written to before either.
-    """
-    seconds = []
-    tickets: list[Any] = []
-    found: list[Tensor] = []
-
-    def out() -> None:
-        tickets.extend(store.put(each) for each in data)
-
-    def back() -> None:
-        for each, ticket in zip(data, tickets, strict=True):
-            found.append(torch.empty_like(each))
-            store.take(ticket, found[-1])
-
-    for way in (out, back):
-        if sweeping is not None:
-            sweeping.add_(1)
-        start = perf_counter()
-        way()
-        seconds.append(perf_counter() - start)
-    return max(seconds)

@@ -18,17 +18,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from .control import read, written
 from .first_error import (
     Board,
     Fault,
-    KeyValueStore,
     LostPeerError,
     RankActivity,
 )
@@ -121,7 +120,7 @@ _LOOK_EVERY = 0.02
 class Register:
     """The entries of all ranks, in a store that may end before they do."""
 
-    def __init__(self, store: KeyValueStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[int, Process] = {}
 
@@ -139,12 +138,12 @@ class Register:
 
     def enter(self, rank: int, process: Process) -> None:
         """Say which process a rank is."""
-        self.put("process", rank, written(process))
+        self.put("process", rank, json.dumps(asdict(process)))
 
     def process(self, rank: int) -> Process | None:
         """Which process a rank is, once it has said so."""
         if rank not in self._known and (text := self.get("process", rank)):
-            self._known[rank] = read(text)
+            self._known[rank] = Process(**json.loads(text))
         return self._known.get(rank)
 
     def ending(self, rank: int) -> str | None:
@@ -219,8 +218,8 @@ class PeerWatch:
         self,
         rank: int,
         ranks: int,
-        stores: tuple[KeyValueStore, KeyValueStore],
-        words: KeyValueStore | None,
+        stores: tuple[Store, Store],
+        words: Store | None,
         place: RankActivity,
         cut: Callable[[], None],
     ) -> None:
@@ -439,7 +438,7 @@ def watch_over(groups: Groups) -> PeerWatch:
     return PeerWatch(control.rank, control.ranks, stores, words, groups.place, cut_if_there)
 
 
-def _another(store: Any) -> KeyValueStore:
+def _another(store: Any) -> Store:
     """A connection of its own: one waits while another thread uses it."""
-    found: KeyValueStore = store.clone()
+    found: Store = store.clone()
     return found

@@ -163,7 +163,7 @@ class _Moment:
     beside: int  # the most since the moment before, above what there was then
 
 
-class MemoryRecorder:
+class MemoryRecorder(Recorder):
     """A recorder of times that records memory as well; for one step.
 
     Args:

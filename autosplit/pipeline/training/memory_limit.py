@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import TrainableStage
-from autosplit.pipeline.ledger.prediction import Evicted
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.within_memory import LimitError, search_within
@@ -22,7 +21,7 @@ from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
 
 from .auto_schedule import MEASURED, Tuner
-from .rank_memory import RankSize
+from .rank_memory import RankMemory
 
 _TRIES = 6  # searches, each with what the schedule before it turned out to hold beside
 _CORRECTIONS = 3  # schedules that held more than was known of them, before it is given up
@@ -74,7 +73,7 @@ class LimitTuner(Tuner):
         groups: Groups,
         *,
         limit: int,
-        size: RankSize,
+        size: RankMemory,
         links: Callable[[], Transfer],
         **known: Any,
     ) -> None:
@@ -143,11 +142,15 @@ class LimitTuner(Tuner):
         measured = self._size.measured()
         for action, level in self._played(self._running):
             _raise(self._operators, action, measured.get(str(action), 0) - level)
-        own = self._size.fixed_bytes() + max(measured.values(), default=0)
-        most = [float(each) for each in self._most(own)]
+        most = [
+            float(each) for each in self._most(self._fixed() + max(measured.values(), default=0))
+        ]
         if all(self._groups.everybody.gather(bool(measured))):
             self._measured = self._running, most
         return most
+
+    def _fixed(self) -> int:
+        return self._size.fixed_bytes() + self._size.batch_bytes
 
     def _note_graphs(self, schedule: Schedule, *, least: bool = False) -> None:
         """Note what this rank's actions hold beside microbatches under a schedule; collective.
@@ -174,12 +177,7 @@ class LimitTuner(Tuner):
 
     def _played(self, schedule: Schedule) -> list[tuple[Action, int]]:
         """This rank's actions with what it holds then beside the fixed; collective."""
-        replay = self._size.replay(schedule)
-        if replay is not None:
-            replay.peak({})
-        guests: Evicted = {}
-        for part in self._groups.everybody.gather({} if replay is None else replay.evicted):
-            guests |= part
+        replay, guests = self._size.play(schedule)
         if replay is not None:
             return replay.levels(guests)
         row = schedule.ranks[self._groups.rank]
@@ -228,7 +226,7 @@ class LimitTuner(Tuner):
 
     def _shortest(self, costs: Costs) -> Schedule:
         """The shortest step that is found within the limit; collective."""
-        self._fixed_by_rank = self._most(self._size.fixed_bytes())
+        self._fixed_by_rank = self._most(self._fixed())
         self._sizes = costs.memory
         # What holds too much may do so beside microbatches as well: GPipe keeps all it has sent.
         self._note_graphs(self._running, least=max(self._held(self._running)) > self._limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -27,21 +27,19 @@ from autosplit.pipeline.engine.stages import (
     build_stages,
     forward_only,
 )
-from autosplit.pipeline.engine.timing import Recorder, measure_transfer, recorder_on
-from autosplit.pipeline.ledger.call_memory import CallMemory
+from autosplit.pipeline.engine.timing import measure_transfer, recorder_on
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import countable
-from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .agreement import agree_on_batch, compare_contents, summary_of
 from .auto_schedule import Tuner
 from .memory_limit import LimitTuner
 from .options import MEMORY, Record, TrainerOptions
-from .rank_memory import RankLedger, RankPrediction, RankSize
+from .rank_memory import RankMemory
 from .rank_state import RankState
 from .replicas import Completion, completion_of, publish_part
 from .stage_modules import (
@@ -75,8 +73,7 @@ class Runner:
         schedule: what training runs; under ``"auto"`` another one behind the measured steps.
         stages: this rank's stages of the last run in training; empty before the first.
         spans: what that run recorded.
-        ledger: what this rank held in that run; None where that was not recorded.
-        size: tells this rank's bytes, and how fast its store is.
+        memory: tells this rank's bytes, and how fast its store is.
     """
 
     def __init__(
@@ -95,9 +92,8 @@ class Runner:
         self._held, self._groups, self._guard = held, groups, guard
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
-        self._calls = CallMemory(device)
         self._feeds = Feeds(stages.count, stages.wiring)
-        self.size = RankSize(held, groups, self._calls, store)
+        self.memory = RankMemory(held, groups, device, store)
         self._tuner = self._tuner_for(schedule, options)
         first = schedule if self._tuner is None else self._tuner.measured
         replicas = held.replicas
@@ -124,7 +120,6 @@ class Runner:
         self._known: dict[int, Stage] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
-        self.ledger: RankLedger | None = None
         self._parts: dict[tuple[int, int], Completion] = {}
         self._contents_compared = self._limited = False
 
@@ -148,7 +143,7 @@ class Runner:
         if options.memory_limit is None:
             return Tuner(schedule, groups, **known)
         limit = options.memory_limit
-        return LimitTuner(schedule, groups, limit=limit, size=self.size, **known)
+        return LimitTuner(schedule, groups, limit=limit, size=self.memory, **known)
 
     def train(
         self, batch: Batch | None, *, clipping: bool, record: Record, waits: bool
@@ -166,20 +161,22 @@ class Runner:
             Losses and norm on their way.
         """
         mode, executor, inputs, targets = self._ready(batch, waits=waits)
-        recorder, ledger = self._recording(mode, inputs + targets, record)
-        held = self._held
-        run: Callable[[], dict[int, Tensor]] = partial(executor.run, inputs, targets, recorder)
-        if held.twice is not None:
-            run = held.twice.steady()(run)
-        if ledger is not None:
-            run = partial(ledger.run, run)
-        reduced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if held.reduces:
-            self._parts = {each: self._completion(*each) for each in executor.completions}
-            timed = recorder is not None and self._device.type == "cpu"
-            reduced = held.reduced(tuple(self._parts.values()), timed=timed)
-        with contextlib.nullcontext() if ledger is None else ledger.recording(), reduced:
-            losses = run()
+        held, memory, tensors = self._held, self.memory, _tensors(inputs + targets)
+        weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
+        recorder = self._recorder if record or self._tuner is not None else None
+        memory.recorder = None
+        with contextlib.ExitStack() as stack:
+            if record == MEMORY or weighs:
+                recorder = stack.enter_context(memory.recording(mode, tensors, self._recorder))
+            if held.reduces:
+                self._parts = {each: self._completion(*each) for each in executor.completions}
+                timed = recorder is not None and self._device.type == "cpu"
+                stack.enter_context(held.reduced(tuple(self._parts.values()), timed=timed))
+            if held.twice is not None:
+                stack.enter_context(held.twice.steady())
+            losses = executor.run(inputs, targets, recorder)
+            if memory.recorder is not None:
+                memory.recorder.finish(losses.values())
             for stage in self.stages.values():
                 stage.publish()
         for call in held.behind:
@@ -187,28 +184,9 @@ class Runner:
         if recorder is not None and held.replicas is not None:
             recorder.note(held.replicas.spans)
         self.spans = recorder.spans() if recorder is not None else []
-        self.ledger = ledger if record == MEMORY else None
         if self._tuner is not None:
-            self.size.ledger = ledger
             self._tune(self._tuner)
-        return self._agree(mode, losses, inputs + targets, clipping=clipping)
-
-    def _recording(
-        self, mode: Mode, batch: Microbatches, record: Record
-    ) -> tuple[Recorder | None, RankLedger | None]:
-        """What notes when things run in a step, and what is held."""
-        weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
-        if record == MEMORY or weighs:
-            ledger = RankLedger(
-                mode,
-                self._held,
-                _tensors(batch),
-                self._recorder,
-                self._device,
-                self._calls,
-            )
-            return ledger.recorder, ledger
-        return self._recorder if record or self._tuner is not None else None, None
+        return self._agree(mode, losses, tensors, clipping=clipping)
 
     def _completion(self, stage: int, part: int) -> Completion:
         """What is complete with a slice of W; names are for replicas, which are rarely there."""
@@ -216,13 +194,14 @@ class Runner:
             return stage, ()
         return completion_of(stage, part, self.stages[stage], self._held.modules[stage])
 
-    def predict(self, batch: Batch | None) -> tuple[RankPrediction, int]:
-        """What a step will hold on this rank, and the bytes of its fixed owners; its stages are
-        built and its schedule chosen, as for that step, but nothing is run.
+    def predict(self, batch: Batch | None) -> RankMemory:
+        """Knows what a step will hold on this rank; its stages are built and its schedule chosen,
+        as for that step, but nothing is run.
         """
         mode, _, inputs, targets = self._ready(batch)
-        prediction = RankPrediction(mode, _tensors(inputs + targets), self._calls)
-        return prediction, self.size.fixed_bytes() - self.size.batch_bytes
+        self.memory.recorder = None
+        self.memory.know(mode, _tensors(inputs + targets))
+        return self.memory
 
     def _ready(
         self, batch: Batch | None, *, waits: bool = True
@@ -231,11 +210,10 @@ class Runner:
         self._held.check()
         mode, inputs, targets = self._take(self._train, batch, waits=waits)
         executor = mode.executor or self._build(mode, batch, inputs, targets)
-        self.stages = mode.stages
-        self.size.mode = mode
+        self.stages, self.memory.mode = mode.stages, mode
         if isinstance(self._tuner, LimitTuner) and not self._limited:
             self._limited = True
-            self.size.batch_bytes = distinct_storage_bytes(_tensors(inputs + targets))
+            self.memory.know(mode, _tensors(inputs + targets))
             self._adopt(self._tuner.before_step(self.stages))
             executor = mode.executor or executor
         return mode, executor, inputs, targets
@@ -324,7 +302,7 @@ class Runner:
         for call in self._held.behind:
             call()
         mode.announce_loss(losses)
-        return self._agree(mode, losses, inputs + targets, clipping=False)
+        return self._agree(mode, losses, _tensors(inputs + targets), clipping=False)
 
     def _build_evaluation(self, mode: Mode, batch: Batch | None) -> Executor:
         """Put the modules themselves into an evaluating mode."""
@@ -387,7 +365,7 @@ class Runner:
         """Measure one of the first steps, and change the schedule where that says so."""
         found = tuner.after_step(self.spans, self.stages)
         if tuner.done:
-            self._tuner = self.size.ledger = None
+            self._tuner = None
         if found is not None:
             self._adopt(found)
 
@@ -400,7 +378,7 @@ class Runner:
         self,
         mode: Mode,
         losses: Mapping[int, Tensor],
-        batch: Microbatches,
+        batch: Sequence[Tensor | None],
         *,
         clipping: bool,
     ) -> Agreement:
@@ -411,7 +389,7 @@ class Runner:
             losses,
             count=self.schedule.microbatches,
             squares=self._held.squares() if clipping else None,
-            batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
+            batch=summary_of(batch) if self._shares_tensors else 0,
             dtype=mode.loss_dtype,
         )
 

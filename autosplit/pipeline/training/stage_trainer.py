@@ -28,7 +28,6 @@ from autosplit.pipeline.simulation.transfer import MoveCosts
 
 from .agreement import check_layout, check_unanimous, factory_options
 from .options import Record, TrainerOptions, check_record, choose_device, store_for
-from .rank_memory import RankPrediction
 from .rank_state import OptimizerFunction, RankState
 from .runner import Runner
 from .shared_parameters import union_of_groups
@@ -324,8 +323,8 @@ class StageTrainer:
             PipelineError: no rank has a store.
         """
         with self._guard("measuring stores"):
-            size = self._runner.size
-            return size.host_link(), size.move_costs()
+            memory = self._runner.memory
+            return memory.host_link(), memory.move_costs()
 
     def memory(self) -> StepMemory:
         """What all ranks held in the forward and backward of the last step, and the peak that was
@@ -335,14 +334,13 @@ class StageTrainer:
             PipelineError: memory was not recorded.
         """
         with self._guard("gathering the memory"):
-            ledger = self._runner.ledger
-            if ledger is None:
+            memory = self._runner.memory
+            if memory.recorder is None:
                 raise PipelineError(
                     "the memory of the last step was not recorded: set record='memory' before a "
                     "step, then ask; predict_memory(batch) tells what a step will hold"
                 )
-            predicted = self._peak(ledger.prediction)
-            rows = self._groups.gather((ledger.recorder.bands(), predicted))
+            rows = self._groups.gather((memory.recorder.bands(), memory.predicted()))
         return StepMemory.of(rows)
 
     def predict_memory(self, batch: Batch | None) -> StepMemory:
@@ -358,15 +356,10 @@ class StageTrainer:
             PipelineError: as for ``step``.
         """
         with self._guard("predicting the memory"):
-            prediction, fixed = self._runner.predict(batch)
-            rows = self._groups.gather((self._peak(prediction), fixed))
+            memory = self._runner.predict(batch)
+            rows = self._groups.gather((memory.predicted(), memory.fixed_bytes()))
         peaks, fixed_by_rank = zip(*rows, strict=True)
         return StepMemory((), peaks, fixed_by_rank, ())
-
-    def _peak(self, prediction: RankPrediction) -> int | None:
-        """This rank's predicted peak; collective."""
-        parts = self._groups.gather(prediction.evicted())
-        return prediction.peak({name: sizes for part in parts for name, sizes in part.items()})
 
     @contextlib.contextmanager
     def together(self, where: str) -> Iterator[Groups]:

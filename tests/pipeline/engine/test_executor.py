@@ -15,7 +15,7 @@ from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.first_error import ActionError, LostPeerError
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.shapes import Negotiation, TensorMeta
-from autosplit.pipeline.engine.timing import HostRecorder
+from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.routes import routes_of
@@ -118,7 +118,7 @@ def test_one_stage_gets_inputs_and_targets() -> None:
 
 
 def test_spans_hold_the_computation_of_every_action_in_order() -> None:
-    recorder = HostRecorder(0)
+    recorder = Recorder(0)
     schedule = build("1f1b", 2, 2, ranks=1)
     executor = _executor(schedule, [])
     for _ in range(2):

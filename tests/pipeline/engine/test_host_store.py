@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import OutputError, PipelineError
-from autosplit.pipeline.engine import timing
-from autosplit.pipeline.engine.host_store import HostFileStore, open_store
-from autosplit.pipeline.engine.timing import measure_slowing, measure_store
+from autosplit.pipeline.engine.host_store import HostFileStore, measure_store, open_store
 
 
 def _bytes(size: int, value: int) -> torch.Tensor:
@@ -70,23 +65,6 @@ def test_no_file_where_none_can_be(tmp_path: Path) -> None:
         open_store(torch.device("cuda", 0), "x")
 
 
-@pytest.mark.parametrize(
-    ("beside", "copied", "slowing"), [(50, 50, 1.0), (100, 100, 0.0), (110, 90, 0.0), (10, 1, 2.0)]
-)
-def test_how_much_copies_slow_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: int, copied: int, slowing: float
-) -> None:
-    """Of 100 products and 100 copies by themselves, so many are left side by side."""
-    products, copies = cycle((100, beside)), cycle((100, copied))
-
-    def in_a_second(_: object, meanwhile: Callable[[], Any]) -> tuple[float, Any]:
-        return next(copies), meanwhile()
-
-    monkeypatch.setattr(timing, "_products", lambda: next(products))
-    monkeypatch.setattr(timing._Copies, "in_a_second", in_a_second)
-    assert measure_slowing(HostFileStore(tmp_path), 5000) == slowing
-
-
 class _Noting(HostFileStore):
     """A store that notes what it is given."""
 
@@ -106,13 +84,6 @@ def test_a_store_is_measured_with_what_stages_hold(tmp_path: Path, piece: int) -
     assert measure_store(store, piece).bandwidth > 0
     assert {*store.sizes} == {1, min(piece, 2**23)}
     assert len(store.sizes) < 120
-
-
-def test_copies_leave_nothing_in_a_store(tmp_path: Path) -> None:
-    store = _Noting(tmp_path)
-    assert measure_slowing(store, 5000) >= 0
-    assert {*store.sizes} == {5000}
-    assert [each.name for each in threading.enumerate()].count("autosplit-copies") == 0
 
 
 def test_a_store_is_measured(tmp_path: Path) -> None:

@@ -123,11 +123,11 @@ def levels(**options: Any) -> list[tuple[str, int, int]]:
         engine.record = "memory"
         gc.collect()
         engine.step(batch())
-        runner = engine._runner
-        replay = runner.size.replay(engine.schedule)
-        if runner.ledger is None or replay is None:
+        memory = engine._runner.memory
+        measured = memory.measured()
+        replay, _ = memory.play(engine.schedule)
+        if not measured or replay is None:
             raise AssertionError("expected a recorded step of stages of autosplit.Stage")
-        measured = runner.ledger.measured()
         return [(str(a), measured[str(a)], level) for a, level in replay.levels({})]
 
 
