@@ -72,7 +72,7 @@ def read(data: bytes) -> Any:
         ) from error
 
 
-def _classes(file: BytesIO) -> list[type[Any]]:
+def _classes(file: BytesIO) -> list[Any]:
     """The classes that a file names beside torch's own plain data; all are of this package, hold
     nothing but data, and are imported already.
     """

@@ -186,7 +186,7 @@ class MemoryRecorder(Recorder):
         *,
         beside: Callable[[], int] | None = None,
     ) -> None:
-        self._beside = beside if device.type == "cpu" else None
+        self._elsewhere = beside if device.type == "cpu" else None
         self._times = times
         self._holdings = holdings
         self._allocations = allocations_on(device)
@@ -204,13 +204,13 @@ class MemoryRecorder(Recorder):
 
     def begin(self) -> None:
         self._moments = []  # before the first of them is marked
-        self._first = self._mark("")
+        self._first = self._look("")
         self._times.begin()
 
     def run(self, action: Action, compute: Callable[[], T]) -> T:
-        self._mark(str(action))
+        self._look(str(action))
         result = self._times.run(action, compute)
-        self._mark("")
+        self._look("")
         return result
 
     def note(self, spans: Iterable[Span]) -> None:
@@ -220,7 +220,7 @@ class MemoryRecorder(Recorder):
     def finish(self, results: Iterable[Tensor]) -> None:
         """The step is over; ``results`` of it are with the caller and nobody's burden."""
         self._results = distinct_storage_bytes(results)
-        self._mark("")
+        self._look("")
 
     def spans(self) -> list[Span]:
         return self._times.spans()
@@ -229,7 +229,7 @@ class MemoryRecorder(Recorder):
         """What was held in the step, from the instant before it to the one after it."""
         moments, stretches = self._moments, self._stretches
         bases = [sum(moments[0].held.values())] * len(moments)
-        if self._beside is not None:
+        if self._elsewhere is not None:
             before = [0, *(stretch.end for stretch in stretches)]
             bases = [
                 sum(moment.held.values()) - level
@@ -239,13 +239,13 @@ class MemoryRecorder(Recorder):
         for here, there, stretch, base in zip(moments, moments[1:], stretches, bases, strict=False):
             found.append(_between(here, there, base + stretch.highest + there.beside))
         end = stretches[len(moments) - 2].end  # behind the last mark is not the step's
-        results = 0 if self._beside is not None else self._results
+        results = 0 if self._elsewhere is not None else self._results
         found.append(_instant(moments[-1], bases[-1] + end - results))
         return found
 
-    def _mark(self, during: str) -> int:
+    def _look(self, during: str) -> int:
         # First what was there until now: what comes in between is rather counted twice than never.
-        beside = 0 if self._beside is None else self._beside()
+        beside = 0 if self._elsewhere is None else self._elsewhere()
         held = self._holdings.now()
         self._moments.append(_Moment(time.perf_counter(), during, held, beside))
         return self._allocations.mark()
