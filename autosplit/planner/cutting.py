@@ -18,7 +18,7 @@ from autosplit.errors import AutosplitError, PipelineError, PlanError
 from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.default_group import gather, tell
-from autosplit.pipeline.engine.shapes import Part
+from autosplit.pipeline.training.batches import Part
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockCost, Limits, ModelCosts, average

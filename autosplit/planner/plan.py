@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import PlanError, SplitError
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
-from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training.batches import Part
 from autosplit.pipeline.training.options import StageOptions
 from autosplit.pipeline.training.rank_state import OptimizerFunction
 from autosplit.pipeline.training.shared_parameters import Holder

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from autosplit.device import generators_kept, settle
 from autosplit.passes.analysis.operator_cost import value_bytes
-from autosplit.pipeline.engine.shapes import Part
 from autosplit.pipeline.engine.stages import footprint
+from autosplit.pipeline.training.batches import Part
 from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
 from autosplit.planner.captured_model import WholeModel, device_of
 from autosplit.planner.costs import BlockCost, ModelCosts

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from .first_error import ActionError, LostPeerError, RankActivity
 from .moves import Moves
 from .timing import Recorder
 from .transport import Transport, arguments, output_gradients
+
+if TYPE_CHECKING:
+    from autosplit.pipeline.training.sharded_stages import ShardedStages
 
 # --- what is asked of stages ----------------------------------------------------------------------
 
@@ -58,23 +61,6 @@ class BackwardStage(ForwardStage, Protocol):
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """Both halves in one call; clears the list it is given."""
-        ...
-
-
-class Shards(Protocol):
-    """The stages of a rank whose parameters are sharded."""
-
-    @property
-    def stages(self) -> Collection[int]:
-        """Which they are."""
-        ...
-
-    def gather(self, stage: int) -> None:
-        """Gather the parameters of a stage."""
-        ...
-
-    def free(self, stage: int) -> None:
-        """Free them."""
         ...
 
 
@@ -166,7 +152,7 @@ class Executor:
         stages: the rank's stages by index.
         schedule: a legal schedule.
         rank: whose actions to run.
-        transport: carries tensors between stages.
+        messages: carries tensors between stages.
         loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
             only runs forward.
         finished: called with a stage and the number of a slice when the last of that slice's weight
@@ -176,6 +162,9 @@ class Executor:
         shards: gathers and frees the parameters of stages that are sharded.
 
     Attributes:
+        schedule: see above.
+        messages: see above.
+        moves: see above.
         completions: in which order stages and slices are ``finished``.
 
     Raises:
@@ -188,26 +177,27 @@ class Executor:
         stages: Mapping[int, ForwardStage],
         schedule: Schedule,
         rank: int,
-        transport: Transport,
+        messages: Transport,
         *,
         loss_grad: Tensor | None,
         finished: Finished | None = None,
         place: RankActivity | None = None,
         moves: Moves | None = None,
-        shards: Shards | None = None,
+        shards: ShardedStages | None = None,
     ) -> None:
         self._shards = shards
         self._stages = stages
         self._last = schedule.stages - 1
         self._rank = rank
-        self._transport = transport
+        self.messages = messages
+        self.schedule = schedule
         self._loss_grad = loss_grad
         self._inputs: list[Values] = [[] for _ in range(schedule.microbatches)]
         self._targets: Sequence[Sequence[Tensor]] = ()
         self._losses: dict[int, Tensor] = {}
         self._recorder: Recorder | None = None
         self._place = RankActivity() if place is None else place
-        self._moves = moves
+        self.moves = moves
         row = schedule.ranks[rank]
         self._again = recomputed(row)
         self._looked: set[int] = set()
@@ -256,9 +246,9 @@ class Executor:
         try:
             if recorder is not None:
                 recorder.begin()
-            self._transport.begin()
-            if self._moves is not None:
-                self._moves.begin(self._held_outside)
+            self.messages.begin()
+            if self.moves is not None:
+                self.moves.begin(self._held_outside)
             for action, compute, fetch, deliver, waits, recorded, _, behind in self._row:
                 place.action, place.waiting = action, True
                 place.turn += 1
@@ -277,11 +267,11 @@ class Executor:
                 for hear in behind:
                     hear()
             place.be(None, waiting=True)
-            if self._moves is not None:
-                spans = self._moves.finish()
+            if self.moves is not None:
+                spans = self.moves.finish()
                 if recorder is not None:
                     recorder.note(spans)
-            self._transport.finish()
+            self.messages.finish()
             return dict(sorted(self._losses.items()))
         except (LostPeerError, ActionError):
             raise
@@ -299,7 +289,7 @@ class Executor:
 
     def _steps(self, action: Action) -> Iterator[Step]:
         """What an action is, behind what it has to wait for of moves; of a W in slices, each."""
-        moves, kind = self._moves, action.kind
+        moves, kind = self.moves, action.kind
         if kind.is_move:
             at = self._places[action].popleft()
             if moves is None:
@@ -356,7 +346,7 @@ class Executor:
             return [Step(action, partial(weight, slice=part), adds=(part,)) for part in parts]
         fused = kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
-        send = self._transport.sender(result_of(action))
+        send = self.messages.sender(result_of(action))
         adds = tuple(parts) if fused else ()
         return [Step(action, backward, self._gradients_of(action), send, adds=adds)]
 
@@ -382,8 +372,8 @@ class Executor:
         return stage
 
     def _inputs_of(self, action: Action) -> Callable[[], Values]:
-        microbatch, feeds = action.microbatch, self._transport.feeds
-        receives = [self._transport.receiver(each) for each in parcels_for(action, feeds)]
+        microbatch, feeds = action.microbatch, self.messages.feeds
+        receives = [self.messages.receiver(each) for each in parcels_for(action, feeds)]
         bring = arguments(action.stage, feeds, receives, self._inputs[microbatch].copy)
         if action.stage < self._last:
             return bring
@@ -391,7 +381,7 @@ class Executor:
 
     def _outputs_to(self, action: Action) -> Callable[[Values], None] | None:
         if action.stage < self._last:
-            return self._transport.sender(action)
+            return self.messages.sender(action)
 
         def keep(outputs: Values) -> None:
             (loss,) = outputs
@@ -404,8 +394,8 @@ class Executor:
     def _gradients_of(self, action: Action) -> Callable[[], Values]:
         if action.stage == self._last:
             return partial(list, (self._loss_grad,))  # a fresh one each time
-        feeds = self._transport.feeds
-        receives = [self._transport.receiver(each) for each in parcels_for(action, feeds)]
+        feeds = self.messages.feeds
+        receives = [self.messages.receiver(each) for each in parcels_for(action, feeds)]
         return output_gradients(action.stage, feeds, receives)
 
     def _held_outside(self, microbatch: int) -> list[Tensor]:

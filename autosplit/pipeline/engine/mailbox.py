@@ -26,9 +26,9 @@ from torch import Tensor
 from autosplit.pipeline.schedule.routes import Parcel, Routes
 from autosplit.torch_internals.state import storage_users
 
+from .boundaries import Negotiation, TensorMeta
 from .first_error import LostPeerError
 from .groups import Groups, lost
-from .shapes import Negotiation, TensorMeta
 
 _NOTED = 64  # of the last messages
 

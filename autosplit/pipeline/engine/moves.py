@@ -3,38 +3,266 @@
 What waits for what is said in ``schedule/moves.py``. A move only starts in its rank's place; the
 transfer runs in a lane of its own. Storages are given up one by one as they leave, and made one by
 one as they arrive.
+
+Between partner ranks they travel over process groups of their own. The sizes go ahead, for they may
+depend on the data. Then comes one storage after the other: the sender lets each go as soon as it
+has left, and the receiver makes room for it when its turn comes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from autosplit.device import take_over
+from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
-from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span
+from autosplit.pipeline.simulation.transfer import MoveCosts
+from autosplit.torch_internals.allocations import sizes_known
 
 from .first_error import ActionError, LostPeerError
-from .groups import Groups
+from .groups import Groups, losing
 from .host_store import HostStore
-from .transfers import (
-    LANE,
-    Lane,
-    Move,
-    MoveTimes,
-    PartnerLink,
-    StoreLink,
-    TransferredBytes,
-    noting,
-    partner_pairs,
-)
+
+
+class TransferredBytes:
+    """Counts from any thread what comes, from when its memory is made, and what has gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = self._highest = 0
+
+    def change(self, more: int) -> None:
+        """There are so many bytes more, or fewer."""
+        with self._lock:
+            self._now += more
+            self._highest = max(self._highest, self._now)
+
+    def most(self) -> int:
+        """The most that there were at any time since the last call, above those at that call."""
+        with self._lock:
+            found = self._highest
+            self._now = self._highest = 0
+        return found
+
+
+_NOTED = 64  # of the last moves
+
+
+class MoveTimes:
+    """For how long moves kept the thread of a rank whose stages are on ``device``; on an
+    accelerator the host's time is not noted, for it runs ahead.
+
+    Attributes:
+        leaving: what set off a departure, the last ones.
+        coming: what put back what came, likewise.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = device.type == "cpu"
+        self.leaving: deque[float] = deque(maxlen=_NOTED)
+        self.coming: deque[float] = deque(maxlen=_NOTED)
+
+    def costs(self) -> MoveCosts:
+        """The medians; nothing of what has not been seen."""
+        if not self._counts:
+            return MoveCosts()
+        return MoveCosts(*(statistics.median(n or [0.0]) for n in (self.leaving, self.coming)))
+
+
+@contextlib.contextmanager
+def noting(seconds: deque[float]) -> Iterator[None]:
+    """Note how long that takes."""
+    begun = perf_counter()
+    yield
+    seconds.append(perf_counter() - begun)
+
+
+class Move:
+    """One move of a step, from where its rank starts it until it has ended.
+
+    Attributes:
+        action: the move.
+        ended: when.
+        future: what comes of it.
+    """
+
+    future: Future[Any]
+
+    def __init__(self, action: Action) -> None:
+        self.action = action
+        self._started = perf_counter()
+        self.ended = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self.future.done() and self.future.exception() is not None
+
+    def span(self, rank: int) -> Span:
+        """When that was."""
+        return Span(rank, self.action, self._started, self.ended)
+
+
+class Lane:
+    """A thread, and on an accelerator a stream, that carries out one move after another.
+
+    Args:
+        name: of the thread.
+        device: where what it carries lies.
+
+    Attributes:
+        counted: whether another thread counts what this process allocates.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._pool = ThreadPoolExecutor(1, name)
+        self._device = device
+        self._stream = OwnStream(device)
+        self.counted = False
+
+    def carry(self, move: Move, work: Callable[[], Any]) -> Move:
+        """Do ``work`` when all before it is done, and behind what the device was given so far."""
+        given = done_so_far(self._device)
+        counted = self.counted and self._device.type == "cpu"
+
+        def run() -> Any:
+            sizes = sizes_known() if counted else contextlib.nullcontext()
+            try:
+                with self._stream.behind(given), torch.inference_mode(False), sizes:
+                    return work()
+            finally:
+                move.ended = perf_counter()
+
+        move.future = self._pool.submit(run)
+        return move
+
+
+LANE = "memory"
+"""The lanes between partners."""
+
+
+Left = Sequence[tuple[int, Any]]
+"""Of each storage that left, its bytes, and what a store gave for it."""
+
+
+class StorageLink:
+    """Where storages go, and come from, one after the other.
+
+    Args:
+        device: where they lie.
+        transferred: is told what comes and goes.
+        put: sends one and gives a ticket for it; it is also told whose it is, for errors.
+        take: fills one, of such a ticket.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        transferred: TransferredBytes,
+        put: Callable[[Tensor, str], Any],
+        take: Callable[[Tensor, str, Any], None],
+    ) -> None:
+        self._device, self._transferred = device, transferred
+        self._put, self._take = put, take
+
+    def send(self, storages: list[Tensor], what: str) -> Left:
+        """Send storages; empties the list as they leave.
+
+        Args:
+            storages: what.
+            what: whose they are, for errors.
+
+        Raises:
+            LostPeerError: the partner did not take them.
+            PipelineError: the store cannot keep them.
+        """
+        storages.reverse()
+        left = []
+        while storages:
+            size = storages[-1].numel()
+            left.append((size, self._put(storages[-1], what)))
+            storages.pop()
+            self._transferred.change(-size)
+        return left
+
+    def receive(self, left: Left, what: str, found: list[Tensor]) -> None:
+        """Receive what left into a list, in which each is from when there is room for it. Errors as
+        for ``send``.
+        """
+        for size, ticket in left:
+            self._transferred.change(size)
+            found.append(torch.empty(size, dtype=torch.uint8, device=self._device))
+            self._take(found[-1], what, ticket)
+
+    leave = send
+
+
+class PartnerLink(StorageLink):
+    """This rank's end of the two lanes between it and its partner.
+
+    Args:
+        groups: the trainer's process groups, in which the two are connected.
+        partner: the other rank.
+        device: where storages lie.
+        transferred: is told what comes and goes.
+    """
+
+    def __init__(
+        self, groups: Groups, partner: int, device: torch.device, transferred: TransferredBytes
+    ) -> None:
+        super().__init__(device, transferred, self._send, self._receive)
+        self._name = groups.named(partner)
+        self._number = groups.number_in_pair(partner)
+        self._timeout = groups.timeout
+        self._out = groups.between(groups.rank, partner, LANE)
+        self._in = groups.between(partner, groups.rank, LANE)
+
+    def leave(self, storages: list[Tensor], what: str) -> Left:
+        """Send storages behind their sizes, which may depend on the data."""
+        sizes = [tensor.numel() for tensor in storages]
+        self._send(self._numbers([len(sizes)]), what)
+        if sizes:
+            self._send(self._numbers(sizes), what)
+        return self.send(storages, what)
+
+    def announced(self, what: str) -> Left:
+        """Hear what comes; errors as for ``send``."""
+        count = self._numbers([0])
+        self._receive(count, what)
+        sizes = self._numbers([0] * int(count))
+        if len(sizes):
+            self._receive(sizes, what)
+        return [(size, None) for size in sizes.tolist()]
+
+    def _numbers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def _send(self, data: Tensor, what: str) -> None:
+        self._run(self._out.send([data], self._number, 0), what)
+
+    def _receive(self, data: Tensor, what: str, ticket: None = None) -> None:
+        self._run(self._in.recv([data], self._number, 0), what)
+
+    def _run(self, work: dist.Work | None, what: str) -> None:
+        # In another thread than that whose waits are watched.
+        with losing(contextlib.nullcontext, self._timeout, f"{self._name}, the partner for {what}"):
+            if work is not None:
+                work.wait()
+            settle(self._device)
 
 
 class Moves:
@@ -72,9 +300,17 @@ class Moves:
         self._rank = rank = groups.rank
         self._row = schedule.ranks[rank]
         self._moved = schedule.moved
-        self._store = None if store is None else StoreLink(store, device, self.transferred)
+        self._store: StorageLink | None = None
+        if store is not None:
+            self._store = StorageLink(
+                device,
+                self.transferred,
+                lambda data, what: store.put(data),
+                lambda data, what, ticket: store.take(ticket, data),
+            )
         self._partner: PartnerLink | None = None
-        pairs = partner_pairs(schedule)
+        ends = [(e.rank, e.partner) for e in journeys_of(schedule) if e.partner is not None]
+        pairs = {(min(pair), max(pair)) for pair in ends}
         groups.connect(pairs, LANE)
         for pair in (pair for pair in pairs if rank in pair):
             (other,) = {*pair} - {rank}
@@ -88,7 +324,6 @@ class Moves:
             kind: Lane(f"autosplit-{kind.value.lower()}", device) for kind in _LANES.values()
         }
         self._begun: dict[int, Move] = {}
-        self._sizes: dict[int, list[int]] = {}
         self._moving: dict[int, list[Tensor]] = {}
         self._guests: dict[int, list[Tensor]] = {}
         self._kept: Callable[[int], Iterable[Tensor]] = lambda microbatch: ()
@@ -183,17 +418,16 @@ class Moves:
         @noting(self.times.leaving)
         def leave() -> Move:
             storages = self._detached(journey, stage)
-            self._sizes[journey.leaves] = [tensor.numel() for tensor in storages]
             return self._carry(journey.leaves, lambda: away.leave(storages, what))
 
         def come() -> Move:
-            sizes, left = self._sizes.pop(journey.leaves), self._begun[journey.leaves]
+            begun = self._begun[journey.leaves]
 
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.comes)
-                tickets = left.future.result()  # all is there, but may not have been let go of here
+                left = begun.future.result()  # all is there, but may not have been let go of here
                 found = self._moving[journey.comes] = []
-                away.come(sizes, tickets, what, found)
+                away.receive(left, what, found)
                 return found
 
             return self._carry(journey.comes, work)
@@ -212,7 +446,7 @@ class Moves:
             def work() -> list[Tensor]:
                 self._wait_for_departures(journey.accepted)
                 found = self._guests[journey.accepted] = []
-                link.receive(link.receive_sizes(what), what, found)
+                link.receive(link.announced(what), what, found)
                 return found
 
             return self._carry(journey.accepted, work)
@@ -241,7 +475,7 @@ class Moves:
 
     def _carry(self, place: int, work: Callable[[], Any]) -> Move:
         action = self._row[place]
-        return self._lanes[_LANES[action.kind]].carry(Move(action, action.kind in _BY_HOST), work)
+        return self._lanes[_LANES[action.kind]].carry(Move(action), work)
 
     def _wait_for_departures(self, place: int) -> None:
         """In a lane, before memory is taken. What fails there is raised where the rank waits."""
@@ -254,9 +488,9 @@ class Moves:
     def _await(self, move: Move) -> Any:
         if move.failed:
             self._raise_failed()
-        if move.future.done() or not move.by_host:
+        if move.future.done() or move.action.kind not in _BY_HOST:
             return self._result(move)
-        with self._place.waits(move.action):
+        with self._place.waits(move.action):  # for this rank's host alone, and no other rank
             return self._result(move, self._timeout)
 
     def _result(self, move: Move, timeout: float | None = None) -> Any:

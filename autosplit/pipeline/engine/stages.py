@@ -29,8 +29,8 @@ from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.torch_internals.state import modes_kept, versions
 
+from .boundaries import Negotiation, TensorMeta
 from .executor import BackwardStage, join_adjacent_weights
-from .shapes import Negotiation, TensorMeta
 from .transport import Receive, arguments
 
 

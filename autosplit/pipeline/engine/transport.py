@@ -21,9 +21,9 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel, Routes, parcels_of
 from autosplit.pipeline.schedule.wiring import Feeds
 
+from .boundaries import Boundary, Negotiation, TensorMeta
 from .groups import Groups
 from .mailbox import Buffers, Inbox, Outbox
-from .shapes import Boundary, Negotiation, TensorMeta
 
 Receive = Callable[[], "list[Tensor | None]"]
 Send = Callable[[Sequence[Any]], None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-from autosplit.pipeline.engine.shapes import TensorMeta
+from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel, parcels_for, parcels_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from autosplit.passes import Kind, Role
 from autosplit.passes.lowering.buffers import LiveBytes
 from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
+from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.executor import join_adjacent_weights
-from autosplit.pipeline.engine.shapes import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import LevelByOrder, recomputed
 from autosplit.pipeline.schedule.routes import result_of

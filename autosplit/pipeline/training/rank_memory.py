@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,19 +14,24 @@ from autosplit.errors import PipelineError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostStore, measure_store
-from autosplit.pipeline.engine.mode import Mode
+from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.stages import all_traced, stage_memory
 from autosplit.pipeline.engine.timing import Recorder
+from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import BytesByOwner, MemoryRecorder, state_of
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.stage import Stage
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes
 
 from .rank_state import RankState
+
+if TYPE_CHECKING:
+    from .runner import ShapedStep
 
 
 class RankMemory:
@@ -34,35 +40,48 @@ class RankMemory:
     Args:
         held: what the rank holds.
         groups: the trainer's process groups.
+        feeds: who feeds whom.
         device: where the stages run.
         store: where the rank offloads, if it does.
 
     Attributes:
-        mode: runs the last step.
+        step: runs the last batch.
         recorder: what recorded the last step; None where nothing did.
         batch_bytes: of the batch of the step that is known here.
     """
 
     def __init__(
-        self, held: RankState, groups: Groups, device: torch.device, store: HostStore | None
+        self,
+        held: RankState,
+        groups: Groups,
+        feeds: Feeds,
+        device: torch.device,
+        store: HostStore | None,
     ) -> None:
-        self._held, self._groups = held, groups
+        self._held, self._groups, self._feeds = held, groups, feeds
         self._device, self._store = device, store
         self._calls = CallMemory(device)
-        self.mode: Mode | None = None
+        self.step: ShapedStep | None = None
         self._schedule: Schedule | None = None
         self.batch_bytes = 0
         self.recorder: MemoryRecorder | None = None
 
-    def know(self, mode: Mode, batch: Sequence[Tensor | None]) -> None:
+    def know(self, step: ShapedStep, batch: Sequence[Tensor | None]) -> None:
         """Get to know a step.
 
         Args:
-            mode: runs it; its stages are built.
+            step: runs it; its stages are built.
             batch: the tensors of the batch, None for what the rank does not take.
         """
-        self.mode, self._schedule = mode, mode.schedule
+        self.step = step
+        self._schedule = None if step.executor is None else step.executor.schedule
         self.batch_bytes = distinct_storage_bytes(batch)
+
+    @property
+    def _traffic(self) -> tuple[Transport | None, Moves | None]:
+        """What carries messages and moves in the last step."""
+        executor = None if self.step is None else self.step.executor
+        return (None, None) if executor is None else (executor.messages, executor.moves)
 
     def fixed_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state."""
@@ -77,11 +96,12 @@ class RankMemory:
         """Plays this rank's part of a schedule, None where a stage's graphs are not known, with
         what all ranks of the pipeline evict under it; collective.
         """
-        mode, replay = self.mode, None
-        stages = None if mode is None else all_traced(mode.stages)
-        if mode is not None and stages is not None:
+        step, replay = self.step, None
+        stages = None if step is None else all_traced(step.stages)
+        if step is not None and stages is not None:
+            learn = step.negotiation.learn
             replay = RankReplay(
-                schedule, mode.rank, mode.feeds, stages, mode.negotiation.learn, self._calls
+                schedule, self._groups.rank, self._feeds, stages, learn, self._calls
             )
             replay.peak({})
         guests: Evicted = {}
@@ -102,18 +122,18 @@ class RankMemory:
 
     @contextlib.contextmanager
     def recording(
-        self, mode: Mode, batch: Sequence[Tensor | None], times: Recorder
+        self, step: ShapedStep, batch: Sequence[Tensor | None], times: Recorder
     ) -> Iterator[MemoryRecorder]:
         """Around a step, which the recorder is for.
 
         Args:
-            mode: see ``know``.
+            step: see ``know``.
             batch: likewise.
             times: records when what ran.
         """
-        self.know(mode, batch)
-        moves, held = mode.moves, self._held
-        stages = [each for each in mode.stages.values() if isinstance(each, Stage)]
+        self.know(step, batch)
+        (messages, moves), held = self._traffic, self._held
+        stages = [each for each in step.stages.values() if isinstance(each, Stage)]
         optimizer = held.optimizer_state
         holdings = BytesByOwner(
             {
@@ -128,7 +148,7 @@ class RankMemory:
                 "deferred": lambda: [each for stage in stages for each in stage.deferred_tensors],
                 "evicted here": lambda: [] if moves is None else moves.guests,
                 "in transit": lambda: [
-                    *mode.messages.tensors,
+                    *([] if messages is None else messages.tensors),
                     *([] if moves is None else moves.moving),
                 ],
             },
@@ -147,7 +167,7 @@ class RankMemory:
         """
         found: dict[str, int] = {}
         between = last = 0
-        moves = self.mode is not None and self.mode.moves is not None
+        moves = self._traffic[1] is not None
         for band in [] if self.recorder is None else self.recorder.bands():
             level = band.activations - self.batch_bytes
             if band.during:
@@ -165,7 +185,7 @@ class RankMemory:
         Raises:
             PipelineError: no rank has a store.
         """
-        stages = {} if self.mode is None else self.mode.stages
+        stages = {} if self.step is None else self.step.stages
         pieces = [each for stage in stages.values() for each in stage_memory(stage).pieces]
         piece = int(sum(pieces) / max(1, len(pieces)))  # bytes of a storage, on the average
         own = None if self._store is None else measure_store(self._store, piece)
@@ -180,13 +200,13 @@ class RankMemory:
         Copies slow computing down as far as they find no idle core: each rank computes in so many
         threads, and copies in one.
         """
-        mode = self.mode
-        noted = MoveCosts() if mode is None or mode.moves is None else mode.moves.times.costs()
+        messages, moves = self._traffic
+        noted = MoveCosts() if moves is None else moves.times.costs()
         slowing = 0.0
         if self._device.type == "cpu":
             here = int(os.environ.get("LOCAL_WORLD_SIZE", self._groups.everybody.ranks))
             idle = (os.cpu_count() or 1) - here * torch.get_num_threads()
             slowing = min(max(0.0, 1.0 - idle / here), 1.0)
-        sends = 0.0 if mode is None else mode.messages.send_seconds
+        sends = 0.0 if messages is None else messages.send_seconds
         heard = self._groups.everybody.gather((noted.leave, noted.come, slowing, sends))
         return MoveCosts(*(max(each) for each in zip(*heard, strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -12,31 +13,42 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import BatchError, PipelineError
-from autosplit.pipeline.engine.executor import Executor
+from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
+from autosplit.pipeline.engine.executor import Executor, ForwardStage
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostStore
-from autosplit.pipeline.engine.mode import Mode, Modes
+from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.results import Agreement
-from autosplit.pipeline.engine.shapes import Batch, Microbatches
 from autosplit.pipeline.engine.stages import (
     ModuleStage,
     SplitStage,
     StageFactory,
     TrainableStage,
     build_stages,
+    compile_stages,
     forward_only,
 )
 from autosplit.pipeline.engine.timing import measure_transfer, recorder_on
-from autosplit.pipeline.schedule.routes import pairs_of
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.engine.transport import Transport
+from autosplit.pipeline.schedule.moves import has_moves
+from autosplit.pipeline.schedule.routes import pairs_of, routes_of
+from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import countable
 
-from .agreement import agree_on_batch, compare_contents, summary_of
 from .auto_schedule import Tuner
+from .batches import (
+    Batch,
+    BatchSplitter,
+    Microbatches,
+    agree_on_batch,
+    agreed_shape,
+    compare_contents,
+    summary_of,
+)
 from .memory_limit import LimitTuner
 from .options import MEMORY, Record, TrainerOptions
 from .rank_memory import RankMemory
@@ -51,6 +63,25 @@ from .stage_modules import (
     check_trained,
     numbers,
 )
+
+_KEPT = 64  # shapes of batches, used last: each has buffers of its own for messages
+
+
+@dataclass
+class ShapedStep:
+    """What runs batches of one shape on this rank.
+
+    Attributes:
+        split: cuts them.
+        negotiation: where the shapes between stages are agreed on.
+        stages: those of the rank, in training; empty until the first such batch.
+        executor: runs them; None until then.
+    """
+
+    split: BatchSplitter
+    negotiation: Negotiation
+    stages: Mapping[int, TrainableStage] = MappingProxyType({})
+    executor: Executor | None = None
 
 
 class Runner:
@@ -93,7 +124,7 @@ class Runner:
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
         self._feeds = Feeds(stages.count, stages.wiring)
-        self.memory = RankMemory(held, groups, device, store)
+        self.memory = RankMemory(held, groups, self._feeds, device, store)
         self._tuner = self._tuner_for(schedule, options)
         first = schedule if self._tuner is None else self._tuner.measured
         replicas = held.replicas
@@ -108,12 +139,11 @@ class Runner:
             self._factory = replicas.sliced(self._factory, self.schedule)
         self._shares_tensors = groups.layout.tensor_ranks > 1
         # A whole model is cut for one shape; of another, what is held differs.
-        static = stages.cut or options.memory_limit is not None
-        source = self.schedule.placement[self._feeds.first_from_batch]
-        make = partial(self._make_mode, "train", self.schedule)
-        self._train = Modes(static, groups, source, make)
-        make = partial(self._make_mode, "evaluate", forward_only(self.schedule))
-        self._evaluate = Modes(static, groups, source, make)
+        self._static = stages.cut or options.memory_limit is not None
+        self._source = self.schedule.placement[self._feeds.first_from_batch]
+        self._last = self.schedule.stages - 1
+        self._forwards = forward_only(self.schedule)
+        self._steps: tuple[dict[str, ShapedStep], dict[str, ShapedStep]] = {}, {}
         self._metric: MetricFunction | None = None
         self._found: list[dict[str, float]] = []
         self._faces: dict[bool, dict[int, nn.Module]] = {}
@@ -160,14 +190,14 @@ class Runner:
         Returns:
             Losses and norm on their way.
         """
-        mode, executor, inputs, targets = self._ready(batch, waits=waits)
+        step, executor, inputs, targets = self._ready(batch, waits=waits)
         held, memory, tensors = self._held, self.memory, _tensors(inputs + targets)
         weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
         recorder = self._recorder if record or self._tuner is not None else None
         memory.recorder = None
         with contextlib.ExitStack() as stack:
             if record == MEMORY or weighs:
-                recorder = stack.enter_context(memory.recording(mode, tensors, self._recorder))
+                recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
             if held.reduces:
                 self._parts = {each: self._completion(*each) for each in executor.completions}
                 timed = recorder is not None and self._device.type == "cpu"
@@ -186,7 +216,7 @@ class Runner:
         self.spans = recorder.spans() if recorder is not None else []
         if self._tuner is not None:
             self._tune(self._tuner)
-        return self._agree(mode, losses, tensors, clipping=clipping)
+        return self._agree(step, losses, tensors, clipping=clipping)
 
     def _completion(self, stage: int, part: int) -> Completion:
         """What is complete with a slice of W; names are for replicas, which are rarely there."""
@@ -198,48 +228,83 @@ class Runner:
         """Knows what a step will hold on this rank; its stages are built and its schedule chosen,
         as for that step, but nothing is run.
         """
-        mode, _, inputs, targets = self._ready(batch)
+        step, _, inputs, targets = self._ready(batch)
         self.memory.recorder = None
-        self.memory.know(mode, _tensors(inputs + targets))
+        self.memory.know(step, _tensors(inputs + targets))
         return self.memory
 
     def _ready(
         self, batch: Batch | None, *, waits: bool = True
-    ) -> tuple[Mode, Executor, Microbatches, Microbatches]:
+    ) -> tuple[ShapedStep, Executor, Microbatches, Microbatches]:
         """A batch cut into microbatches, with what is to run it in training."""
         self._held.check()
-        mode, inputs, targets = self._take(self._train, batch, waits=waits)
-        executor = mode.executor or self._build(mode, batch, inputs, targets)
-        self.stages, self.memory.mode = mode.stages, mode
+        step, inputs, targets = self._take(batch, evaluates=False, waits=waits)
+        executor = step.executor or self._build(step, batch, inputs, targets)
+        self.stages, self.memory.step = step.stages, step
         if isinstance(self._tuner, LimitTuner) and not self._limited:
             self._limited = True
-            self.memory.know(mode, _tensors(inputs + targets))
+            self.memory.know(step, _tensors(inputs + targets))
             self._adopt(self._tuner.before_step(self.stages))
-            executor = mode.executor or executor
-        return mode, executor, inputs, targets
+            executor = step.executor or executor
+        return step, executor, inputs, targets
 
     def _build(
-        self, mode: Mode, batch: Batch | None, inputs: Microbatches, targets: Microbatches
+        self, step: ShapedStep, batch: Batch | None, inputs: Microbatches, targets: Microbatches
     ) -> Executor:
-        """Build the stages of a training mode from its first batch, whole and cut."""
-        with mode.place("building its stages"):
-            mode.stages = build_stages(
+        """Build the stages of a training step from its first batch, whole and cut."""
+        place = self._groups.place
+        with place("building its stages"):
+            step.stages = build_stages(
                 self._complete(batch),
                 self.schedule.stages,
                 self._feeds,
-                mode.negotiation,
+                step.negotiation,
                 self._stage,
                 inputs=inputs[0] if inputs else (),
                 targets=targets[0] if targets else (),
                 device=self._device,
             )
-        mode.compile()
-        scale = 1.0 / self.schedule.microbatches
-        loss_grad = torch.full((), scale, dtype=mode.loss_dtype, device=self._device)
-        return mode.prepare(mode.stages, loss_grad)
+        with place("compiling its stages"):
+            compile_stages(step.stages, self.schedule)
+        # A step's clock starts for all ranks together, of replicas of the pipeline too.
+        self._groups.everybody.meet()
+        return self._prepare(step, self.schedule, step.stages)
+
+    def _prepare(
+        self, step: ShapedStep, schedule: Schedule, stages: Mapping[int, ForwardStage]
+    ) -> Executor:
+        """Have a schedule run a step's stages; collective over all ranks."""
+        groups, shards = self._groups, self._held.sharded
+        groups.connect(pairs_of(schedule, self._feeds))
+        routes = routes_of(schedule, groups.rank, self._feeds)
+        if shards is not None:
+            schedule = with_sharding(schedule, shards.stages)
+        moves = None
+        if has_moves(schedule):
+            moves = Moves(stages, schedule, groups, self._device, self._store)
+        loss_grad = None
+        if stages is step.stages:
+            scale, dtype = 1.0 / schedule.microbatches, self._loss_dtype(step)
+            loss_grad = torch.full((), scale, dtype=dtype, device=self._device)
+        step.executor = Executor(
+            stages,
+            schedule,
+            groups.rank,
+            Transport(routes, groups, step.negotiation, device=self._device),
+            loss_grad=loss_grad,
+            finished=self._finished if self._early else None,
+            place=groups.place,
+            moves=moves,
+            shards=shards,
+        )
+        return step.executor
+
+    def _loss_dtype(self, step: ShapedStep) -> torch.dtype:
+        """Waits until the last stage's rank has said."""
+        return step.negotiation.learn(self._last)[0].dtype
 
     def _stage(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
-        """A stage for ``module(*args)``: that of another mode where it can take them, whose graphs
+        """A stage for ``module(*args)``: that of another step where it can take them, whose graphs
         may hold for these sizes, too.
         """
         known, sharded = self._known.get(index), self._held.sharded
@@ -257,7 +322,7 @@ class Runner:
         an example: it tells whether the loss takes a tensor or a tuple.
         """
         if evaluates not in self._faces:
-            whole, last = dict(self._held.modules), self.schedule.stages - 1
+            whole, last = dict(self._held.modules), self._last
             if last in whole:
                 check_trained(self._loss_fn, whole[last])
                 targets = None if batch is None else batch[1]
@@ -284,28 +349,28 @@ class Runner:
             agreement = self.evaluate(batch)
         finally:
             self._metric = None
-        last = self.schedule.stages - 1
         own = [
             microbatch
             for microbatch in range(self.schedule.microbatches)
-            if self.schedule.home(last, microbatch) == self._groups.rank
+            if self.schedule.home(self._last, microbatch) == self._groups.rank
         ]
         return agreement, dict(zip(own, self._found, strict=True))
 
     def evaluate(self, batch: Batch | None) -> Agreement:
         """Run the forwards only, on the modules as they are; the losses on their way."""
-        mode, inputs, targets = self._take(self._evaluate, batch)
-        executor = mode.executor or self._build_evaluation(mode, batch)
+        step, inputs, targets = self._take(batch, evaluates=True)
+        executor = step.executor or self._build_evaluation(step, batch)
         twice = self._held.twice
         with contextlib.nullcontext() if twice is None else twice.steady():
             losses = executor.run(inputs, targets)
         for call in self._held.behind:
             call()
-        mode.announce_loss(losses)
-        return self._agree(mode, losses, _tensors(inputs + targets), clipping=False)
+        if losses and self._last not in step.negotiation.known:
+            step.negotiation.publish(self._last, [TensorMeta.of(next(iter(losses.values())))])
+        return self._agree(step, losses, _tensors(inputs + targets), clipping=False)
 
-    def _build_evaluation(self, mode: Mode, batch: Batch | None) -> Executor:
-        """Put the modules themselves into an evaluating mode."""
+    def _build_evaluation(self, step: ShapedStep, batch: Batch | None) -> Executor:
+        """Have a step evaluate the modules themselves."""
         sharded = self._held.sharded
         stages = {
             index: ModuleStage(
@@ -316,50 +381,62 @@ class Runner:
             )
             for index, module in self._complete(batch, evaluates=True).items()
         }
-        return mode.prepare(stages)
+        return self._prepare(step, self._forwards, stages)
 
     def _take(
-        self, modes: Modes, batch: Batch | None, *, waits: bool = True
-    ) -> tuple[Mode, Microbatches, Microbatches]:
+        self, batch: Batch | None, *, evaluates: bool, waits: bool = True
+    ) -> tuple[ShapedStep, Microbatches, Microbatches]:
         """What runs a batch, and the batch cut; where a rank refuses it, all is as it was."""
-        mode = modes.of(batch)
+        groups, steps = self._groups, self._steps[evaluates]
+        step = self._step_of(batch, evaluates=evaluates)
         parts: tuple[Microbatches, Microbatches] = [], []
         refused = ""
         try:
-            parts = mode.split(batch)
+            parts = step.split(batch)
         except PipelineError as error:
             refused = str(error)
-        known = mode.executor is not None
-        if refused or not known or (waits and self._groups.everybody.ranks > 1):
+        known = step.executor is not None
+        if refused or not known or (waits and groups.everybody.ranks > 1):
             try:
-                agree_on_batch(refused, mode.split.offered, self._groups, known=known, waits=waits)
+                agree_on_batch(refused, step.split.offered, groups, known=known, waits=waits)
             except BatchError:
-                modes.drop_unbuilt()
+                for shape in [each for each in steps if steps[each].executor is None]:
+                    del steps[shape]
                 raise
-        mode.split.accept()
+        step.split.accept()
         if not self._contents_compared:
-            compare_contents(mode.split.given(batch), self._groups)
+            compare_contents(step.split.given(batch), groups)
             self._contents_compared = True
-        return mode, *parts
+        return step, *parts
+
+    def _step_of(self, batch: Batch | None, *, evaluates: bool) -> ShapedStep:
+        """What runs batches of this shape, on every rank the same; collective unless all are of one
+        shape.
+        """
+        groups, steps = self._groups, self._steps[evaluates]
+        shape = "" if self._static else agreed_shape(batch, self._source, groups)
+        if shape in steps:
+            steps[shape] = steps.pop(shape)  # used last
+            return steps[shape]
+        if len(steps) == _KEPT:  # all ranks drop the same
+            del steps[next(iter(steps))]
+        own, wiring = self.schedule.held(groups.rank), self._feeds.wiring
+        split = BatchSplitter(
+            self.schedule.microbatches,
+            self._device,
+            inputs=self._feeds.from_batch(own),
+            targets=self._last in own,
+            names=() if wiring is None else wiring.names,
+        )
+        name = f"{'evaluate' if evaluates else 'train'} {shape}"
+        steps[shape] = ShapedStep(split, Negotiation(name, groups, self._guard.check))
+        return steps[shape]
 
     def _finished(self, stage: int, part: int) -> None:
         """What follows the last weight gradients of a slice, of a stage that others hold too."""
         if self._held.reducing:
             last = publish_part(self.stages[stage], part)
             self._held.complete(self._parts[stage, part], last=last)
-
-    def _make_mode(self, name: str, schedule: Schedule, shape: str) -> Mode:
-        return Mode(
-            f"{name} {shape}",
-            schedule,
-            self._feeds,
-            self._groups,
-            self._guard.check,
-            self._device,
-            finished=self._finished if self._early else None,
-            store=self._store,
-            shards=self._held.sharded,
-        )
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps, and change the schedule where that says so."""
@@ -372,11 +449,14 @@ class Runner:
     def _adopt(self, schedule: Schedule) -> None:
         """Train under another schedule from now on."""
         self.schedule = schedule
-        self._train.reschedule(schedule, partial(self._make_mode, "train", schedule))
+        for step in self._steps[False].values():
+            if step.executor is not None:
+                compile_stages(step.stages, schedule)
+                self._prepare(step, schedule, step.stages)
 
     def _agree(
         self,
-        mode: Mode,
+        step: ShapedStep,
         losses: Mapping[int, Tensor],
         batch: Sequence[Tensor | None],
         *,
@@ -390,7 +470,7 @@ class Runner:
             count=self.schedule.microbatches,
             squares=self._held.squares() if clipping else None,
             batch=summary_of(batch) if self._shares_tensors else 0,
-            dtype=mode.loss_dtype,
+            dtype=self._loss_dtype(step),
         )
 
 

@@ -18,7 +18,6 @@ from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.first_error import Board, Guard
 from autosplit.pipeline.engine.groups import Groups, await_device
 from autosplit.pipeline.engine.results import Agreement
-from autosplit.pipeline.engine.shapes import Batch
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory, TrainableStage, eval_mode
 from autosplit.pipeline.engine.watch import watch_over
 from autosplit.pipeline.ledger.bands import StepMemory
@@ -27,6 +26,7 @@ from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import MoveCosts
 
 from .agreement import check_layout, check_unanimous, factory_options
+from .batches import Batch
 from .options import Record, TrainerOptions, check_record, choose_device, store_for
 from .rank_state import OptimizerFunction, RankState
 from .runner import Runner

@@ -20,9 +20,9 @@ from autosplit.mesh.costs import Link
 from autosplit.module import SplitModule
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine import control
+from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.control import OTHERS, Control, read, written
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.engine.shapes import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.timeline import Span
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.first_error import ActionError, LostPeerError
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.shapes import Negotiation, TensorMeta
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.action import ActionKind

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.mailbox import Buffers
-from autosplit.pipeline.engine.shapes import Negotiation, TensorMeta
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule

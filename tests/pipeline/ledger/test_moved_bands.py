@@ -11,10 +11,9 @@ import torch
 
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.host_store import HostFileStore
-from autosplit.pipeline.engine.moves import Moves
+from autosplit.pipeline.engine.moves import Moves, TransferredBytes
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.engine.timing import recorder_on
-from autosplit.pipeline.engine.transfers import TransferredBytes
 from autosplit.pipeline.ledger.bands import BytesByOwner, MemoryRecorder, StepMemory
 from autosplit.pipeline.ledger.prediction import RankReplay
 from autosplit.pipeline.schedule.action import Action

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from autosplit.pipeline.engine.host_store import HostFileStore
-from autosplit.pipeline.engine.transfers import Lane, Move, PartnerLink
+from autosplit.pipeline.engine.moves import Lane, Move, PartnerLink
 from autosplit.pipeline.ledger.bands import MemoryRecorder
 from autosplit.pipeline.schedule.action import ActionKind
 
@@ -47,7 +47,7 @@ def recorded_transfers() -> Iterator[None]:
     rank takes in of its partner's is there before it goes on.
     """
     marks = _Marks()
-    carry, mark, finish = Lane.carry, MemoryRecorder._mark, MemoryRecorder.finish
+    carry, mark, finish = Lane.carry, MemoryRecorder._look, MemoryRecorder.finish
 
     def carry_seen(lane: Lane, move: Move, work: Callable[[], Any]) -> Move:
         seen = marks.count
@@ -74,7 +74,7 @@ def recorded_transfers() -> Iterator[None]:
 
     with (
         mock.patch.object(Lane, "carry", carry_seen),
-        mock.patch.object(MemoryRecorder, "_mark", mark_seen),
+        mock.patch.object(MemoryRecorder, "_look", mark_seen),
         mock.patch.object(MemoryRecorder, "finish", finish_seen),
     ):
         yield

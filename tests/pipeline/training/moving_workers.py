@@ -22,7 +22,7 @@ from autosplit import PipelineError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.host_store import HostFileStore
-from autosplit.pipeline.engine.transfers import PartnerLink
+from autosplit.pipeline.engine.moves import PartnerLink
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training import memory_limit as limited_schedule
 from tests.pipeline.training.late_transfers import late_transfers
@@ -130,11 +130,11 @@ def travelled() -> dict[str, list[int]]:
     sent: dict[str, list[int]] = {}
     send = PartnerLink.send
 
-    def counting(link: PartnerLink, storages: list[Tensor], what: str) -> None:
+    def counting(link: PartnerLink, storages: list[Tensor], what: str) -> Any:
         pointers = {tensor.untyped_storage().data_ptr() for tensor in storages}
         total = sum(tensor.numel() for tensor in storages)
         sent[f"{what} {len(sent)}"] = [len(storages), len(pointers), total]
-        send(link, storages, what)
+        return send(link, storages, what)
 
     schedule = evicting(build("gpipe", 2, 3), away=[SAVED])
     with (

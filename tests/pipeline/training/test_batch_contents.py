@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autosplit.pipeline.training.agreement import digest
+from autosplit.pipeline.training.batches import digest
 
 
 @pytest.mark.parametrize("shape", [(), (3, 2), (2048, 1024), (1, 3_000_000), (0, 4)])

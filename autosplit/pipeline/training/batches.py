@@ -1,128 +1,19 @@
-"""The static shapes of a pipeline: of what crosses between stages, and of the batches that come."""
+"""The batches of a trainer: cut into microbatches, and held against those of other ranks."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from autosplit.errors import PipelineError
-
-from .first_error import LostPeerError
-from .groups import Groups
-
-_LOOK_EVERY = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """What is agreed on about one tensor; it travels contiguous.
-
-    Attributes:
-        shape: its sizes.
-        dtype: its element type.
-        requires_grad: whether a gradient of the same shape and dtype comes back.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorMeta:
-        """The meta of a tensor that wants no gradient back."""
-        return cls(tensor.shape, tensor.dtype, False)
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-Boundary = tuple[TensorMeta, ...]
-"""The tensors between one stage and the next, in order."""
-
-
-class Negotiation:
-    """The agreed boundaries of one mode of running ("train", "evaluate").
-
-    Boundary s lies after stage s. The last stage's is not crossed: it holds the loss, which every
-    rank wants to know about.
-
-    Attributes:
-        known: the boundaries that this rank knows so far.
-    """
-
-    def __init__(self, mode: str, groups: Groups, check: Callable[[], None]) -> None:
-        self._mode = mode
-        self._groups = groups
-        self._check = check
-        self.known: dict[int, Boundary] = {}
-
-    def publish(self, boundary: int, metas: Sequence[TensorMeta]) -> Boundary:
-        """Settle a boundary; every rank that holds the stage before it does so.
-
-        Raises:
-            PipelineError: another rank that holds a copy of the stage has settled on other tensors.
-        """
-        agreed = self.known[boundary] = tuple(metas)
-        if self._groups.ranks > 1:
-            text = _text(agreed)
-            first = self._groups.store.compare_set(self._key(boundary), "", text).decode()
-            if first != text:
-                raise PipelineError(
-                    f"stage {boundary} puts out {listed(agreed)} here and "
-                    f"{listed(_metas(first))} on the rank of its other copy: give "
-                    "both the same batch"
-                )
-        return agreed
-
-    def learn(self, boundary: int) -> Boundary:
-        """Wait until ``boundary`` is settled.
-
-        Raises:
-            LostPeerError: another rank failed, or a stage was not ready within the timeout. Stages
-                become ready one after another; each has the whole timeout.
-        """
-        if boundary not in self.known:
-            for stage in range(boundary + 1):
-                if stage not in self.known:
-                    self._await(stage)
-            self.known[boundary] = _metas(self._groups.store.get(self._key(boundary)))
-        return self.known[boundary]
-
-    def _await(self, stage: int) -> None:
-        store, timeout = self._groups.store, self._groups.timeout
-        deadline = time.monotonic() + timeout
-        with self._groups.place.waits():
-            while not store.check([self._key(stage)]):
-                self._check()
-                if time.monotonic() > deadline:
-                    waited = f"waited {timeout:.3g} s for stage {stage} to be built"
-                    raise LostPeerError(
-                        f"{waited}: is that rank stuck? A longer timeout= leaves more time for "
-                        "building",
-                        waited,
-                    )
-                time.sleep(_LOOK_EVERY)
-
-    def _key(self, stage: int) -> str:
-        return f"autosplit/{self._mode}/{stage}/built"
-
-
-def _text(metas: Boundary) -> str:
-    return json.dumps([(meta.shape, str(meta.dtype), meta.requires_grad) for meta in metas])
-
-
-def _metas(text: str | bytes) -> Boundary:
-    return tuple(
-        TensorMeta(torch.Size(shape), getattr(torch, dtype.removeprefix("torch.")), wants)
-        for shape, dtype, wants in json.loads(text)
-    )
-
+from autosplit.errors import BatchError, PipelineError
+from autosplit.pipeline.engine.boundaries import TensorMeta, listed
+from autosplit.pipeline.engine.groups import Groups
 
 Part: TypeAlias = "Tensor | Sequence[Tensor]"
 """The targets of a batch, or its inputs: one tensor or several, samples along dimension 0."""
@@ -302,11 +193,6 @@ def _check_samples(given: Iterable[tuple[str, Tensor | None]]) -> None:
             )
 
 
-def listed(metas: Sequence[TensorMeta | None]) -> str:
-    """One part of a batch, in words."""
-    return ", ".join("nothing" if each is None else str(each) for each in metas)
-
-
 def _made_tensor(value: object) -> str:
     """How to make a tensor of what is none, where there is a usual way."""
     if hasattr(value, "__array__"):
@@ -320,3 +206,184 @@ def _kind(value: object) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of length {len(value)}"
     return f"a {type(value).__name__}"
+
+
+def agreed_shape(batch: Batch | None, source: int, groups: Groups) -> str:
+    """The shape of a batch's inputs, the same on all ranks: as the rank of the first stage that
+    takes any of them says, and that of every replica of the pipeline; collective.
+
+    Args:
+        batch: of this rank.
+        source: that rank.
+        groups: the trainer's process groups.
+
+    Raises:
+        BatchError: replicas were given different shapes.
+        LostPeerError: that rank did not say.
+    """
+    own = _shape(batch) if groups.rank == source else None
+    layout = groups.layout
+    if len(layout.pipelines) == 1:
+        return groups.announce(own, source)
+    heard = groups.everybody.gather(own or "")
+    sources = layout.columns[source]
+    first, shape = sources[0], str(heard[sources[0]])
+    for rank in sources:
+        if heard[rank] != shape:
+            raise BatchError(
+                f"the replicas were given batches of different shapes: the inputs are {shape} "
+                f"on rank {first} and {heard[rank]} on rank {rank}; give each replica as many "
+                "samples of one shape, as a DistributedSampler and a DataLoader with "
+                "drop_last=True do"
+            )
+    return shape
+
+
+def _shape(batch: Batch | None) -> str:
+    part = batch[0] if isinstance(batch, tuple | list) and batch else None
+    if isinstance(part, Mapping):
+        part = [part[name] for name in sorted(part)]
+    tensors = part if isinstance(part, tuple | list) else [part]
+    shapes = [f"{each.dtype}{[*each.shape]}" for each in tensors if isinstance(each, Tensor)]
+    return ", ".join(shapes).replace("torch.", "")
+
+
+Parts: TypeAlias = "Mapping[str, Sequence[TensorMeta | None]]"
+"""What a rank was given: ``inputs`` and ``targets``, each if it was; None for a tensor left out."""
+
+_ADVICE = "give every rank the same batch, or leave out (None) what its stages do not take"
+_ADVICE_TO_REPLICAS = (
+    "give every rank of a replica the replica's share of the batch, and each replica as many "
+    "samples, as a DistributedSampler and a DataLoader with drop_last=True do"
+)
+
+
+def agree_on_batch(
+    refused: str, parts: Parts, groups: Groups, *, known: bool, waits: bool = True
+) -> None:
+    """Have all ranks take a batch, or none of them; collective, unless ``known`` and not ``waits``,
+    where it is called for a batch that is refused only.
+
+    Without it, ranks would wait for one that refuses, and a loss of 4 samples' outputs and 8
+    samples' targets may well broadcast.
+
+    Args:
+        refused: why this rank takes no such batch; empty where it does.
+        parts: what it was given.
+        groups: the trainer's process groups.
+        known: whether all have taken a batch like this one before.
+        waits: whether ranks wait for each other then, too.
+
+    Raises:
+        BatchError: on every rank: one refuses it, or two were given different batches.
+        PipelineError: this rank refuses it, and others have not waited.
+    """
+    everybody = groups.everybody
+    alone = everybody.ranks == 1
+    if known and not waits and not alone:
+        raise PipelineError(refused)
+    if known and not everybody.sum(torch.tensor([float(bool(refused))], device="cpu")):
+        return
+    said: list[tuple[str, Parts]] = everybody.gather((refused, dict(parts)))
+    for rank, (text, _) in enumerate(said):
+        if text:
+            raise BatchError(refused or f"rank {rank} refuses its batch: {text}")
+    _check_same([each for _, each in said], groups)
+
+
+def _check_same(everywhere: Sequence[Parts], groups: Groups) -> None:
+    """Refuse different batches. Replicas of the pipeline have samples of their own, as many as each
+    other: the mean of their gradients is that of all samples.
+    """
+    advice = _ADVICE if groups.layout.shares == 1 else _ADVICE_TO_REPLICAS
+    for name in ("inputs", "targets"):
+        given = [(rank, parts[name]) for rank, parts in enumerate(everywhere) if parts.get(name)]
+        for rank, part in given[1:]:
+            first, other = given[0]
+            if not _agree(other, part):
+                raise BatchError(
+                    f"the ranks were given different batches: the {name} are {listed(other)} on "
+                    f"rank {first} and {listed(part)} on rank {rank}; {advice}"
+                )
+    counts = {
+        meta.shape[0]: f"{name} of {meta.shape[0]} samples on rank {rank}"
+        for rank, parts in enumerate(everywhere)
+        for name, part in parts.items()
+        for meta in part
+        if meta is not None and meta.shape
+    }
+    if len(counts) > 1:
+        raise BatchError(
+            f"the ranks were given different batches: {' and '.join(counts.values())}; {advice}"
+        )
+
+
+def _agree(one: Sequence[TensorMeta | None], other: Sequence[TensorMeta | None]) -> bool:
+    """Whether two ranks may have been given parts of the same; either may lack tensors."""
+    if len(one) != len(other) and None not in (*one, *other):
+        return False
+    pairs = zip(one, other, strict=False)
+    return all(a == b for a, b in pairs if a is not None and b is not None)
+
+
+_BYTES = 2**21
+"""Of a tensor, at most so many are looked at: spread over its samples."""
+_OF_EACH = 2**14
+
+
+def compare_contents(tensors: Mapping[str, Mapping[str, Tensor | None]], groups: Groups) -> None:
+    """Warn on every rank where ranks of its pipeline were given other values; collective.
+
+    No error: what a rank's stages do not take may be a stand-in.
+
+    Args:
+        tensors: what this rank was given, by part and path; None for a tensor left out.
+        groups: the trainer's process groups.
+    """
+    if groups.ranks == 1:
+        return
+    own = {
+        f"{name} {place}": digest(tensor)
+        for name, part in tensors.items()
+        for place, tensor in enumerate(part.values())
+        if type(tensor) is Tensor
+    }
+    ranks_by: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, digests in enumerate(groups.gather(own)):
+        for what, seen in digests.items():
+            ranks_by[what][seen].append(groups.members[rank])
+    differing = {what: list(by.values()) for what, by in ranks_by.items() if len(by) > 1}
+    if differing:
+        # The caller of ``step``, behind the runner.
+        warnings.warn(_told(differing), UserWarning, stacklevel=7)
+
+
+def summary_of(tensors: Iterable[Tensor | None]) -> int:
+    """A number of 40 bits that stands for some of the values of each tensor, spread over the
+    samples: little enough to be looked at in every step.
+    """
+    found = "".join(digest(each, _OF_EACH) for each in tensors if each is not None)
+    return int.from_bytes(hashlib.sha256(found.encode()).digest()[:5])
+
+
+def digest(tensor: Tensor, most: int = _BYTES) -> str:
+    """Of the values, or of so many bytes of them that are spread over the samples."""
+    values = tensor.detach()
+    if values.dim() and values.nbytes > most:
+        values = values[:: -(-values.nbytes // most)].flatten()[: most // values.itemsize]
+    values = values.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _told(differing: Mapping[str, Sequence[Sequence[int]]]) -> str:
+    parts = dict.fromkeys(what.partition(" ")[0] for what in differing)
+    groups = next(iter(differing.values()))
+    ranks = " and others on ".join(
+        f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}" for each in groups
+    )
+    return (
+        f"the ranks were given different batches: the {' and the '.join(parts)} have some values "
+        f"on {ranks}. A step takes the inputs of the ranks whose stages take them and the targets "
+        "of the last stage's rank, so that it trains on a mixture: give every rank the same batch, "
+        "or leave out (None) what its stages do not take. Only the first batch is compared"
+    )

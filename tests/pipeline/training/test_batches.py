@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.shapes import BatchSplitter
+from autosplit.pipeline.training.batches import BatchSplitter
 
 CPU = torch.device("cpu")
 
