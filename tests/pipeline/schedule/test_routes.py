@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.groups import Groups, greet
-from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import (
