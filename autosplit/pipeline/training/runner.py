@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -80,7 +80,7 @@ class ShapedStep:
 
     split: BatchSplitter
     negotiation: Negotiation
-    stages: Mapping[int, TrainableStage] = MappingProxyType({})
+    stages: Mapping[int, TrainableStage] = field(default_factory=dict)
     executor: Executor | None = None
 
 
