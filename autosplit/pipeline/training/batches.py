@@ -223,6 +223,8 @@ def agreed_shape(batch: Batch | None, source: int, groups: Groups) -> str:
     """
     own = _shape(batch) if groups.rank == source else None
     layout = groups.layout
+    if groups.everybody.ranks == 1:
+        return own or ""
     if len(layout.pipelines) == 1:
         return groups.announce(own, source)
     heard = groups.everybody.gather(own or "")

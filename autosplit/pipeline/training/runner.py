@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -191,12 +191,13 @@ class Runner:
             Losses and norm on their way.
         """
         step, executor, inputs, targets = self._ready(batch, waits=waits)
-        held, memory, tensors = self._held, self.memory, _tensors(inputs + targets)
+        held, memory, microbatches = self._held, self.memory, inputs + targets
         weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
         recorder = self._recorder if record or self._tuner is not None else None
         memory.recorder = None
         with contextlib.ExitStack() as stack:
             if record == MEMORY or weighs:
+                tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
             if held.reduces:
                 self._parts = {each: self._completion(*each) for each in executor.completions}
@@ -216,7 +217,7 @@ class Runner:
         self.spans = recorder.spans() if recorder is not None else []
         if self._tuner is not None:
             self._tune(self._tuner)
-        return self._agree(step, losses, tensors, clipping=clipping)
+        return self._agree(step, losses, microbatches, clipping=clipping)
 
     def _completion(self, stage: int, part: int) -> Completion:
         """What is complete with a slice of W; names are for replicas, which are rarely there."""
@@ -367,7 +368,7 @@ class Runner:
             call()
         if losses and self._last not in step.negotiation.known:
             step.negotiation.publish(self._last, [TensorMeta.of(next(iter(losses.values())))])
-        return self._agree(step, losses, _tensors(inputs + targets), clipping=False)
+        return self._agree(step, losses, inputs + targets, clipping=False)
 
     def _build_evaluation(self, step: ShapedStep, batch: Batch | None) -> Executor:
         """Have a step evaluate the modules themselves."""
@@ -458,7 +459,7 @@ class Runner:
         self,
         step: ShapedStep,
         losses: Mapping[int, Tensor],
-        batch: Sequence[Tensor | None],
+        batch: Microbatches,
         *,
         clipping: bool,
     ) -> Agreement:
@@ -469,7 +470,7 @@ class Runner:
             losses,
             count=self.schedule.microbatches,
             squares=self._held.squares() if clipping else None,
-            batch=summary_of(batch) if self._shares_tensors else 0,
+            batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
             dtype=self._loss_dtype(step),
         )
 
