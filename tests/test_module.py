@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
+from tests.gradients import assert_same_gradients
 from tests.pending import deferred_tensors
 from tests.zoo import CASES, Case, SwiGLU
 
@@ -79,8 +80,7 @@ def test_dropout_draws_as_autograd_does_and_backward_leaves_the_generator_alone(
     torch.manual_seed(3)
     reference(x).square().mean().backward()
     # p = 0.5 scales by a power of two, so the two formulations of dropout round alike.
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, reference)
 
 
 def test_backward_weight_takes_the_oldest_first() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autosplit import CaptureError, SplitError, Stage
 from autosplit.pipeline.engine.stages import footprint
+from tests.gradients import assert_same_gradients
 from tests.microbatches import reference
 from tests.zoo import CASES, Attention, Counter, PlainParameters, SwiGLU
 
@@ -45,9 +46,7 @@ def test_equals_autograd(name: str, fused: bool) -> None:
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(mine, theirs)
     stage.publish()
-    for (key, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None), key
-        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), key
+    assert_same_gradients(model, twin)
 
 
 @pytest.mark.parametrize("run", ["W", "B", "together", "slices"])
@@ -74,11 +73,7 @@ def test_hooks_of_parameters_see_each_microbatch(run: str, accumulation: str) ->
     if run == "together":
         stage.backward_weight([0, 1, 2])
     stage.publish()
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        torch.testing.assert_close(mine.grad, theirs.grad)
-        assert accumulation != "exact" or torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, twin, exact=accumulation == "exact")
 
 
 def test_a_hook_that_waits_for_a_gradient_is_refused() -> None:
@@ -189,12 +184,7 @@ def test_where_i_is_late_w_is_the_whole_backward(accumulation: str) -> None:
         stage.backward_weight(microbatch)
     stage.publish()
     reference(twin, batches, grads)
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        if accumulation == "exact":
-            assert torch.equal(mine.grad, theirs.grad)
-        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert_same_gradients(model, twin, exact=accumulation == "exact")
 
 
 def test_lean_memory_computes_weight_gradients_in_i_of_a_first_stage() -> None:
@@ -338,8 +328,7 @@ def test_microbatches_of_any_size(options: dict[str, Any]) -> None:
         assert torch.equal(grad, expected[at])
     stage.backward_weight(range(len(batches)))
     stage.publish()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, plain)
     assert len(stage.captured) == 2
     assert stage.output_specs[0][0] == (2, 9, 16)
     for wrong in (batches[0].double(), batches[0][0]):

@@ -27,6 +27,7 @@ from autosplit.dynamo.partial_model import Partial
 from autosplit.dynamo.pending_weights import Deferral
 from autosplit.torch_internals.autograd import memoryless_tensor
 from tests.autograd.faces import FACES, Broken, Net, compiled, model_for
+from tests.gradients import assert_same_gradients
 from tests.pending import deferred_tensors
 
 
@@ -48,13 +49,6 @@ def batches(count: int = 2) -> list[Tensor]:
 def backward(module: Any, *inputs: Tensor) -> None:
     for x in inputs:
         module(x).square().sum().backward()
-
-
-def assert_equal_grads(model: nn.Module, plain: nn.Module) -> None:
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None), name
-        if mine.grad is not None:
-            assert torch.equal(mine.grad, theirs.grad), name
 
 
 USES: dict[str, Callable[[Any], Any]] = {
@@ -162,7 +156,7 @@ def test_any_use_has_it_computed(name: str, pair: tuple[Net, Net]) -> None:
         assert mine == theirs
     assert split.pending == 0
     assert type(model.a.weight.grad) is Tensor
-    assert_equal_grads(model, plain)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("function", [torch.utils.dlpack.to_dlpack, torch._C._to_dlpack_versioned])
@@ -204,7 +198,7 @@ def test_clipping(face: str, options: dict[str, bool]) -> None:
             nn.utils.clip_grad_value_(under.parameters(), 0.05, **options)
         assert torch.equal(*norms)
         assert norms[0] > 0.1
-        assert_equal_grads(model, plain)
+        assert_same_gradients(model, plain)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -334,7 +328,7 @@ def test_dropped_with_grad(face: str) -> None:
             given = batches()
             for each in (module, plain):
                 backward(each, *given)
-            assert_equal_grads(model, plain)
+            assert_same_gradients(model, plain)
 
 
 def test_memory_is_free_without_another_call() -> None:
@@ -373,7 +367,7 @@ def test_only_the_parameters_of_one_optimizer_are_dropped(pair: tuple[Net, Net])
         second.step()
         second.zero_grad()
         first.step()
-    assert_equal_grads(model, plain)
+    assert_same_gradients(model, plain)
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -392,7 +386,7 @@ def test_gradient_that_somebody_holds(dropped: bool, pair: tuple[Net, Net]) -> N
             under.zero_grad()
         backward(module, two)
     assert torch.equal(held[0], held[1])
-    assert_equal_grads(model, plain)
+    assert_same_gradients(model, plain)
     assert torch.equal(held[0] * 1, held[1])
 
 
@@ -409,7 +403,7 @@ def test_gradient_held_in_another_grad(pair: tuple[Net, Net]) -> None:
         (other * 2).sum().backward()
         torch.optim.SGD([other], lr=1.0, fused=True).step()
     assert torch.equal(*others)
-    assert_equal_grads(model, plain)
+    assert_same_gradients(model, plain)
 
 
 def test_lazy_gradients_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,7 +470,7 @@ def test_discard(pair: tuple[Net, Net]) -> None:
         assert model.a.weight.grad.data_ptr() == before
         with pytest.raises(SplitError, match="discarded since"):
             held.norm()
-        assert_equal_grads(model, plain)
+        assert_same_gradients(model, plain)
         model.zero_grad()
         backward(module, two)
         module.discard()
@@ -534,8 +528,7 @@ def test_two_split_modules_with_a_parameter_in_common() -> None:
         norm = shared.weight.grad.norm()
         torch.testing.assert_close(norm, plain[0].weight.grad.norm())
         assert (first.pending, second.pending) == (0, 0)
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad)
+        assert_same_gradients(model, plain, exact=False)
 
 
 def test_create_graph_elsewhere(pair: tuple[Net, Net]) -> None:
@@ -549,9 +542,9 @@ def test_create_graph_elsewhere(pair: tuple[Net, Net]) -> None:
             under.a.weight.square().sum().backward(create_graph=True)
     assert split.pending == 0
     assert model.a.weight.grad.requires_grad
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-        a.grad = b.grad = None
+    assert_same_gradients(model, plain, exact=False)
+    for each in (model, plain):
+        each.zero_grad()  # of which each gradient is part of its own graph
 
 
 @collecting_new_objects_only()
@@ -563,7 +556,7 @@ def test_outlives_its_module(pair: tuple[Net, Net]) -> None:
     backward(plain, *given)
     del split
     gc.collect()
-    assert_equal_grads(model, plain)
+    assert_same_gradients(model, plain)
 
 
 @collecting_new_objects_only()
@@ -596,7 +589,7 @@ def test_failure_is_not_forgotten() -> None:
     given = batches()
     backward(split, *given)
     backward(plain, *given)
-    assert_equal_grads(model, plain)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("accumulation", ["exact", "fused"])
@@ -627,7 +620,7 @@ def test_moved_module_takes_its_gradients_along(pair: tuple[Net, Net]) -> None:
     split.double()
     plain.double()
     assert model.a.weight.grad.dtype is torch.float64
-    assert_equal_grads(model, plain)
+    assert_same_gradients(model, plain)
 
 
 def test_copies_have_no_gradients() -> None:

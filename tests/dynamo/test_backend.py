@@ -34,6 +34,7 @@ from tests.dynamo.breaking import (
     loss_of,
 )
 from tests.fake_ranks import fake_mesh
+from tests.gradients import assert_same_gradients
 
 # --- ``torch.compile(model, backend="autosplit")`` ------------------------------------------------
 
@@ -93,8 +94,7 @@ def test_dropout_draws_as_aot_eager_does() -> None:
     forward = torch.compile(reference, backend="aot_eager")
     for _ in range(2):
         forward(x).square().sum().backward()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, reference)
 
 
 def test_weight_gradients_wait() -> None:
@@ -321,8 +321,7 @@ def test_graph_that_cannot_be_split_gets_an_ordinary_backward(
     compiled(model)(x).sum().backward()
     reference(x).sum().backward()
     assert Deferral(model).pending == 0
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, reference)
 
 
 def test_options() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 import autosplit
 from autosplit import CaptureError
 from tests.dynamo.breaking import SideEffects, TwoLayers, Unbreakable, loss_of
+from tests.gradients import assert_same_gradients
 
 RECOMPUTED = CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -34,9 +35,7 @@ def test_equals_autograd(build: type[TwoLayers]) -> None:
     assert split.pending == (0 if build is Unbreakable else 2)
     split.backward_weight()
     assert split.pending == split.pending_bytes == 0
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None)
-        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, reference)
     for a, b in zip(model.buffers(), reference.buffers(), strict=True):
         assert torch.equal(a, b)
 
@@ -74,8 +73,7 @@ def test_what_fails_in_parts_too_runs_unsplit() -> None:
         plain(x).sum().backward()
     for mine, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, plain)
     assert "2 call(s) of Selecting ran unsplit" in split.report()
     assert split.pending == 0
 

@@ -12,6 +12,7 @@ import autosplit
 from autosplit.capture.joint_graph import capture
 from autosplit.passes import Role, SplitProgram
 from autosplit.passes.graph import Kind, calls, inputs, outputs
+from tests.gradients import assert_same_gradients
 
 
 def joint_of(module: nn.Module, *args: Tensor) -> fx.GraphModule:
@@ -50,8 +51,7 @@ def assert_gradients_are_autograds(module: nn.Module, x: Tensor) -> None:
         assert mine.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
     model.backward_weight()
-    for ours, expected in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, expected.grad)
+    assert_same_gradients(module, plain)
 
 
 def hand_made() -> tuple[fx.GraphModule, dict[str, fx.Node]]:

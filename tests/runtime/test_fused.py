@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autosplit
 from autosplit import SplitError, SplitModule
+from tests.gradients import assert_same_gradients
 from tests.operators import Operators
 from tests.zoo import CASES, Case
 
@@ -69,8 +70,7 @@ def test_exact_is_autograd_bit_for_bit(name: str) -> None:
     backward(split, case, batches)
     assert not INSIDE & weights(split).keys()
     backward(plain, case, batches)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, plain)
 
 
 def test_tied_weights_add_both_contributions() -> None:

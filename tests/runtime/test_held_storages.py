@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autosplit import SplitError, Stage
 from autosplit.runtime import in_flight, residuals
 from autosplit.torch_internals.state import distinct_storage_bytes
+from tests.gradients import assert_same_gradients
 from tests.microbatches import reference
 from tests.zoo import CASES
 
@@ -68,9 +69,7 @@ def _equal_after_round_trips(name: str, run: str = "split") -> None:
         assert (mine is None) == (theirs is None)
         assert mine is None or torch.equal(mine, theirs)
     stage.publish()
-    for (key, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None), key
-        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), key
+    assert_same_gradients(model, twin)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,6 +18,7 @@ from autosplit import SplitError, Stage, split
 from autosplit.dynamo.pending_weights import Deferral
 from autosplit.passes import MEMORY
 from autosplit.passes.memory_policy import Memory
+from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_equals_autograd
 from tests.zoo import CASES, PlainParameters, SwiGLU
 
@@ -71,11 +72,6 @@ def forwards_first(model: nn.Module, batches: list[Tensor]) -> None:
 def one_by_one(model: nn.Module, batches: list[Tensor]) -> None:
     for batch in batches:
         model(batch).square().mean().backward()
-
-
-def assert_same_gradients(mine: nn.Module, plain: nn.Module) -> None:
-    for ours, theirs in zip(mine.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("order", [one_by_one, forwards_first])
@@ -225,9 +221,7 @@ def test_stage(name: str, memory: str | int) -> None:
     stage.publish()
     for batch, grad in zip(batches, grads, strict=True):
         twin(batch.clone().requires_grad_()).backward(grad)
-    for (key, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None), key
-        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), key
+    assert_same_gradients(model, twin)
 
 
 def test_fused_accumulation_adds_early_gradients_too() -> None:

@@ -18,6 +18,7 @@ import autosplit
 from autosplit import SplitError, SplitModule
 from autosplit.errors import FailingCallError
 from autosplit.torch_internals.version import TORCH
+from tests.gradients import assert_same_gradients
 
 
 def forward_mode(split: SplitModule, x: Tensor) -> Any:
@@ -196,8 +197,7 @@ def test_retain_graph() -> None:
                 output.sum().backward()
             split.backward_weight()
     assert torch.equal(*grads)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("ask", ["grad", "inputs"])
@@ -265,8 +265,7 @@ def test_checkpoint_around_a_split_module(reentrant: bool) -> None:
     split.backward_weight()
     assert torch.equal(grads[0], grads[2])
     assert torch.equal(grads[1], grads[3])
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(model, plain)
 
 
 def test_torch_compile_leaves_it_alone() -> None:
@@ -289,8 +288,7 @@ def test_torch_compile_leaves_it_alone() -> None:
         plain(x).square().sum().backward()
     assert outer.inner.pending == 2
     outer.inner.backward_weight()
-    for mine, theirs in zip(outer.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(outer, plain)
 
 
 class Image(Tensor):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
+from tests.gradients import assert_same_gradients
 from tests.pending import works
 
 
@@ -67,8 +68,7 @@ def test_input_written_after_backward(
             x = torch.from_numpy(memory).requires_grad_(needs_grad)
             model(x).square().sum().backward()
             WRITES[write](memory, x)
-    for name, parameter in split.named_parameters():
-        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+    assert_same_gradients(split, plain)
 
 
 def test_token_ids_in_one_buffer() -> None:
@@ -80,8 +80,7 @@ def test_token_ids_in_one_buffer() -> None:
             ids.copy_(torch.arange(6) + step)
             model(ids).sum().backward()
     assert split.pending == 3
-    for name, parameter in split.named_parameters():
-        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+    assert_same_gradients(split, plain)
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Linear(8, 4), InParts])
@@ -92,8 +91,7 @@ def test_incoming_gradient_in_memory_of_numpy(build: Callable[[], nn.Module]) ->
         memory = np.ones((6, 4), np.float32)
         model(torch.from_numpy(array())).backward(torch.from_numpy(memory))
         memory.fill(0.0)
-    for name, parameter in split.named_parameters():
-        assert torch.equal(parameter.grad, plain.get_parameter(name).grad), name
+    assert_same_gradients(split, plain)
 
 
 @pytest.mark.parametrize(
