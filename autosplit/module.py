@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from autosplit.autograd.delivery import Delivery
+from autosplit.autograd.delivery import Delivery, ShardedDelivery, ShardedQueue
 from autosplit.autograd.function import WeightAnchor, hooks_text, run_forward, run_split
+from autosplit.autograd.lazy_gradient import hidden
 from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
 from autosplit.autograd.pending import PendingBound, PendingQueue
 from autosplit.dump.dump import dump
@@ -136,7 +137,7 @@ class SplitModule(ModuleProxy):
         self.__dict__["_max_graphs"] = max_graphs
         default = math.inf if accumulation == "concatenated" else 1
         bound = default if max_pending is None else max_pending
-        self.__dict__["_bound"] = PendingBound(bound, max_pending is not None)
+        self.__dict__["_bound"] = PendingBound(bound)
         self._attach()
 
     def _attach(self) -> None:
@@ -151,8 +152,6 @@ class SplitModule(ModuleProxy):
             deliver = Delivery(own["_accumulation"])
             own["_queue"] = PendingQueue(deliver, own["_bound"])
         else:  # FSDP's hooks do not run inside of parts
-            from autosplit.autograd.sharded_delivery import ShardedDelivery, ShardedQueue
-
             deliver = ShardedDelivery(own["_accumulation"], sharded)
             own["_queue"], insist = ShardedQueue(deliver, own["_bound"]), True
         dynamic = own["_dynamic"]
@@ -160,9 +159,14 @@ class SplitModule(ModuleProxy):
         own["_fallback"] = Fallback(
             self.unsplit, options, insist, dynamic=by_graphs, queue=own["_queue"]
         )
-        limit, hidden = own["_max_graphs"], own["_queue"].hidden
         own["_graphs"] = Specializations(
-            self.unsplit, options, limit, insist, hidden, sharding=sharded, dynamic=dynamic
+            self.unsplit,
+            options,
+            own["_max_graphs"],
+            insist,
+            hidden,
+            sharding=sharded,
+            dynamic=dynamic,
         )
         own["_anchor"] = WeightAnchor(own["_queue"], deliver, sharded)
         # Parameters hold what is pending for them, also when this is gone, and may go with it only
@@ -287,7 +291,7 @@ class SplitModule(ModuleProxy):
 
     @max_pending.setter
     def max_pending(self, limit: float) -> None:
-        self._bound.limit, self._bound.given = PendingBound(limit).limit, True
+        self._bound.limit = PendingBound(limit).limit
 
     @property
     def pending_bytes(self) -> int:

@@ -89,9 +89,8 @@ def split(
         max_pending: how many microbatches (``backward()`` calls) may wait for their weight
             gradients, at least 1. Those of the oldest are computed where the next forward starts,
             so that its own may wait, or at the end of a ``backward()`` that leaves more. None: 1,
-            or any number with ``accumulation="concatenated"``; and a W that writes into buffers
-            runs in its ``backward()``. Raise it, up to ``math.inf``, if you choose yourself when
-            ``backward_weight()`` runs: each one that waits holds memory.
+            or any number with ``accumulation="concatenated"``. Raise it, up to ``math.inf``, if you
+            choose yourself when ``backward_weight()`` runs: each one that waits holds memory.
 
     Raises:
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names

@@ -4,7 +4,7 @@ Imports torch and nothing of autosplit.
 """
 
 from .errors import PassError
-from .graph import Kind, Role, SplitGraphs, SplitProgram
+from .graph import Kind, Role, SplitGraphs
 from .manager import PASSES, Pass, run
 from .memory_policy import MEMORY, Memory, Rates, memory_setting
 
@@ -18,7 +18,6 @@ __all__ = [
     "Rates",
     "Role",
     "SplitGraphs",
-    "SplitProgram",
     "memory_setting",
     "run",
 ]

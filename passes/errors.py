@@ -22,7 +22,3 @@ class SliceCountError(PassError):
             f"W has {found} matrix products and convolutions and cannot be cut into {asked} "
             f"slices; ask for 1 to {self.most}"
         )
-
-
-class BudgetError(PassError):
-    """A memory budget that no division of the graph meets."""

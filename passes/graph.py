@@ -50,7 +50,6 @@ PRIMAL = STATE | {Kind.INPUT}
 FORWARD_OUTPUT = frozenset({Kind.OUTPUT, Kind.UPDATE})
 GRADIENT = frozenset({Kind.INPUT_GRAD, Kind.PARAMETER_GRAD})
 BACKWARD_OUTPUT = GRADIENT | {Kind.WRITE}
-FIXED = STATE | {Kind.TARGET}  # what a backward reads and nobody saves
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,51 +118,27 @@ class Regions:
         return [node for node in self.weight.takes if node not in self.kept]
 
 
-@dataclasses.dataclass
-class SplitProgram:
-    """The graphs of one module while passes split them.
+@dataclasses.dataclass(eq=False)
+class SplitGraphs:
+    """The graphs of one module: what passes split a joint graph into.
 
     A pass fills in or rewrites fields. ``backward`` is the unsplit backward; it stays beside
-    its two halves because an engine that runs I and W back to back calls it instead.
-    ``memory`` is the policy for the boundaries; ``regions`` are the division under it.
+    its two halves because an engine that runs I and W back to back calls it instead. It and the
+    halves are None for a module traced without gradients. ``memory`` is the policy for the
+    boundaries; ``regions`` are the division under it.
     """
 
     joint: fx.GraphModule
     memory: Memory = BALANCED
     regions: Regions | None = None
-    forward: fx.GraphModule | None = None
+    forward: fx.GraphModule = None  # type: ignore[assignment]  # until a pass has made it
     backward: fx.GraphModule | None = None
     backward_input: fx.GraphModule | None = None
     backward_weight: fx.GraphModule | None = None
 
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The graphs that exist so far, by name, in the order in which they are made."""
-        return _existing(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class SplitGraphs:
-    """The result of the pass pipeline: three graphs and the unsplit backward.
-
-    ``backward`` and its halves are None for a module traced without gradients. ``memory`` is
-    the setting that the boundaries were chosen under.
-    """
-
-    joint: fx.GraphModule
-    memory: Memory
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    backward_input: fx.GraphModule | None
-    backward_weight: fx.GraphModule | None
-
-    def graphs(self) -> dict[str, fx.GraphModule]:
-        """The graphs that exist, by name."""
-        return _existing(self)
-
-
-def _existing(record: SplitProgram | SplitGraphs) -> dict[str, fx.GraphModule]:
-    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return {name: value for name, value in fields.items() if isinstance(value, fx.GraphModule)}
+        return {n: each for n, each in vars(self).items() if isinstance(each, fx.GraphModule)}
 
 
 def module_like(module: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from .errors import PassError
-from .graph import Kind, SplitGraphs, SplitProgram, calls, inputs
+from .graph import Kind, SplitGraphs, calls, inputs
 from .loops.vectorize import vectorize_loops
 from .lowering import codegen
 from .lowering.accumulate import accumulate, fuse_accumulation
@@ -36,7 +36,7 @@ class Pass:
     """A named step. ``run`` changes the program and says whether it did."""
 
     name: str
-    run: Callable[[SplitProgram], bool]
+    run: Callable[[SplitGraphs], bool]
 
 
 PASSES: tuple[Pass, ...] = (
@@ -138,7 +138,7 @@ def run(
             that reported no change changed something, or ``memory`` is unknown or cannot be met.
     """
     setting = memory if isinstance(memory, Memory) else memory_setting(memory)
-    program = SplitProgram(joint, setting)
+    program = SplitGraphs(joint, setting)
     verify(program, "capture")
     step = _Dump(dump)
     step.write("capture", program)
@@ -151,9 +151,9 @@ def run(
             _recompile(program)
             verify(program, each.name)
         step.write(each.name, program)
-    if program.forward is None:
+    if "forward" not in program.graphs():
         raise PassError("no pass made a forward graph")
-    return SplitGraphs(**{name: getattr(program, name) for name in _fields()})
+    return program
 
 
 def op_counts(graph: fx.Graph) -> Counter[str]:
@@ -161,15 +161,11 @@ def op_counts(graph: fx.Graph) -> Counter[str]:
     return Counter(str(node.target) for node in calls(graph))
 
 
-def _fields() -> list[str]:
-    return [field.name for field in dataclasses.fields(SplitGraphs)]
-
-
-def _sizes(program: SplitProgram) -> dict[str, int]:
+def _sizes(program: SplitGraphs) -> dict[str, int]:
     return {name: len(module.graph.nodes) for name, module in program.graphs().items()}
 
 
-def _recompile(program: SplitProgram) -> None:
+def _recompile(program: SplitGraphs) -> None:
     for module in program.graphs().values():
         module.recompile()
 
@@ -184,7 +180,7 @@ class _Dump:
     number: int = 0
     known: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
 
-    def write(self, name: str, program: SplitProgram) -> None:
+    def write(self, name: str, program: SplitGraphs) -> None:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -22,11 +22,11 @@ from .analysis.operators import (
 from .errors import PassError
 from .graph import (
     BACKWARD_OUTPUT,
-    FIXED,
     FORWARD_OUTPUT,
     PRIMAL,
+    STATE,
     Kind,
-    SplitProgram,
+    SplitGraphs,
     calls,
     inputs,
     is_size,
@@ -42,25 +42,25 @@ from .subgraph import subgraphs, sums
 _MAY_ENTER = {
     "joint": PRIMAL | {Kind.TANGENT, Kind.TARGET},
     "forward": PRIMAL,
-    "backward": FIXED | {Kind.SAVED, Kind.TANGENT},
-    "backward_input": FIXED | {Kind.SAVED, Kind.TANGENT},
-    "backward_weight": FIXED | {Kind.DEFERRED},
-    "backward_weight_slice": FIXED | {Kind.DEFERRED},
+    "backward": STATE | {Kind.SAVED, Kind.TANGENT, Kind.TARGET},
+    "backward_input": STATE | {Kind.SAVED, Kind.TANGENT, Kind.TARGET},
+    "backward_weight": STATE | {Kind.DEFERRED},
+    "backward_weight_slice": STATE | {Kind.DEFERRED},
 }
 _MAY_LEAVE = {
     "joint": FORWARD_OUTPUT | BACKWARD_OUTPUT,
     "forward": FORWARD_OUTPUT | {Kind.SAVED},
     "backward": BACKWARD_OUTPUT,
     "backward_input": BACKWARD_OUTPUT | {Kind.DEFERRED},
-    "backward_weight": BACKWARD_OUTPUT - {Kind.INPUT_GRAD},
-    "backward_weight_slice": BACKWARD_OUTPUT - {Kind.INPUT_GRAD} | {Kind.DEFERRED},
+    "backward_weight": {Kind.PARAMETER_GRAD},
+    "backward_weight_slice": {Kind.PARAMETER_GRAD, Kind.DEFERRED},
 }
 for _name in [name for name in _MAY_ENTER if name.startswith("backward")]:
     _MAY_ENTER[f"{_name}_accumulating"] = _MAY_ENTER[_name] | {Kind.ACCUMULATOR}
     _MAY_LEAVE[f"{_name}_accumulating"] = _MAY_LEAVE[_name] - {Kind.PARAMETER_GRAD}
 
 
-def verify(program: SplitProgram, after: str = "the pipeline") -> None:
+def verify(program: SplitGraphs, after: str = "the pipeline") -> None:
     """Check every invariant on every graph that exists.
 
     Args:
@@ -184,7 +184,7 @@ def _nodes_in(arguments: Any) -> list[fx.Node]:
     return found
 
 
-def _boundaries_match(program: SplitProgram) -> Iterator[str]:
+def _boundaries_match(program: SplitGraphs) -> Iterator[str]:
     pairs = (
         ("forward", "backward", Kind.SAVED),
         ("backward_input", "backward_weight", Kind.DEFERRED),
@@ -204,7 +204,7 @@ def _boundaries_match(program: SplitProgram) -> Iterator[str]:
                 yield f"{giver}: {role} is {value!r}; boundaries carry tensors or numbers only"
 
 
-def _outputs_once(program: SplitProgram) -> Iterator[str]:
+def _outputs_once(program: SplitGraphs) -> Iterator[str]:
     if program.backward_weight is None and program.backward is not None:
         return
     halves = ("forward", "backward_input", "backward_weight")
@@ -219,7 +219,7 @@ def _outputs_once(program: SplitProgram) -> Iterator[str]:
             yield f"{role} is returned {made[role]} times over the graphs, not {wanted[role]}"
 
 
-def _only_cheap_work_runs_again(program: SplitProgram) -> Iterator[str]:
+def _only_cheap_work_runs_again(program: SplitGraphs) -> Iterator[str]:
     """Copies of a joint graph's node keep its name."""
     ran: dict[str, str] = {}
     for name in ("forward", "backward_input", "backward_weight"):
@@ -244,7 +244,7 @@ OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
     _accumulators_only_grow,
     _called_graphs_add,
 )
-BETWEEN_GRAPHS: tuple[Callable[[SplitProgram], Iterator[str]], ...] = (
+BETWEEN_GRAPHS: tuple[Callable[[SplitGraphs], Iterator[str]], ...] = (
     _boundaries_match,
     _outputs_once,
     _only_cheap_work_runs_again,

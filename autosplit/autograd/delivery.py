@@ -1,16 +1,18 @@
 """``Delivery``: runs W of pending microbatches and accumulates into ``.grad``.
 
 Directly where that is the same as what autograd's engine would do, through the engine elsewhere;
-and in place, while W runs, where it may.
+and in place, while W runs, where it may. ``ShardedDelivery``: of a module that ``fully_shard`` has
+sharded, whose gradients are then reduced.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +30,10 @@ from autosplit.torch_internals.autograd import (
 )
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
-from .pending import PendingWork, summed_gradients
+from .pending import PendingBound, PendingQueue, PendingWork, summed_gradients
+
+if TYPE_CHECKING:
+    from autosplit.sharded.module import ShardedModule
 
 
 class Delivery:
@@ -163,9 +168,6 @@ def deliver_through_engine(works: Sequence[PendingWork], *, hooked: bool = False
     """
     # The engine runs the newest node first: gradients add up in the order of the works.
     targets = [(work, dict(work.named_leaves())) for work in reversed(works)]
-    for work in [work for work, named in targets if work.due and not named]:
-        with torch.no_grad():
-            work.named_gradients()
     replaced: dict[int, tuple[Tensor, Tensor]] = {}
 
     def leaf_for(parameter: Tensor) -> Tensor:
@@ -275,3 +277,69 @@ def _apart(sums: Iterable[Tensor], read: Iterable[Tensor | None]) -> bool:
         if before and spans[before - 1][1] > begin:
             return False
     return True
+
+
+class ShardedQueue(PendingQueue):
+    """Pending microbatches of a sharded module.
+
+    Args:
+        delivery: computes their gradients.
+        bound: how many may wait.
+    """
+
+    def __init__(self, delivery: ShardedDelivery, bound: PendingBound) -> None:
+        super().__init__(delivery, bound)
+        self._sharded = delivery.sharded
+        delivery.queue = weakref.ref(self)
+
+    def make_room(self) -> None:
+        """Nothing: the last one that is left is what reduces."""
+
+    def drop(self, parameters: Collection[int]) -> None:
+        """Of microbatches whose W has run and that are not reduced yet, too."""
+        super().drop(parameters)
+        self._sharded.forget(parameters)
+
+
+class ShardedDelivery(Delivery):
+    """Accumulates weight gradients unreduced, and reduces them when nothing is pending any more.
+
+    Args:
+        accumulation: how gradients are added.
+        sharded: the module.
+
+    Attributes:
+        queue: what this computes.
+    """
+
+    def __init__(self, accumulation: Accumulation, sharded: ShardedModule) -> None:
+        super().__init__(accumulation)
+        self.sharded = sharded
+        self.queue: weakref.ref[ShardedQueue] | None = None
+
+    def __call__(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
+        queue = self.queue() if self.queue is not None else None
+        ends = queue is not None and not queue.pending
+        super().__call__(microbatches)
+        if ends:
+            self.sharded.reduce()
+
+    def _deliver_through_engine(self, works: Sequence[PendingWork]) -> None:
+        self._check(works)
+        super()._deliver_through_engine(works)
+        self.sharded.accumulate()
+
+    def _add(self, works: Sequence[PendingWork], leaves: Leaves) -> None:
+        self._check(works)
+        super()._add(works, leaves)
+        self.sharded.accumulate()
+
+    def _check(self, works: Sequence[PendingWork]) -> None:
+        """Refuse to run a W that reads parameters, as few do, on others than its forward's."""
+        for work in works:
+            if self._reads_parameters(work):
+                self.sharded.check(work.writes)
+
+    def _reads_parameters(self, work: PendingWork) -> bool:
+        deferred = work.deferred
+        return bool(deferred.state) or self.sharded.lies_in_parameters(deferred.tensors)

@@ -198,9 +198,6 @@ class Split(torch.autograd.Function):
             weights = _weights(ctx, deferred, early, skipped) or weights
         elif kept and asked_by_pipelining():
             _refuse_pipelining()
-        elif functions.writes_late:  # whoever asks for input gradients has the backward write, too
-            with without_autocast():
-                functions.backward_weight(deferred)
         return (None, None, None, None, None, None, *grads, *weights)
 
 
@@ -295,7 +292,7 @@ def probe_sample(found: Sequence[T]) -> list[T]:
     return [*found] if len(found) <= 2 * _SOME else [*found[:_SOME], *found[-_SOME:]]
 
 
-def refuse_parameter_request() -> None:
+def refuse_parameter_request() -> NoReturn:
     """Refuse a backward that asks for gradients of parameters.
 
     Raises:

@@ -8,8 +8,10 @@ State of one parameter's ``.grad`` while a part of the gradient is pending.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from sys import getrefcount
@@ -218,8 +220,7 @@ class GradientSlot:
         sources: queues with gradients pending, in the order in which they began.
         dense: whether everything pending is known to be strided.
         failure: why a part of the gradient is lost.
-        hidden: whether it is kept out of ``.grad``, see ``LazyGradients.hide``.
-        out: the lazy gradient, where that is so.
+        hidden: whether it is kept out of ``.grad``, see ``hidden``.
     """
 
     __slots__ = (
@@ -231,7 +232,6 @@ class GradientSlot:
         "hidden",
         "key",
         "lazy",
-        "out",
         "parameter",
         "ref",
         "sources",
@@ -250,7 +250,6 @@ class GradientSlot:
         self.dense = True
         self.failure: BaseException | None = None
         self.hidden = False
-        self.out: Tensor | None = None
 
     @staticmethod
     def of(parameter: Tensor) -> GradientSlot | None:
@@ -288,7 +287,7 @@ class GradientSlot:
     def installed(self, parameter: Tensor) -> bool:
         """Whether the lazy gradient is in ``.grad``."""
         lazy = self.ref() if self.lazy is None else self.lazy
-        return (lazy is not None and parameter.grad is lazy) or self.hidden
+        return self.hidden or (lazy is not None and parameter.grad is lazy)
 
     def arm(self, parameter: Tensor, base: Tensor | None) -> None:
         """Put the lazy gradient into ``.grad``, in the place of ``base``."""
@@ -297,7 +296,6 @@ class GradientSlot:
         if lazy is not None:
             try:
                 parameter.grad = lazy
-                self.conceal(parameter)
                 return
             except RuntimeError:  # the parameter has another shape, dtype or device by now
                 self.forget()
@@ -305,20 +303,6 @@ class GradientSlot:
         lazy._slot = weakref.ref(self)
         self.watch(lazy)
         parameter.grad = lazy
-        self.conceal(parameter)
-
-    def conceal(self, parameter: Tensor) -> None:
-        """Take the lazy gradient out of ``.grad`` where it is to be hidden."""
-        if self.hidden:
-            self.out, parameter.grad = parameter.grad, None
-
-    def reveal(self) -> None:
-        """Put a concealed lazy gradient back."""
-        lazy, self.out, self.hidden = self.out, None, False
-        parameter = self.parameter()
-        still = self.state is ARMED and lazy is not None and self.current() is lazy
-        if still and parameter is not None and parameter.grad is None:
-            parameter.grad = lazy
 
     def watch(self, lazy: LazyGradient) -> None:
         """Have it noticed when the lazy gradient is freed, unless it is kept."""
@@ -424,6 +408,22 @@ class GradientSlot:
         del base
         self.hand_over(lazy, zeros)
         return lazy.value() if isinstance(lazy, LazyGradient) else lazy
+
+
+@contextlib.contextmanager
+def hidden(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Take lazy gradients out of ``.grad`` while parameters are traced, which would use them."""
+    found = [(slot, p, p.grad) for p in parameters if (slot := GradientSlot.of(p)) is not None]
+    for slot, parameter, _ in found:
+        slot.hidden, parameter.grad = True, None
+    try:
+        yield
+    finally:
+        for slot, parameter, lazy in found:
+            slot.hidden = False
+            # Another thread may have computed it.
+            if slot.state is ARMED and slot.current() is lazy and parameter.grad is None:
+                parameter.grad = lazy
 
 
 _slot = SimpleNamespace(lazy=object())

@@ -47,32 +47,6 @@ class LazyGradients:
         self._limit = _FEW
         self.held = False
         self._keeping: list[weakref.ref[Tensor]] = []
-        self._hidden: list[GradientSlot] = []
-        self._hiding = 0
-
-    def hide(self, parameters: Iterable[Tensor]) -> None:
-        """Take lazy gradients out of ``.grad`` while parameters are traced, which would use them;
-        those that other threads install meanwhile stay out as well.
-        """
-        self._hiding += 1
-        for parameter in parameters:
-            slot = GradientSlot.of(parameter)
-            if slot is not None and slot.state is ARMED:
-                self._hide(slot)
-                slot.conceal(parameter)
-
-    def show(self) -> None:
-        """Restore hidden lazy gradients once no thread traces."""
-        self._hiding -= 1
-        if not self._hiding:
-            hidden, self._hidden = self._hidden, []
-            for slot in hidden:
-                slot.reveal()
-
-    def _hide(self, slot: GradientSlot) -> None:
-        if not slot.hidden:
-            slot.hidden = True
-            self._hidden.append(slot)
 
     def promise(self, parameters: Sequence[Tensor], *, dense: bool) -> GradientSlot | None:
         """Put lazy gradients into ``.grad`` of parameters whose gradients are pending from now on.
@@ -88,14 +62,14 @@ class LazyGradients:
         owner = self._owner()
         if owner is None:
             return None
-        known, sources, hiding = self._slots.get, (owner,), self._hiding
+        known, sources = self._slots.get, (owner,)
         slot: GradientSlot | None = None
         for parameter in parameters:
             slot = known(id(parameter))
             if slot is None or slot.parameter() is not parameter:
                 slot = self._slot(parameter)
             lazy = slot.lazy
-            if lazy is not None and not hiding:  # as a rule: no calls
+            if lazy is not None:  # as a rule: no calls
                 state, grad = slot.state, parameter.grad
                 if state is IDLE and type(grad) is not LazyGradient:
                     if grad is not None and not self.held:
@@ -128,8 +102,6 @@ class LazyGradients:
             self.sweep()
             if slot.state is ARMED:
                 return slot, True
-        if self._hiding:
-            self._hide(slot)
         if slot.state is IDLE:
             grad = parameter.grad
             if type(grad) is not LazyGradient:

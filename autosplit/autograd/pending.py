@@ -6,11 +6,10 @@ queue pending work in a ``PendingQueue``, behind lazy gradients.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -86,11 +85,6 @@ class PendingWork:
             return [self.state[name] for name in self.graph.parameter_names]
         return [parameter for _, parameter in self.named_parameters()]
 
-    @property
-    def due(self) -> bool:
-        """Whether W is to run though nobody wants a gradient of it: it writes."""
-        return bool(self.graph.writes_late)
-
     def named_gradients(self) -> dict[str, Tensor]:
         """Run W. Gradients in the order of ``graph.parameter_names``, skipped ones too, each a
         tensor of its own.
@@ -134,9 +128,6 @@ class PendingBound:
 
     Attributes:
         limit: the number; ``math.inf`` for no bound.
-        given: whether the caller chose it, who then says when W runs. Where nobody did, a W that
-            writes more than gradients runs at the end of its backward: no lazy gradient stands
-            before what it writes.
         early: how many had W computed because of it.
 
     Raises:
@@ -144,7 +135,6 @@ class PendingBound:
     """
 
     limit: float = 1
-    given: bool = False
     early: int = 0
 
     def __post_init__(self) -> None:
@@ -243,7 +233,7 @@ class PendingQueue:
                     held, self.lazies.held = self.lazies.held, False
                     break
             blocking.compute()
-        if held or (work.graph.writes_late and not self.bound.given):  # read without asking us
+        if held:  # read without asking us
             at_end_of_backward(self.compute)
         elif len(self.microbatches) > self.bound.limit:
             at_end_of_backward(lambda: self._leave(self.bound.limit))
@@ -291,17 +281,6 @@ class PendingQueue:
         """
         compute_pending([self], lambda: self._take(microbatches), self._deliver)
 
-    @contextlib.contextmanager
-    def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Take lazy gradients out of ``.grad`` while parameters are traced."""
-        with self._lock:
-            self.lazies.hide(parameters)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.lazies.show()
-
     def compute_for(self, parameter: Tensor) -> None:
         """Compute everything: hooks and sums then see microbatches in their order."""
         self.compute()
@@ -327,10 +306,10 @@ class PendingQueue:
             self.lazies.drop(parameters)
 
     def forget(self, works: Collection[PendingWork]) -> None:
-        """Remove work of which no gradient is wanted any more, unless it is due all the same."""
+        """Remove work of which no gradient is wanted any more."""
         with self._lock:
             for key, queued in [*self.microbatches.items()]:
-                left = [each for each in queued if each not in works or each.due]
+                left = [each for each in queued if each not in works]
                 if left:
                     self.microbatches[key] = left
                 else:

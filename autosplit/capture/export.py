@@ -17,15 +17,14 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
-from autosplit.capture.workarounds.causal_mask import masks_decided
 from autosplit.capture.workarounds.dynamo import (
     compiled_not_exported,
     function_modes_known,
     graph_put_aside,
     inline_compile_regions,
     install_output_hooks,
-    lists_sliced_at_once,
     masks_left_out_as_in_eager_mode,
+    masks_not_looked_at,
     refuse_absent_gradients,
     refuse_lost_hooks,
     unrolling_limited,
@@ -45,8 +44,6 @@ def export(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    by_value: bool = False,
     regions: RegionSession | None = None,
 ) -> tuple[fx.GraphModule, Guards]:
     """Dynamo's full-graph export, with guards. A forward that asks is told that it is exported,
@@ -56,8 +53,6 @@ def export(
         module: what to export.
         args: example positional inputs.
         kwargs: example keyword inputs.
-        by_value: whether the graph may be for the values of the examples, where the guards can
-            tell (``by_value``): for a caller that asks them before each call with its inputs.
         regions: blocks that are not entered.
 
     Raises:
@@ -65,36 +60,34 @@ def export(
         CaptureError: what the forward reads or draws cannot be in a graph.
     """
     try:
-        return _export_short(module, args, kwargs, by_value, regions)
+        return _export_short(module, args, kwargs, regions)
     except Exception as error:
         if not install_output_hooks(module, error):
             raise
-    return _export_short(module, args, kwargs, by_value, regions)
+    return _export_short(module, args, kwargs, regions)
 
 
 def _export_short(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    by_value: bool,
     regions: RegionSession | None,
 ) -> tuple[fx.GraphModule, Guards]:
     """Without a loop that is unrolled too far, where the forward knows another way."""
     with unrolling_limited() as limit, _compiling_state_context():
         try:
-            return _export(module, args, kwargs, by_value, regions)
+            return _export(module, args, kwargs, regions)
         except Exception:
             if limit.line is None:
                 raise
     with compiled_not_exported():
-        return _export(module, args, kwargs, by_value, regions)
+        return _export(module, args, kwargs, regions)
 
 
 def _export(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    by_value: bool,
     regions: RegionSession | None,
 ) -> tuple[fx.GraphModule, Guards]:
     opaque = contextlib.nullcontext if regions is None else regions.opaque
@@ -111,16 +104,15 @@ def _export(
             with (
                 function_modes_known(),
                 refuse_lost_hooks(),
-                lists_sliced_at_once(),
                 masks_left_out_as_in_eager_mode(),
+                masks_not_looked_at(),
                 grouped_products_of_any_dtype(),
-                masks_decided(by_value) as answers,
                 opaque(),
             ):
                 captured = fullgraph_capture(module, args, kwargs)
             if regions is not None:
                 regions.forget_stand_ins(captured, ForwardScope(module).of(args, kwargs) or {})
-            guards = Guards.of(module, args, kwargs, captured, answers)
+            guards = Guards.of(module, args, kwargs, captured)
         _return_something(captured)
         with graph_put_aside(module, captured.backend_input):
             exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)

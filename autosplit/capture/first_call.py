@@ -89,12 +89,19 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     named = module.named_buffers()
     buffers = {name: buffer.clone() for name, buffer in named if not is_lazy(buffer)}
     leaves, spec = tree_flatten((args, kwargs))
-    copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    copies = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(copies, spec)
     module(*args, **kwargs)
     for name, buffer in module.named_buffers():
         if name in buffers and buffers[name].shape == buffer.shape:
             buffer.copy_(buffers[name])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy of an input; zeros for one without memory, which stands for any."""
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return torch.zeros_like(tensor)
+    return tensor.detach().clone()
 
 
 def is_unshaped(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.nn.modules import module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.module_tracker import ModuleTracker
 
-from autosplit.capture.workarounds.causal_mask import MaskDecision
 from autosplit.capture.workarounds.operators import AS_IN_EAGER
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
@@ -198,8 +197,7 @@ class Guards:
     Dynamo specialises a graph on everything that the forward reads: attributes, dictionaries,
     globals, hooks, submodules. Its own guards check that. Tensors that are neither inputs nor
     state of the module are constants in the graph, so the very same object must still be where
-    the forward finds it. What was decided by values of tensors must be decided so again. And what
-    the forward would set must be set already.
+    the forward finds it. And what the forward would set must be set already.
 
     Args:
         module: that was captured.
@@ -216,7 +214,6 @@ class Guards:
         self._unsettled: CaptureOutput | None = captured
         self._open = varies
         self._constants: list[tuple[CodeType, Any]] = []
-        self._answers: tuple[MaskDecision, ...] = ()
         self.setters: list[Setter] = []
         self.blocks: list[BlockGuards] = []
 
@@ -227,7 +224,6 @@ class Guards:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         captured: CaptureOutput,
-        answers: Sequence[MaskDecision] = (),
     ) -> Guards:
         """The guards of ``module(*args, **kwargs)``, which Dynamo captured.
 
@@ -240,13 +236,12 @@ class Guards:
             made.settle()
         tensors = [g.name for g in output.output_graph.guards if g.create_fn_name() == _TENSOR]
         made._constants = made._find_constants(tensors, args, kwargs)
-        made._answers = tuple(answers)
         return made
 
     @property
     def only_dynamos(self) -> bool:
         """Whether nothing is asked but Dynamo's own guards."""
-        return not (self._constants or self._answers or self.setters)
+        return not (self._constants or self.setters)
 
     def hold_for(self, scope: ForwardScope, variables: dict[str, Any] | None) -> bool:
         """Whether Dynamo's own guards hold for another module, by the variables of its forward."""
@@ -275,11 +270,6 @@ class Guards:
         if self._open and sizes is not None:
             vars(sizes)["_error_on_new_guards"] = True
 
-    @property
-    def by_value(self) -> bool:
-        """Whether values of tensors decided what is in the graph."""
-        return bool(self._answers)
-
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph may run for these inputs, with the module as it is now."""
         if not is_observed():
@@ -302,7 +292,6 @@ class Guards:
             and bool(self._manager.check(scope["L"]))
             and all(eval(code, scope) is tensor for code, tensor in self._constants)
             and all(setter.holds() for setter in self.setters)
-            and all(answer.holds(scope) for answer in self._answers)
             and all(block.hold() for block in self.blocks)
         )
 

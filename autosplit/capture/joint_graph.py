@@ -34,21 +34,16 @@ from autosplit.torch_internals.pytree import (
     tree_unflatten,
 )
 
-from .diagnosis import ConstructionError, user_errors
+from .diagnosis import user_errors
 from .export import export
 from .guards import Guards, unobserved
 from .input_sizes import InputSizes, is_open
 from .module_paths import name_modules
-from .region import tracing_calls
-from .region_expansion import expand
+from .region import expand, tracing_calls
 from .region_session import RegionSession, SplitBlock
 from .region_session import are_captured as regions_wanted
 from .roles import ModuleRoles, canonical_names, shardings, with_roles
-from .side_effects import (
-    AttributeSnapshot,
-    PythonStateError,
-    first_call_differs,
-)
+from .side_effects import PythonStateError
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 
@@ -147,16 +142,6 @@ class _Results:
         return hold(tree_unflatten(values, spec))
 
 
-__all__ = [
-    "AttributeSnapshot",
-    "Capture",
-    "ConstructionError",
-    "Guards",
-    "PythonStateError",
-    "capture",
-    "first_call_differs",
-]
-
 _ATTEMPTS = 4  # captures around blocks, each without those that could not be captured before
 
 
@@ -189,7 +174,6 @@ def capture(
     kwargs: dict[str, Any],
     decompositions: Decompositions = None,
     *,
-    by_value: bool = False,
     split: SplitBlock | None = None,
 ) -> Capture:
     """Trace ``module(*args, **kwargs)`` without running it on real data.
@@ -205,7 +189,6 @@ def capture(
         args: example positional inputs.
         kwargs: example keyword inputs.
         decompositions: operators to trace through, for a backend that wants them so.
-        by_value: as for ``export``.
         split: captures and splits a block. With it, blocks that the module has several of are
             captured once a kind, and called by the joint graph.
 
@@ -214,10 +197,10 @@ def capture(
     """
     with user_errors(module), _same_tensors(module), unobserved():
         if split is not None and regions_wanted():
-            around = _around_regions(module, args, kwargs, decompositions, by_value, split)
+            around = _around_regions(module, args, kwargs, decompositions, split)
             if around is not None:
                 return around
-        exported, guards = export(module, args, kwargs, by_value=by_value)
+        exported, guards = export(module, args, kwargs)
         _prepare(module, exported)
         return _traced(module, exported, guards, (args, kwargs), decompositions)
 
@@ -227,7 +210,6 @@ def _around_regions(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     decompositions: Decompositions,
-    by_value: bool,
     split: SplitBlock,
 ) -> Capture | None:
     """The module with its repeated blocks captured once a kind; None where it has none."""
@@ -238,7 +220,7 @@ def _around_regions(
             return None
         before = len(refused)
         try:
-            exported, guards = export(module, args, kwargs, by_value=by_value, regions=session)
+            exported, guards = export(module, args, kwargs, regions=session)
             calls = session.bind(exported)
             if not calls:
                 return None

@@ -65,14 +65,6 @@ def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
     return run.found
 
 
-def effect_of(call: Callable[[], Any]) -> Effect:
-    """Run something, looking at every operator."""
-    effect = Effect()
-    with _Recorder(effect, []):
-        effect.value = call()
-    return effect
-
-
 class _EffectInterpreter(fx.Interpreter):
     """Keeps every value, so that a storage's number stays its own."""
 
@@ -87,7 +79,7 @@ class _EffectInterpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         effect = self.found[n] = Effect()
-        with _Recorder(effect, self._kept):
+        with EffectRecorder(effect, self._kept):
             effect.value = super().run_node(n)
         effect.storages = frozenset(_storages(effect.value))
         return effect.value
@@ -105,7 +97,7 @@ class _EffectInterpreter(fx.Interpreter):
         return next(reversed(self.found))
 
 
-class _Recorder(TorchDispatchMode):
+class EffectRecorder(TorchDispatchMode):
     """Args:
     effect: where to note what operators do.
     kept: where to keep what they write, so that no other storage gets its number.

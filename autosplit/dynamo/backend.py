@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from autosplit.autograd.function import probe_sample
 from autosplit.autograd.pending import PendingBound
 from autosplit.backends.backend import Boxed
 from autosplit.capture.aot_convention import AotGraphs
@@ -42,10 +41,8 @@ from autosplit.mesh.costs import passes_overlap
 from autosplit.passes import Kind, Role
 from autosplit.runtime.compiled_graph import compile_graph, hand_over, prepare_joint
 from autosplit.runtime.split_options import SplitOptions, backend_named
-from autosplit.torch_internals.autograd import has_gradient_hooks
-from autosplit.torch_internals.distributed import data_parallel, refuse_sharded
+from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import is_dtensor
-from autosplit.torch_internals.dynamo import linked_leaves
 
 
 def input_roles(
@@ -131,20 +128,10 @@ class Compilation:
         indices = self._split.parameters if self._split is not None else ()
         parameters = {index: args[index] for index in indices}
         token = self._owner.entered(self._part, [*parameters.values()])
-        if self._split is None:
-            return self._run(*args)
-        call = Call(
-            parameters,
-            token,
-            frozenset(index for index in self._split.lenders if is_batch(args[index])),
-        )
-        given = list(args)
-        if not token.unsplit:
-            for index in call.parameters:
-                given[index] = call.leaf(index)
-            _link(given, call)
-        results = self._run(*given)
-        self._split.watch(call, results)
+        results = self._run(*args)
+        if self._split is not None:
+            batch = frozenset(index for index in self._split.lenders if is_batch(args[index]))
+            self._split.watch(Call(parameters, token, batch), args, results)
         return results
 
     def _compile(self, aot: AotGraphs) -> tuple[Boxed, Boxed]:
@@ -179,25 +166,6 @@ class Compilation:
         prepare_joint(module, self._backend)
         return compile_graph("forward", module, self._backend).call
 
-
-def _link(given: list[Any], call: Call) -> None:
-    """Link some of the leaves among a graph's inputs to their parameters."""
-    if data_parallel():  # it counts how often the engine comes by
-        return
-    some = [
-        index
-        for index in probe_sample([*call.parameters])
-        if not has_gradient_hooks([call.parameters[index]])
-    ]
-    if not some:
-        return
-    leaves = [given[index] for index in some]
-    made = linked_leaves(leaves, [call.parameters[index] for index in some])
-    for index, tensor in zip(some, made, strict=True):
-        given[index] = tensor
-
-
-__all__ = ["SplittingBackend", "backend"]
 
 _OPTIONS = ("backend", "overlap", "max_pending")
 

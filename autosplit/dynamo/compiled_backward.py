@@ -1,9 +1,8 @@
 """``Part``: one graph that Dynamo found; ``SplitBackward``: runs its I and queues its W.
 
-At each call the graph gets, in place of a parameter whose gradient is deferred, a leaf that
-shares its data. Autograd then knows nothing of the parameter until its gradient is there: no
-hook fires early, no reducer counts it. The leaf remembers the call, and with it the
-parameter, until the graph's backward runs.
+At each call the graph's node in autograd's graph is found behind its results. It remembers the
+call, and with it the parameters, until its backward runs, which gives no gradient for those that
+are deferred.
 
 A backward through a compiled model leaves pending work for each graph that took part. All that
 belongs to one microbatch is delivered in one pass of the autograd engine, so that a parameter used
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -40,7 +38,12 @@ from autosplit.runtime.gradient_dependence import (
 from autosplit.runtime.refusals import AutocastGuard
 from autosplit.runtime.residuals import HandOver, Residuals, is_shared
 from autosplit.torch_internals.autograd import has_gradient_hooks
-from autosplit.torch_internals.dynamo import RunningBackward, running_backward, watch_gradients
+from autosplit.torch_internals.dynamo import (
+    RunningBackward,
+    accumulated,
+    node_of,
+    running_backward,
+)
 
 from .pending_weights import ForwardCall
 
@@ -120,18 +123,10 @@ class Call:
     batch: frozenset[int] = frozenset()
     absent: frozenset[str] = frozenset()
 
-    def leaf(self, index: int) -> Tensor:
-        """A leaf that the graph gets in place of a parameter."""
-        leaf = self.parameters[index].detach().requires_grad_()
-        setattr(leaf, _CALL, (self, index))
-        return leaf
 
-
-def call_of(leaf: Tensor | None) -> tuple[Call, int] | None:
-    """The call that a leaf was made for, and its index among the graph's inputs; None for other
-    tensors.
-    """
-    found: tuple[Call, int] | None = getattr(leaf, _CALL, None)
+def call_of(node: Any) -> Call | None:
+    """The call that a node of autograd's graph is of; None for other nodes."""
+    found: Call | None = getattr(node, _CALL, None)
     return found
 
 
@@ -158,7 +153,6 @@ class WeightGraph:
     """
 
     early_parameters: Sequence[str] = ()
-    writes_late = False  # what the backward writes, I has written
 
     def __init__(self, module: fx.GraphModule, backend: Backend) -> None:
         compiled = compile_graph("backward_weight", module, backend)
@@ -237,15 +231,17 @@ class SplitBackward:
         self._sources = gradient_sources(aot.graphs.joint.graph, *GRADIENT)
         self._read_inside = outputs_read_inside(aot.graphs.joint.graph)
         self._autocast_guard = AutocastGuard(aot.graphs.backward or aot.graphs.joint)
-        self._unsplit = threading.local()
 
-    def watch(self, call: Call, results: Any) -> None:
-        """Note which outputs the backward brings no gradient for, and whether autocast is on.
+    def watch(self, call: Call, given: Sequence[Any], results: Any) -> None:
+        """Have the node of a call know it, and note which outputs the backward brings no gradient
+        for, and whether autocast is on.
 
         AOTAutograd puts zeros in the place of absent gradients; in plain autograd, what is only
         behind those gets no gradient at all. And it switches autocast off.
         """
-
+        node = node_of(results, call.parameters.values(), given)
+        if node is None:
+            return
         named = zip(self._results, results, strict=False)
         watched = watch((name, each) for name, each in named if name in self._read_inside)
 
@@ -254,36 +250,31 @@ class SplitBackward:
             self._autocast_guard.check()
             pairs = zip(self._results, grads, strict=False)
             call.absent = frozenset(name for name, grad in pairs if grad is None)
-            self._unsplit.call = call if call.token.unsplit else None
 
-        parameters = {id(each) for each in call.parameters.values()} if call.token.unsplit else ()
-        watch_gradients(
-            results,
-            lambda leaf: id(leaf) in parameters or (call_of(leaf) or (None,))[0] is call,
-            note,
-        )
+        setattr(node, _CALL, call)
+        node.register_prehook(note)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        unsplit: Call | None = getattr(self._unsplit, "call", None)
-        if unsplit is not None:
-            self._unsplit.call = None
-            return self._run_unsplit(args, unsplit)
-        running = running_backward(lambda leaf: call_of(leaf) is not None)
+        running = running_backward()
         call, wanted = self._origin(running)
         values = {role: args[at] for role, at in self._state.items()}
         results = self._backward_input(args)
         values |= zip(self._left, results[len(self._slots) :], strict=True)
         del results[len(self._slots) :]
         targets = {
-            self.parameters[index]: call.parameters[index]
-            for index in wanted
-            if call.parameters[index].requires_grad  # frozen since the forward: as autograd does
+            self.parameters[index]: parameter
+            for index, parameter in wanted.items()
+            if parameter.requires_grad  # frozen since the forward: as autograd does
             and not self._is_absent(self.parameters[index], call)
         }
-        linked = [found[1] for leaf in running.linked if (found := call_of(leaf)) is not None]
-        if targets and has_gradient_hooks([call.parameters[index] for index in wanted]):
-            named = {self.parameters[index] for index in linked}
-            self._weights_for_late_hooks(values, results, targets, named)
+        if targets and (call.token.unsplit or has_gradient_hooks([*wanted.values()])):
+            # The engine calls hooks now, those that came between the forward and the backward, too.
+            work = PendingWork(self._weight, self._weight.deferred(values), {})
+            values.clear()
+            found = work.named_gradients()
+            for at, role in enumerate(self._slots):
+                if role.name in targets:
+                    results[at] = found[role.name]
         elif targets:
             shared = [
                 role
@@ -302,58 +293,25 @@ class SplitBackward:
         pairs = zip(self._slots, results, strict=True)
         return [None if self._is_absent(role.name, call) else grad for role, grad in pairs]
 
-    def _weights_for_late_hooks(
-        self,
-        values: dict[Role, Any],
-        results: list[Any],
-        targets: Mapping[str, nn.Parameter],
-        linked: Collection[str],
-    ) -> None:
-        """W at once, for hooks that came between the forward and the backward: the engine calls
-        those of ``linked`` parameters now, whose gradients go into ``results``.
-        """
-        found = self._run_weight(values)
-        for at, role in enumerate(self._slots):
-            if role.name in linked and role.name in targets:
-                results[at] = found.pop(role.name)
-        rest = [(targets[name], grad) for name, grad in found.items() if name in targets]
-        if rest:
-            torch.autograd.backward([each for each, _ in rest], [grad for _, grad in rest])
-
-    def _run_weight(self, values: dict[Role, Any]) -> dict[str, Tensor]:
-        """W now. Empties ``values``."""
-        work = PendingWork(self._weight, self._weight.deferred(values), {})
-        values.clear()
-        return work.named_gradients()
-
-    def _run_unsplit(self, args: list[Any], call: Call) -> list[Any]:
-        """I and W, for parameters that are inputs of the node themselves."""
-        values = {role: args[at] for role, at in self._state.items()}
-        results = self._backward_input(args)
-        values |= zip(self._left, results[len(self._slots) :], strict=True)
-        found = self._run_weight(values)
-        pairs = zip(self._slots, results, strict=False)
-        grads = [found.get(role.name) if grad is None else grad for role, grad in pairs]
-        named = zip(self._slots, grads, strict=True)
-        return [None if self._is_absent(role.name, call) else grad for role, grad in named]
-
-    def _origin(self, running: RunningBackward) -> tuple[Call, list[int]]:
-        """The forward call, and indices of inputs whose gradients this backward accumulates."""
+    def _origin(self, running: RunningBackward) -> tuple[Call, dict[int, nn.Parameter]]:
+        """The forward call, and the inputs whose gradients this backward accumulates."""
         if running.again:
             raise SplitError(
                 "create_graph=True: a split backward cannot be differentiated again; run the "
                 "model without autosplit where double backward is needed"
             )
-        if running.asked:
-            refuse_parameter_request()
-        found = [(call_of(leaf), wanted) for leaf, wanted in running.leaves]
-        ours = [(*each, wanted) for each, wanted in found if each is not None]
-        if not ours:
+        call = call_of(running.node)
+        if call is None:
             raise SplitError(
                 "the backward of a split graph runs outside the autograd engine; its weight "
                 "gradients would be lost. Run it without autosplit"
             )
-        return ours[0][0], [index for _, index, wanted in ours if wanted]
+        if call.token.unsplit:
+            return call, call.parameters
+        wanted = accumulated(running.node, call.parameters.values())
+        if wanted is None:
+            refuse_parameter_request()
+        return call, {at: each for at, each in call.parameters.items() if id(each) in wanted}
 
     def _is_absent(self, name: str, call: Call) -> bool:
         sources = self._sources.get(name)

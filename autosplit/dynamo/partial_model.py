@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import hooks_text
+from autosplit.autograd.lazy_gradient import hidden
 from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.capture.aot_session import compile_model
 from autosplit.dump.tables import short_source
@@ -42,7 +43,6 @@ from autosplit.torch_internals.distributed import synchronises
 from autosplit.torch_internals.dynamo import (
     BreakReason,
     BreakWatch,
-    is_link,
     leaf_of,
     python_function,
 )
@@ -152,18 +152,18 @@ class History:
         stack: list[Any] = [each.grad_fn for each in outputs]
         while stack:
             node = stack.pop()
-            if node in seen or is_link(node):
+            if node in seen:
                 continue
             seen.add(node)
             function = python_function(node)
             if function is not None and function not in history.unknown:
                 history.unknown.append(function)
-            for operand, result in node.next_functions:
-                leaf = leaf_of(operand, result)
-                call = call_of(leaf)
-                if call is not None:
-                    history.deferred[call[0].parameters[call[1]]] = None
-                elif isinstance(leaf, nn.Parameter):
+            call = call_of(node)
+            late = [] if call is None or call.token.unsplit else [*call.parameters.values()]
+            history.deferred |= dict.fromkeys(late)
+            for operand, _ in node.next_functions:
+                leaf = leaf_of(operand)
+                if isinstance(leaf, nn.Parameter) and all(leaf is not each for each in late):
                     history.ordinary[leaf] = None
                 stack.append(operand)
         return history
@@ -234,7 +234,7 @@ class Partial:
         self._queue.make_room()
         microbatch = self._running.microbatch = ForwardCall(unsplit)
         try:
-            with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
+            with hidden(self._model.parameters() if self._queue.pending else ()):
                 result = forward(*args, **kwargs)
         finally:
             self._running.microbatch = None

@@ -400,8 +400,7 @@ class SplitPipelineStage(RuntimeStage):
         structure: CallStructure,
     ) -> tuple[SplitFunctions, Results, State]:
         """What runs a microbatch. Nobody changes a module between those of one step, so that it is
-        looked at once for inputs of a kind; but the forward itself may write what decides, and so
-        may values of inputs.
+        looked at once for inputs of a kind; but the forward itself may write what decides.
         """
         signature = CallSignature.of(leaves, structure)
         found = self._steady.get(signature)
@@ -410,7 +409,7 @@ class SplitPipelineStage(RuntimeStage):
             with self.sharding.standing_in():
                 found = functions, self._results_of(functions), self._graphs.state()
             plain = {Tensor}.issuperset(map(type, leaves)) and not self.sharding.groups
-            if plain and not (functions.updated_state or functions.capture.guards.by_value):
+            if plain and not functions.updated_state:
                 self._steady[signature] = found
         return found
 

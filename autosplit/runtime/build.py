@@ -57,12 +57,10 @@ def trace(
     *,
     called: bool = False,
     insist: bool = True,
-    by_value: bool = False,
     regions: bool = False,
     gathering: Gathering | None = None,
 ) -> SplitFunctions:
-    """Capture, split and compile a module for inputs like these; with ``by_value``, where their
-    values decide, for inputs of which the graph's guards hold.
+    """Capture, split and compile a module for inputs like these.
 
     The forward's Python is not run, unless a first call does what later ones do not: fill a
     cache, build submodules, give lazy parameters their shape. Such a call is made here, and the
@@ -98,11 +96,10 @@ def trace(
     compiler.gathering = gathering
     with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = _dump_folder(module)
-        calls = (called, insist, by_value)
         split = None
         if regions and setting.budget is None:
             split = partial(_split_block, compiler, setting, dump)
-        traced = _capture(module, args, kwargs, compiler, split, *calls)
+        traced = _capture(module, args, kwargs, compiler, split, called, insist)
         try:
             made = DTensorFunctions if traced.shardings else SplitFunctions
             functions = made(traced, _split(traced, compiler, setting, dump), compiler)
@@ -150,19 +147,15 @@ def _capture(
     split: Callable[..., tuple[Capture, SplitGraphs]] | None,
     called: bool,
     insist: bool,
-    by_value: bool,
 ) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
-    from autosplit.capture.joint_graph import ConstructionError, capture
+    from autosplit.capture.diagnosis import ConstructionError
+    from autosplit.capture.joint_graph import capture
 
     if called and is_unshaped(module):
         raise FirstCallError(f"{type(module).__name__} has parameters without a shape")
     materialise_lazy_parameters(module, args, kwargs)
-    options: dict[str, Any] = {
-        "decompositions": backend.decompositions,
-        "by_value": by_value,
-        "split": split,
-    }
+    options: dict[str, Any] = {"decompositions": backend.decompositions, "split": split}
     try:
         return capture(module, args, kwargs, **options)
     except CaptureError as error:

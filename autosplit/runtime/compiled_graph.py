@@ -230,12 +230,18 @@ class GradientGraph:
     def source(self, accumulation: Accumulation | None = None) -> fx.GraphModule:
         """The graph that is compiled to add up gradients in this way, or without one to return new
         ones.
+
+        Raises:
+            SplitError: a pass broke an invariant.
         """
         if accumulation is None or self._adds_outside(accumulation):
             return self._module
-        return accumulating(
-            self._name, self._module, accumulation, fused=not self._backend.compiles
-        )
+        fused = not (self._backend.compiles or accumulation.exact)
+        form = WeightForm(adds=True, dtype=accumulation.dtype, fused=fused)
+        try:
+            return run_on_graph(self._name, self._module, form)
+        except PassError as error:
+            raise SplitError(f"{self._name}_accumulating: {error}") from error
 
     def _make(self, accumulation: Accumulation | None) -> Boxed:
         """A graph that takes what is given, then accumulators where it adds; and returns the other
@@ -255,26 +261,3 @@ class GradientGraph:
 
 Call: TypeAlias = str | tuple[str, int]
 """A call of a step: its name, and for how many microbatches at a time where that is not one."""
-
-
-def accumulating(
-    name: str, module: fx.GraphModule, accumulation: Accumulation, *, fused: bool = True
-) -> fx.GraphModule:
-    """The graph in a variant that adds into accumulators.
-
-    Args:
-        name: of the graph.
-        module: the graph.
-        accumulation: how to add.
-        fused: whether the operators that make gradients may add, where ``accumulation`` lets them.
-
-    Raises:
-        SplitError: a pass broke an invariant.
-    """
-    fused = fused and not accumulation.exact
-    try:
-        return run_on_graph(
-            name, module, WeightForm(adds=True, dtype=accumulation.dtype, fused=fused)
-        )
-    except PassError as error:
-        raise SplitError(f"{name}_accumulating: {error}") from error

@@ -56,7 +56,7 @@ class Handed(NamedTuple):
     """What I leaves for W.
 
     Attributes:
-        roles: of all of it: what I defers, then state and what W writes into.
+        roles: of all of it: what I defers, then state.
         read_at: places of the state among what the backward reads.
         known: what is known of it.
     """
@@ -258,7 +258,7 @@ class SplitFunctions:
         match call:
             case "backward_input":
                 return self._input
-            case "backward_weight" if microbatches > 1 and not self.writes_late:
+            case "backward_weight" if microbatches > 1:
                 return self._weight_of(microbatches)
             case "backward_weight":
                 return self._weight
@@ -267,14 +267,12 @@ class SplitFunctions:
     @cached_property
     def _handed(self) -> Handed:
         weight = self._module("backward_weight")
-        deferred = [
-            role for role, _ in outputs(self._module("backward_input").graph, Kind.DEFERRED)
-        ]
-        read = fixed(weight.graph)
-        names = tuple([role.name for role in (*deferred, *read)])
-        loose = sum(role.kind is Kind.TARGET for role in read)
-        known = HandOver(names, self._constants_of([weight]), late=True, loose=loose)
-        return Handed([*deferred, *read], positions(read, self._read), known)
+        deferred = outputs(self._module("backward_input").graph, Kind.DEFERRED)
+        read = [*inputs(weight.graph, *STATE)]
+        roles = [*(role for role, _ in deferred), *read]
+        names = tuple([role.name for role in roles])
+        known = HandOver(names, self._constants_of([weight]), late=True)
+        return Handed(roles, positions(read, self._read), known)
 
     @cached_property
     def _input(self) -> GradientGraph:
@@ -355,20 +353,15 @@ class SplitFunctions:
         """Whether W takes numbers read from data, or sizes that are left open: these differ between
         microbatches, of which one graph cannot hold several.
         """
-        if self.capture.sizes is not None or self.writes_late:
+        if self.capture.sizes is not None:
             return True
         weight = self._graphs.backward_weight
         taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
         return any(map(is_size, taken))
 
-    @cached_property
-    def writes_late(self) -> bool:
-        """Whether W writes into something, microbatch by microbatch."""
-        return self.has_backward and bool(self._handed.known.loose)
-
     def concatenates(self, one: Residuals, other: Residuals) -> bool:
         """Whether W of two microbatches that ran these graphs can be one call: on the same
-        parameters and buffers, without numbers of their own or writes.
+        parameters and buffers, without numbers of their own.
         """
         return not self.defers_numbers and all(map(operator.is_, one.state, other.state))
 

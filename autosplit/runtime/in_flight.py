@@ -151,12 +151,7 @@ class PendingWeightGradients:
                 f"{self._owner}: {begun} of {self.slices} slices of W of microbatch {microbatch} "
                 "have run; run the others one by one"
             )
-        functions, deferred, state, _ = self.in_flight.take(microbatch)
-        names = functions.late_parameters
-        sums = self.into(names, state)
-        gradients = functions.backward_weight(deferred, sums, self.sums.accumulation)
-        if sums is None:
-            self.sums.add(names, gradients, functions.dependence.borrowed)
+        self._run([microbatch])
 
     def run_all(self, microbatches: Sequence[int]) -> None:
         """Run W of several microbatches, in this order. With concatenated accumulation, those that
@@ -168,14 +163,18 @@ class PendingWeightGradients:
         for together in self.calls(microbatches):
             if len(together) == 1:
                 self.run(together[0])
-                continue
-            taken = [self.in_flight.take(microbatch) for microbatch in together]
-            functions, _, state, _ = taken[0]
-            names, deferred = functions.late_parameters, [each.residuals for each in taken]
-            sums, how = self.into(names, state), self.sums.accumulation
-            gradients = functions.backward_weight_together(deferred, sums, how)
-            if sums is None:
-                self.sums.add(names, gradients, functions.dependence.borrowed)
+            else:
+                self._run(together)
+
+    def _run(self, microbatches: Sequence[int]) -> None:
+        """W of microbatches in one call."""
+        taken = [self.in_flight.take(microbatch) for microbatch in microbatches]
+        functions, _, state, _ = taken[0]
+        names, deferred = functions.late_parameters, [each.residuals for each in taken]
+        sums, how = self.into(names, state), self.sums.accumulation
+        gradients = functions.backward_weight_together(deferred, sums, how)
+        if sums is None:
+            self.sums.add(names, gradients, functions.dependence.borrowed)
 
     def calls(self, microbatches: Sequence[int]) -> list[list[int]]:
         """The microbatches of each call that ``run_all`` makes of these, in order.

@@ -93,7 +93,7 @@ class CallSignature(NamedTuple):
     modes: tuple[Hashable, ...]
 
     @classmethod
-    def of(cls, leaves: list[Any], structure: Any) -> CallSignature:
+    def of(cls, leaves: Iterable[Any], structure: Any) -> CallSignature:
         return cls(structure, tuple(map(_leaf, leaves)), _modes())
 
     @property
@@ -304,6 +304,7 @@ class Specializations:
         sharding: has the model looked at as a plain one, to be captured and whenever guards are
             asked, and gathers parameters for its graphs; None where nothing is sharded.
         dynamic: which sizes captures leave open, see ``OpenSizes``.
+        warned: whether nobody is to be told that most weight gradients cannot be deferred.
 
     Attributes:
         state: reads the model's parameters and buffers, those of its latest capture.
@@ -320,6 +321,7 @@ class Specializations:
         computed: bool = False,
         sharding: ShardedModule | StageSharding | None = None,
         dynamic: bool | None = None,
+        warned: bool = False,
     ) -> None:
         self._model = model
         self._computed = computed
@@ -332,7 +334,7 @@ class Specializations:
         self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
         self._busy = False
-        self._warned = False
+        self._warned = warned
         self.state = StateReader(model)
 
     @property
@@ -365,7 +367,7 @@ class Specializations:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        leaves: list[Any],
+        leaves: Sequence[Any],
         structure: CallStructure,
         *,
         called: bool = False,
@@ -406,7 +408,7 @@ class Specializations:
     def _capture_fitting(
         self,
         signature: CallSignature,
-        leaves: list[Any],
+        leaves: Sequence[Any],
         structure: CallStructure,
         called: bool,
         fits: Callable[[SplitFunctions], bool],
@@ -427,7 +429,7 @@ class Specializations:
     def _capture(
         self,
         signature: CallSignature,
-        leaves: list[Any],
+        leaves: Sequence[Any],
         structure: CallStructure,
         called: bool,
         varying: Dimensions,
@@ -440,7 +442,6 @@ class Specializations:
             options: dict[str, Any] = {
                 "called": called and signature not in self._first,
                 "insist": self._insist or not called,
-                "by_value": True,
                 "regions": True,
                 "gathering": self._sharding and self._sharding.gathering,
             }

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from autosplit.errors import CaptureError, SplitError
 from autosplit.passes.analysis.aliasing import overlaps_itself
-from autosplit.runtime.build import Dimensions, trace, without_history
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.state import StateReader
 
 from .refusals import refuse_dtensors
-from .specializations import CallSignature, OpenSizes, SpecializationCache
+from .specializations import CallFlattening, Specializations
 
 if TYPE_CHECKING:
     from autosplit.sharded.stage_sharding import StageSharding
@@ -61,7 +60,6 @@ class StageSpecializations:
 
     Attributes:
         outputs: paths of the module's outputs.
-        state: reads the module's parameters and buffers.
 
     Raises:
         CaptureError: the module cannot be traced, or returns something besides tensors.
@@ -78,21 +76,25 @@ class StageSpecializations:
         sharding: StageSharding | None = None,
     ) -> None:
         self._name = name
-        self._sharding = sharding
         self._module = module
-        self._options = options
         self._slices = slices
-        args = tuple(map(_without_overlap, args))
+        args = tuple(map(_example, args))
         self._first = _Inputs(tuple(map(TensorSpec.of, args)), tuple(map(_memoryless, args)))
         self._known = {tuple(spec.shape for spec in self._first.specs): self._first}
         self._now = self._first
         self._grad_mode = torch.is_grad_enabled()
-        self._cache = SpecializationCache(name, _MAX_GRAPHS)
-        self._sizes = OpenSizes(options)
-        with nullcontext() if sharding is None else sharding.plain():
-            self._latest = self._trace(without_history(args, computed=True))
-        self._sizes.of(None, args)
-        self._keep(self._latest)
+        self._flatten = CallFlattening()
+        self._graphs = Specializations(
+            module,
+            options,
+            _MAX_GRAPHS,
+            True,
+            lambda _: nullcontext(),
+            computed=True,
+            sharding=sharding,
+            warned=True,
+        )
+        self._latest = self._find(args)
         self.outputs = self._latest.capture.outputs
         refuse_dtensors(name, module, self._latest)
         missing = [path for path in self.outputs if path not in self._latest.output_specs]
@@ -106,7 +108,12 @@ class StageSpecializations:
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:
         """All graphs that are kept, oldest first."""
-        return self._cache.captured
+        return self._graphs.captured
+
+    @property
+    def state(self) -> StateReader:
+        """Reads the module's parameters and buffers."""
+        return self._graphs.state
 
     @property
     def latest(self) -> SplitFunctions:
@@ -125,28 +132,17 @@ class StageSpecializations:
             CaptureError: the module cannot be traced for these sizes, or not any more.
             SplitError: it changed so that its outputs did.
         """
-        with torch.set_grad_enabled(self._grad_mode):
-            if self._sharding is None:
-                self._latest = self._find()
-            else:
-                with self._sharding.plain():
-                    self._latest = self._find()
-        return self._latest
-
-    def _find(self) -> SplitFunctions:
-        blanks = self._now.blanks
-
-        def fits(functions: SplitFunctions) -> bool:
-            return functions.fits_budget(blanks) and functions.capture.guards.hold(blanks, {})
-
-        found = self._cache.find(self._key(), fits, blanks)
-        new = found is None
-        if found is None:
-            found = self._sizes.capture(None, blanks, self._capture, fits)
-        if new or not self._now.outputs:
+        found = self._find(self._now.blanks)
+        if found is not self._latest:
             self._check_outputs(found)
-        if new:
-            self._keep(found)
+            self._latest = found
+        return found
+
+    def _find(self, args: tuple[Tensor, ...]) -> SplitFunctions:
+        with torch.set_grad_enabled(self._grad_mode):
+            found = self._graphs.fitting(args, {}, *self._flatten(args, {}))
+        if found.has_backward and self._slices != 1:
+            found.sliced(self._slices)  # now is the time to hear that it cannot be
         return found
 
     def check_inputs(self, inputs: list[Tensor]) -> object:
@@ -202,30 +198,6 @@ class StageSpecializations:
             f"{list(given.shape)} on {given.device}"
         )
 
-    def _capture(self, varying: Dimensions) -> SplitFunctions:
-        """Graphs for the inputs that were checked last."""
-        examples = [
-            spec.zeros().requires_grad_(blank.requires_grad)
-            for spec, blank in zip(self._now.specs, self._now.blanks, strict=True)
-        ]
-        return self._trace(without_history(examples, computed=True, varying=varying))
-
-    def _trace(self, args: list[Tensor]) -> SplitFunctions:
-        gathering = self._sharding.gathering if self._sharding is not None else None
-        functions = trace(
-            self._module, tuple(args), {}, self._options, regions=True, gathering=gathering
-        )
-        if functions.has_backward and self._slices != 1:
-            functions.sliced(self._slices)  # now is the time to hear that it cannot be
-        return functions
-
-    def _keep(self, functions: SplitFunctions) -> None:
-        self._cache.add(self._key(), functions)
-        self.state = StateReader(self._module)
-
-    def _key(self) -> CallSignature:
-        return CallSignature.of(list(self._now.blanks), None)
-
     def _check_outputs(self, found: SplitFunctions) -> None:
         """Hold the outputs against those that came before of inputs of these sizes; of other sizes,
         all but their sizes.
@@ -268,12 +240,14 @@ def _described(specs: Sequence[OutputSpec]) -> str:
     )
 
 
-def _without_overlap(example: Tensor) -> Tensor:
-    """The example, contiguous if it overlaps itself: no other microbatch can be laid out so."""
-    if not overlaps_itself(example):
-        return example
-    copy = example.detach().clone(memory_format=torch.contiguous_format)
-    return copy.requires_grad_(example.requires_grad)
+def _example(given: Tensor) -> Tensor:
+    """A tensor of its own like this one; contiguous if that overlaps itself, as no other microbatch
+    can be laid out so.
+    """
+    made = given.detach()
+    if overlaps_itself(given):
+        made = made.clone(memory_format=torch.contiguous_format)
+    return made.requires_grad_(given.requires_grad)
 
 
 def _memoryless(example: Tensor) -> Tensor:

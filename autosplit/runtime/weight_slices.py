@@ -11,7 +11,7 @@ from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.analysis.aliasing import storage_root
-from autosplit.passes.graph import FIXED, inputs, outputs
+from autosplit.passes.graph import STATE, inputs, outputs
 from autosplit.passes.lowering.slice_weight_graph import slice_weight_graph
 from autosplit.passes.verify import verify_graph
 from autosplit.runtime.residuals import Constants, HandOver, Residuals
@@ -138,8 +138,8 @@ def _slice(
     later = {role for each in following for role in inputs(each.graph)}
     results = outputs(module.graph)
     made = [role for role, _ in results if role.kind is Kind.DEFERRED]
-    tensors = [role for role in given if role.kind not in FIXED]
-    state = [role for role in given if role.kind in FIXED]
+    tensors = [role for role in given if role.kind not in STATE]
+    state = [role for role in given if role.kind in STATE]
     tensors_at = [at for at, role in enumerate(tensors) if role in later]
     state_at = [at for at, role in enumerate(state) if role in later]
     graph = GradientGraph(
@@ -161,6 +161,5 @@ def _slice(
     kept = [tensors[at] for at in tensors_at] + made
     left = [state[at] for at in state_at]
     names = tuple([role.name for role in (*kept, *left)])
-    loose = sum(role.kind is Kind.TARGET for role in left)
-    known = HandOver(names, constants, late=True, loose=loose)
+    known = HandOver(names, constants, late=True)
     return _Slice(graph, frozenset(borrowed) | shared, known, tensors_at, state_at), kept + left

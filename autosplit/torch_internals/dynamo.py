@@ -8,14 +8,14 @@ import dataclasses
 import linecache
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
-from .autograd import is_asked_for, will_run
+from .autograd import will_run
 
 _LONGEST_VIEW = 32  # nodes in a row
 
@@ -25,111 +25,73 @@ class RunningBackward:
     """The call of a compiled backward that is under way.
 
     Attributes:
+        node: the graph's, in autograd's graph.
         number: of the ``backward()``; later ones have higher numbers.
         sequence: of the graph's forward call; a backward runs higher ones first.
-        leaves: leaf inputs of the forward call, and whether the backward accumulates into
-            each: into none under ``torch.autograd.grad``, only into those that are named under
-            ``backward(inputs=...)``.
-        linked: those of them that are linked to their parameter, see ``LinkedLeaves``.
-        asked: whether it is for such parameters, by either.
         again: whether it is to be differentiated again (``create_graph=True``).
     """
 
+    node: Any
     number: int
     sequence: int
-    leaves: list[tuple[Tensor, bool]]
-    linked: list[Tensor]
-    asked: bool
     again: bool
 
 
-class LinkedLeaves(torch.autograd.Function):
-    """Leaves in the place of parameters, with edges in the autograd graph to those, so that a
-    backward that asks for a parameter is noticed. No gradient arrives at either, as a rule.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, leaves: list[Tensor], *both: Tensor) -> tuple[Tensor, ...]:
-        ctx.leaves = leaves
-        ctx.set_materialize_grads(False)
-        return tuple([leaf.detach() for leaf in leaves])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *[None] * len(ctx.leaves), *grads)
-
-
-def linked_leaves(leaves: list[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Inputs for a graph: tensors over the leaves' memory, with edges to the parameters too."""
-    made: Sequence[Tensor] = LinkedLeaves.apply(leaves, *leaves, *parameters)  # type: ignore[no-untyped-call]
-    return made
-
-
-def is_link(node: Any) -> bool:
-    """Whether a node of autograd's graph is that of ``linked_leaves``."""
-    return isinstance(node, LinkedLeaves._backward_cls)
-
-
-def leaf_of(node: Any, result: int) -> Tensor | None:
-    """The leaf that an operand in autograd's graph is or stands for; None if it was computed."""
-    leaf: Tensor | None = node.leaves[result] if is_link(node) else getattr(node, "variable", None)
-    return leaf
-
-
-def _edges(node: Any, result: int) -> tuple[Any, Any]:
-    """Nodes of a leaf and, where it is linked to a parameter, of that."""
-    if not is_link(node):
-        return node, None
-    following = node.next_functions
-    return following[result][0], following[len(node.leaves) + result][0]
-
-
-def running_backward(is_ours: Callable[[Tensor], bool]) -> RunningBackward:
-    """The backward call that the engine is running, with the leaves that ``is_ours`` accepts."""
+def running_backward() -> RunningBackward:
+    """The backward call that the engine is running."""
     node = torch._C._current_autograd_node()
-    following = () if node is None else node.next_functions
-    found = [(leaf_of(*edge), _edges(*edge)) for edge in following if edge[0] is not None]
-    ours = [(leaf, nodes) for leaf, nodes in found if leaf is not None and is_ours(leaf)]
-    # The engine does not answer for a leaf that the user asked for by torch.autograd.grad; the
-    # caller's are known to nobody.
-    leaves = [(leaf, will_run(node)) for leaf, (node, _) in ours]
-    ordinary = any(wanted for _, wanted in leaves)
-    behind = [(leaf, node) for leaf, (_, node) in ours if node is not None]
-    asked = not ordinary and any(is_asked_for(node) for _, node in behind)
-    linked = [leaf for leaf, _ in behind]
     # create_graph=True runs this inside another autograd function's forward, and only there
     # is forward-mode differentiation off; torch 2.11 does so only where it gives input gradients.
     again = not torch._C._is_fwd_grad_enabled() or torch.is_grad_enabled()
     number = torch._C._current_graph_task_id()
-    return RunningBackward(
-        number, -1 if node is None else node._sequence_nr(), leaves, linked, asked, again
-    )
+    return RunningBackward(node, number, -1 if node is None else node._sequence_nr(), again)
 
 
-def watch_gradients(
-    results: Any,
-    is_ours: Callable[[Tensor], bool],
-    note: Callable[[tuple[Tensor | None, ...]], None],
-) -> None:
-    """Have ``note`` called with the gradients that arrive at the outputs of a compiled graph,
-    before its backward runs: None for an output that none arrives at.
+def accumulated(node: Any, parameters: Iterable[Tensor]) -> set[int] | None:
+    """Those of a node's parameters (their ``id``) that the backward under way accumulates into: no
+    one under ``torch.autograd.grad`` and ``backward(inputs=...)`` for others. None where it asks
+    for some of them by either.
+    """
+    own = set(map(id, parameters))
+    nodes = {id(each.variable): each for each in _operands(node) if id(leaf_of(each)) in own}
+    try:
+        found = {key for key, each in nodes.items() if will_run(each)}
+    except RuntimeError:  # torch does not answer for what torch.autograd.grad was given
+        return None
+    return found if not found or len(found) == len(nodes) else None
+
+
+def _operands(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """The leaf that an operand in autograd's graph is; None if it was computed."""
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
+
+
+def node_of(results: Any, parameters: Iterable[Tensor], given: Iterable[Any]) -> Any:
+    """The node in autograd's graph of a compiled graph's call, which has edges to parameters; None
+    where there is none.
 
     Args:
         results: what the graph returned.
-        is_ours: whether a leaf was an input of that call.
-        note: gets a gradient for each output of the graph's forward.
+        parameters: what it was given to differentiate by.
+        given: all that it was given.
     """
-    tensors = [each for each in results if isinstance(each, Tensor)]
-    for node in (each.grad_fn for each in tensors):
+    own = set(map(id, parameters))
+    before = {each.grad_fn for each in given if isinstance(each, Tensor)}
+    for node in (each.grad_fn for each in results if isinstance(each, Tensor)):
         # Outputs that are views were made from the graph's own outputs, by a few nodes in a row.
         for _ in range(_LONGEST_VIEW):
-            if node is None:
+            if node is None or node in before:
                 break
-            leaves = [leaf_of(*edge) for edge in node.next_functions]
-            if any(leaf is not None and is_ours(leaf) for leaf in leaves):
-                node.register_prehook(note)
-                return
-            node = node.next_functions[0][0] if len(leaves) == 1 else None
+            operands = _operands(node)
+            if any(id(leaf_of(each)) in own for each in operands):
+                return node
+            node = operands[0] if len(operands) == 1 else None
+    return None
 
 
 def python_function(node: Any) -> str | None:

@@ -37,7 +37,7 @@ as_strided_copy                                  addresses
 as_strided_scatter                               addresses
 baddbmm                                          sum fresh
 baddbmm_                                         accumulates
-bmm                                              fresh
+bmm                                              fresh stacks
 cat                                              cheap fresh
 clone                                            hands_on
 constant_pad_nd                                  cheap
@@ -50,6 +50,7 @@ eq.Scalar                                        elementwise
 eq.Tensor                                        elementwise
 erf                                              slow
 exp                                              slow overwrites
+expand                                           stacks
 _flash_attention_forward                         attention
 full                                             cheap
 full_like                                        cheap
@@ -85,33 +86,37 @@ ne.Tensor                                        elementwise
 neg                                              overwrites elementwise
 new_zeros                                        zeros
 ones_like                                        cheap
-permute                                          permutes
+permute                                          permutes stacks
 relu                                             overwrites elementwise
 _reshape_alias                                   view
 rsqrt                                            overwrites
 _scaled_dot_product_cudnn_attention_backward     seeded
 _scaled_dot_product_efficient_attention_backward seeded
+select.int                                       stacks
 select_backward                                  cheap fresh pads
 select_scatter                                   pads
 sigmoid                                          slow overwrites
 silu                                             slow
+slice.Tensor                                     stacks
 slice_backward                                   cheap fresh
 _softmax                                         norm
 _softmax_backward_data                           fresh
 softplus                                         slow
+squeeze.dim                                      stacks
 stack                                            cheap
 sub.Tensor                                       overwrites elementwise
 sum                                              cheap reduces
 sum.dim_IntList                                  cheap reduces fresh
 sum_to_size                                      cheap
-t                                                permutes
+t                                                permutes stacks
 tanh                                             slow overwrites
 threshold_backward                               elementwise
 _to_copy                                         cheap hands_on
-transpose.int                                    permutes
-_unsafe_view                                     view reshapes
+transpose.int                                    permutes stacks
+_unsafe_view                                     view reshapes stacks
+unsqueeze                                        stacks
 var_mean.correction                              cheap
-view                                             reshapes
+view                                             reshapes stacks
 where.self                                       elementwise
 zeros                                            zeros
 zeros_like                                       cheap zeros
@@ -158,6 +163,8 @@ OPERATORS: Mapping[str, frozenset[Any]] = _traits()
 ``reshapes``            becomes a reshape in generated code
 ``seeded``              tagged as random, and draws nothing: it has the seed that its forward drew
 ``slow``                takes several passes over its operands (exponentials and the like)
+``stacks``              takes values of several iterations of a loop at once, as does what is
+                        ``elementwise`` or ``pads``
 ``sum``                 adds its first operand to something
 ``view``                a view although its schema does not say so: functionalisation and the
                         autograd formulas emit it where the result shares the input's storage

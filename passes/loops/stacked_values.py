@@ -1,30 +1,98 @@
 """Stacked loop-carried values: where a stack is found in the graph, or how it is made.
 
 A value may be a slice of one tensor: selected from it, or an operand that it concatenates.
+
+A stack holds the values of all iterations along its first dimension. An operator of one iteration
+is applied to stacked operands as ``torch.vmap`` does it: views, exact pointwise arithmetic, batched
+matrix products (iterations become part of the batch), and padding along a dimension of size one.
+Results have the same bits, those of matrix products as far as a kernel's result does not depend on
+the size of the batch.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..analysis.operators import is_recomputed
-from ..graph import calls, is_fixed, origin_of, tensor_of
+from ..analysis.operators import OPERATORS, is_recomputed
+from ..graph import calls, is_fixed, origin_of, placeholders, tensor_of
 from ..rewrites.emit import emit
-from .stacked_operators import (
-    Stacked,
-    batched_arguments,
-    batching_rule,
-    is_computation,
-    reshaped,
-)
 
 aten = torch.ops.aten
+
+
+class Stacked(NamedTuple):
+    """A stacked operand: a node whose value has the iterations along its first dimension."""
+
+    node: fx.Node
+
+
+def can_be_stacked(node: fx.Node) -> bool:
+    """Whether ``on_stacks`` takes the node's operator."""
+    if node.op != "call_function" or tensor_of(node) is None:
+        return False
+    if node.target in OPERATORS["pads"]:
+        return isinstance(_written(node), fx.Node) and node.meta["val"].shape[node.args[2]] == 1
+    return is_computation(node) or node.target in OPERATORS["stacks"]
+
+
+def stacked_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments that ``on_stacks`` takes: of padding only what is written and where, not the
+    zeros around it, of which nothing is left where the dimension has size one.
+    """
+    return (_written(node), node.args[2]) if node.target in OPERATORS["pads"] else node.args
+
+
+def is_computation(node: fx.Node) -> bool:
+    """Whether the operator computes, rather than being a view of its argument, and rounds the same
+    way wherever an element lies.
+    """
+    exact = node.target in OPERATORS["elementwise"] and not node.kwargs
+    return node.target is aten.bmm.default or exact
+
+
+def _written(node: fx.Node) -> Any:
+    """The operand that padding writes into zeros."""
+    return node.args[1 if node.target is aten.select_scatter.default else 0]
+
+
+def on_stacks(graph: fx.Graph, node: fx.Node, arguments: Sequence[Any]) -> fx.Node:
+    """The stacked results of an operator, where the graph inserts.
+
+    Args:
+        graph: to add to.
+        node: the operator's call in one iteration.
+        arguments: of that call; those that differ between iterations are ``Stacked``.
+    """
+    target: Any = node.target
+    if target in OPERATORS["pads"]:
+        target = aten.unsqueeze.default
+    elif target in OPERATORS["reshapes"]:
+        target = aten.reshape.default
+    given = [each.node if isinstance(each, Stacked) else each for each in arguments]
+    operands = [each for each in given if isinstance(each, fx.Node)]
+    taken = [each for each in arguments if isinstance(each, (Stacked, fx.Node))]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        left = iter(tensors)
+        return target(*(next(left) if isinstance(each, fx.Node) else each for each in given))
+
+    dims = tuple(0 if isinstance(each, Stacked) else None for each in taken)
+    values = [each.meta["val"] for each in operands]
+    with torch.no_grad(), values[0].fake_mode:
+        traced = make_fx(torch.vmap(call, dims))(*values)
+    copies = dict(zip(placeholders(traced.graph), operands, strict=True))
+    for inner in traced.graph.nodes:
+        if inner.op == "call_function":
+            args = fx.node.map_arg(inner.args, copies.__getitem__)
+            copies[inner] = emit(graph, node, inner.target, *args, **inner.kwargs)
+    result: Any = traced.graph.output_node().args[0]
+    return copies[result]
 
 
 class SliceOf(NamedTuple):
@@ -152,18 +220,18 @@ class StackedValues:
     def vectorized(
         self, values: StepValues, at: fx.Node, dying: frozenset[fx.Node]
     ) -> StackPlan | None:
-        """How to make the stack by one batched operator; None where there is no rule for it, or
-        where the iterations' own operators would have to run as well.
+        """How to make the stack by one batched operator; None where there is none, or where the
+        iterations' own operators would have to run as well.
         """
         first = values[0]
-        if batching_rule(first) is None or not all(_is_alike(each, first) for each in values):
+        if not can_be_stacked(first) or not all(_is_alike(each, first) for each in values):
             return None
         dead = all(user in dying for each in values for user in each.users)
         if is_computation(first) and not (dead and self.fits(values)):
             return None
         dying = dying.union(values) if dead else dying
         arguments: list[Any] = []
-        for argument in zip(*map(batched_arguments, values), strict=True):
+        for argument in zip(*map(stacked_arguments, values), strict=True):
             if all(each == argument[0] for each in argument):
                 arguments.append(argument[0])
             elif all(isinstance(each, fx.Node) for each in argument):
@@ -193,14 +261,7 @@ class StackedValues:
             for each in plan.arguments
         ]
         with self._graph.inserting_before(at):
-            return self.apply(first, stacked)
-
-    def apply(self, node: fx.Node, arguments: list[Any]) -> fx.Node:
-        """The batched form of one iteration's operator, where the graph inserts."""
-        rule = batching_rule(node)
-        if rule is None:
-            raise TypeError(f"{node.name}: {node.target} has no batching rule")
-        return rule(functools.partial(self._emit, node), node, arguments)
+            return on_stacks(self._graph, first, stacked)
 
     def slice(self, place: SliceOf, count: int, like: fx.Node) -> fx.Node:
         """The stack of ``count`` consecutive slices of one tensor."""
@@ -262,8 +323,8 @@ class StackedValues:
         last = max(values)
         with self._graph.inserting_before(at if last.op == "placeholder" else last.next):
             joined = self._emit(last, aten.cat.default, list(values))
-            emitter = functools.partial(self._emit, last)
-            stack = reshaped(emitter, joined, [len(values), *values[0].meta["val"].shape])
+            sizes = [len(values), *values[0].meta["val"].shape]
+            stack = self._emit(last, aten.view.default, joined, sizes)
         self._put(stack, 0, values)
         self.made.append((stack, values))
         return stack

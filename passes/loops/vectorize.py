@@ -9,8 +9,8 @@ nodes.
     stack([state_t @ c[:, t] for t in ...])  ->  stack(states) @ c
 
 The values of one operator at consecutive iterations are stacked along a new first dimension
-(``stacked_values.py``), and a batching rule applies the operator to the stack
-(``stacked_operators.py``). No stack is larger than the largest tensor of the graph.
+(``stacked_values.py``), and the operator is applied to the stack. No stack is larger than the
+largest tensor of the graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from ..analysis.aliasing import is_view
-from ..graph import SplitProgram, calls, tensor_of
+from ..graph import SplitGraphs, calls, tensor_of
 from ..rewrites.emit import dead_code, emit, erase_unread
 from .stacked_values import (
     MIN_STEPS,
@@ -34,7 +34,7 @@ from .stacked_values import (
 aten = torch.ops.aten
 
 
-def vectorize_loops(program: SplitProgram) -> bool:
+def vectorize_loops(program: SplitGraphs) -> bool:
     """Rewrite the joint graph; True if anything was vectorized."""
     graph = program.joint.graph
     stacked = StackedValues(graph)

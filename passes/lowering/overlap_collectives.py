@@ -20,7 +20,7 @@ from torch import fx
 from ..analysis.collective_order import CollectiveScheduler, exposed_time
 from ..analysis.operator_cost import value_bytes
 from ..analysis.operators import is_start
-from ..graph import SplitProgram, calls, output_node
+from ..graph import SplitGraphs, calls, output_node
 from ..memory_policy import Rates
 from .buffers import LiveBytes
 
@@ -29,7 +29,7 @@ _SCALES = (0.25, 1.0, 4.0, 16.0)
 _FILLS_KNOWN = (1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
-def overlap_collectives(program: SplitProgram) -> bool:
+def overlap_collectives(program: SplitGraphs) -> bool:
     """Reorder I, W and the unsplit backward; True if anything was moved."""
     if not program.memory.overlap:
         return False

@@ -17,8 +17,9 @@ from torch import fx
 from ..analysis.aliasing import is_free
 from ..analysis.operator_cost import flops
 from ..errors import SliceCountError
-from ..graph import SUBGRAPH, Kind, Role, calls, is_size, outputs, role_of
+from ..graph import SUBGRAPH, Kind, Role, calls, is_size, outputs, placeholders, role_of
 from ..partition.extract import extract
+from ..partition.regions import walk
 from ..subgraph import inline, inner_calls, subgraphs
 
 _CALLS = 2  # of other graphs in a slice; with fewer, slices would differ too much
@@ -59,20 +60,13 @@ def _slice(
     index: int,
     returns: list[tuple[Role, fx.Node]],
 ) -> fx.GraphModule:
-    compute: set[fx.Node] = set()
-    carried: dict[fx.Node, Role] = {}
-    stack = [value for _, value in returns]
-    while stack:
-        node = stack.pop()
-        if node.op == "placeholder":
-            carried[node] = role_of(node)
-        elif place.get(node, index) < index:
-            carried[node] = Role(Kind.DEFERRED, node.name)
-        elif node not in compute:
-            compute.add(node)
-            stack.extend(node.all_input_nodes)
-    order = {node: at for at, node in enumerate(module.graph.nodes)}
-    incoming = [(carried[node], node) for node in sorted(carried, key=order.__getitem__)]
+    taken = set(placeholders(module.graph))
+    there = taken.union(node for node, made_in in place.items() if made_in < index)
+    compute, carried = walk([value for _, value in returns], there)
+    incoming = [
+        (role_of(node) if node in taken else Role(Kind.DEFERRED, node.name), node)
+        for node in sorted(carried)  # by their places
+    ]
     return extract(
         module, f"backward_weight_{index}", carried=incoming, compute=compute, returns=returns
     )

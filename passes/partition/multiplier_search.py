@@ -18,7 +18,7 @@ from torch import fx
 
 from ..analysis.aliasing import distinct_bytes
 from ..analysis.operator_cost import duration, flops
-from ..errors import BudgetError
+from ..errors import PassError
 from ..graph import Regions, ancestors, calls
 from ..memory_policy import Memory, Price
 from .reachability import Reachability
@@ -42,8 +42,7 @@ def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regio
     """The cheapest division of a joint graph that meets the memory setting.
 
     Raises:
-        PassError: the graph cannot be divided.
-        BudgetError: a budget cannot be met; names the least possible.
+        PassError: the graph cannot be divided, or a budget not be met; names the least possible.
     """
     division = Division(
         graph, reach, recompute=memory.recompute > 0, release=memory.releases_weights
@@ -111,7 +110,7 @@ def _meet_budget(budget: int, at: Callable[[float], Regions], parts: Parts) -> R
 
     least = distinct_bytes(at(0.0).deferred)
     if least > budget:
-        raise BudgetError(
+        raise PassError(
             f"memory={budget}: no division holds so little between I and W; the least possible "
             f"is {least} bytes for one microbatch"
         )
@@ -179,7 +178,7 @@ def memory_tradeoff(graph: fx.Graph, memory: Memory) -> MemoryTradeoff:
     """The cost of dividing a joint graph under a memory setting.
 
     Raises:
-        BudgetError: a budget cannot be met.
+        PassError: a budget cannot be met.
     """
     reach = Reachability.of(graph, late_input=memory.late_input)
     regions = best_division(graph, reach, memory)

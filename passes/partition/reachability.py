@@ -31,17 +31,15 @@ from ..analysis.operators import (
 )
 from ..errors import PassError
 from ..graph import (
-    FIXED,
     FORWARD_OUTPUT,
-    PRIMAL,
     Kind,
     ancestors,
     calls,
     descendants,
     inputs,
+    is_state,
     origin_of,
     outputs,
-    role_of,
 )
 
 
@@ -57,8 +55,7 @@ class Reachability:
         redone: nodes of ``forward`` that the user wants recomputed and not saved.
         overwritten: what the forward, or I, overwrites when it is done.
         input_grads: the gradients that I returns, and what it writes.
-        weight_grads: the gradients that W returns, and what it writes.
-        waiting: reads what W writes into, at the time when W runs.
+        weight_grads: the gradients that W returns.
     """
 
     forward: set[fx.Node]
@@ -68,7 +65,6 @@ class Reachability:
     overwritten: set[fx.Node]
     input_grads: list[fx.Node]
     weight_grads: list[fx.Node]
-    waiting: set[fx.Node]
 
     @classmethod
     def of(cls, graph: fx.Graph, *, late_input: bool = False) -> Reachability:
@@ -90,12 +86,9 @@ class Reachability:
         if forward & gradient:
             names = ", ".join(sorted(node.name for node in forward & gradient)[:5])
             raise PassError(f"forward values depend on output gradients: {names}")
-        input_grads = _values(graph, Kind.INPUT_GRAD)
+        input_grads, writes = _values(graph, Kind.INPUT_GRAD), _values(graph, Kind.WRITE)
         weight_grads = _values(graph, Kind.PARAMETER_GRAD)
-        writes, waiting = _values(graph, Kind.WRITE), _waiting(graph)
-        weight_grads += [value for value in writes if value in waiting]
-        early = [value for value in writes if value not in waiting]
-        urgent = ancestors(input_grads + early)
+        urgent = ancestors(input_grads + writes)
         if not (input_grads or late_input):
             urgent |= parameter_chain(graph, gradient, weight_grads)
         return cls(
@@ -103,10 +96,9 @@ class Reachability:
             gradient=gradient,
             urgent=urgent,
             recomputed={node for node in forward if _is_inside_checkpoint(node, gradient)},
-            overwritten=_overwritten(graph, waiting),
-            input_grads=input_grads + early,
+            overwritten=_overwritten(graph),
+            input_grads=input_grads + writes,
             weight_grads=weight_grads,
-            waiting=waiting,
         )
 
     @cached_property
@@ -118,14 +110,13 @@ class Reachability:
         reduced = descendants([n for n in self.gradient - self.urgent if is_exchange(n)])
         made = {storage_root(node) for node in self.weight_grads if node not in reduced}
         made = {node for node in made if node.op == "call_function"}
-        return made & self.gradient - self.waiting
+        return made & self.gradient
 
     def is_kept(self, node: fx.Node) -> bool:
-        """Whether the module keeps the value until W anyway: a parameter, a buffer that the
-        forward does not overwrite, or what W writes into.
+        """Whether the module keeps the value until W anyway: a parameter, or a buffer that neither
+        the forward nor I overwrites.
         """
-        fixed = node.op == "placeholder" and role_of(node).kind in FIXED
-        return fixed and node not in self.overwritten
+        return is_state(node) and node not in self.overwritten
 
 
 def _is_forwards(node: fx.Node) -> bool:
@@ -146,29 +137,10 @@ def _is_inside_checkpoint(node: fx.Node, gradient: set[fx.Node]) -> bool:
     return region is not None and all(checkpoint_region(user) == region for user in readers)
 
 
-def _overwritten(graph: fx.Graph, waiting: set[fx.Node]) -> set[fx.Node]:
+def _overwritten(graph: fx.Graph) -> set[fx.Node]:
     names = {role.name for role, _ in outputs(graph, Kind.UPDATE, Kind.WRITE)}
     state = inputs(graph, Kind.BUFFER, Kind.INPUT, Kind.TARGET)
-    return {node for role, node in state.items() if role.name in names} - waiting
-
-
-def _waiting(graph: fx.Graph) -> set[fx.Node]:
-    """What is added to by the backward and read by nothing else, with the sums: over microbatches
-    they are the same whenever W runs. All else that is written is written by I.
-    """
-    read = {role.name for role in inputs(graph, *PRIMAL)}
-    written = {role.name: value for role, value in outputs(graph, Kind.WRITE)}
-    found: set[fx.Node] = set()
-    for role, target in inputs(graph, Kind.TARGET).items():
-        chain = [target]
-        while len(chain[-1].users) == 1:
-            (user,) = chain[-1].users
-            if chain[-1] is written[role.name] and role.name not in read:
-                found.update(chain)
-            if user.target not in OPERATORS["sum"] or user.kwargs or chain[-1] in user.args[1:]:
-                break
-            chain.append(user)
-    return found
+    return {node for role, node in state.items() if role.name in names}
 
 
 _MASK = 10  # position of output_mask in convolution_backward's schema

@@ -73,7 +73,7 @@ class Division:
             ) from error
         first, second = self._cut_nodes(early, _first), self._cut_nodes(early, _second)
         reach = self._reach
-        waiting, _ = _walk(reach.weight_grads, second)
+        waiting, _ = walk(reach.weight_grads, second)
         made = self._releasable - waiting
         released = {node for node in reach.weight_grads if storage_root(node) in made}
         return _regions(self._order, reach, (first, second), released, price)
@@ -86,7 +86,7 @@ class Division:
         """The first layer: forward values that the backward reads."""
         reach = self._reach
         results = [*reach.input_grads, *reach.weight_grads]
-        read = [n for node in _walk(results, ())[0] & reach.gradient for n in node.all_input_nodes]
+        read = [n for node in walk(results, ())[0] & reach.gradient for n in node.all_input_nodes]
         for node in {*results, *read} - reach.gradient:
             self._network.add(_first(self._order[node]) + 1, SINK)
             self._add_to_first_layer(node)
@@ -110,7 +110,7 @@ class Division:
         reach = self._reach
         for node in reach.weight_grads:
             self._network.add(_second(self._order[node]) + 1, SINK)
-        for node in _walk(reach.weight_grads, ())[0]:
+        for node in walk(reach.weight_grads, ())[0]:
             index = self._order[node]
             half = _second(index)
             self._network.add(half, half + 1, self._price(node))
@@ -119,8 +119,6 @@ class Division:
             if node not in reach.gradient:
                 self._add_to_first_layer(node)
                 self._network.add(_first(index) + 1, half + 1)
-            if node in reach.waiting and node.op != "placeholder":
-                self._network.add(half, SINK)
             if early or is_free(node) or node.op == "placeholder":
                 continue
             if node not in reach.gradient and node not in reach.recomputed:
@@ -212,7 +210,7 @@ def _regions(
     price: Price,
 ) -> Regions:
     def region(wanted: Iterable[fx.Node], carried: set[fx.Node]) -> Region:
-        runs, takes = _walk(wanted, carried)
+        runs, takes = walk(wanted, carried)
         return Region(runs, sorted(takes, key=order.__getitem__))
 
     first, second = cuts
@@ -241,7 +239,7 @@ def _second(index: int) -> int:
     return 4 * index + 2
 
 
-def _walk(
+def walk(
     wanted: Iterable[fx.Node], carried: Collection[fx.Node]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
     """The nodes to run for the wanted values given the carried ones, and the carried ones that they

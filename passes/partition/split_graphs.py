@@ -62,7 +62,7 @@ from ..graph import (
     Region,
     Regions,
     Role,
-    SplitProgram,
+    SplitGraphs,
     ancestors,
     calls,
     inputs,
@@ -248,7 +248,7 @@ def _work(reach: Reachability, regions: Regions) -> dict[fx.Node, set[fx.Node]]:
     return found
 
 
-def partition_forward_backward(program: SplitProgram) -> bool:
+def partition_forward_backward(program: SplitGraphs) -> bool:
     """Fill in ``forward`` and, where an output takes a gradient, ``regions`` and ``backward``.
 
     Raises:
@@ -285,7 +285,7 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
             )
 
 
-def _fill_backward(program: SplitProgram, reach: Reachability) -> list[tuple[Role, fx.Node]]:
+def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role, fx.Node]]:
     """Divide the graph and fill in ``backward``; returns what forward must save for it."""
     graph = program.joint.graph
     regions = best_division(graph, reach, program.memory)
@@ -308,7 +308,7 @@ def _fill_backward(program: SplitProgram, reach: Reachability) -> list[tuple[Rol
     ]
 
 
-def split_backward(program: SplitProgram) -> bool:
+def split_backward(program: SplitGraphs) -> bool:
     """Fill in ``backward_input`` and ``backward_weight``; False where there is no backward.
 
     Where no input needs a gradient and there is no chain of derivatives either (see
@@ -321,12 +321,11 @@ def split_backward(program: SplitProgram) -> bool:
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
     targets = inputs(graph, Kind.TARGET)
-    late = {role.name for role, node in targets.items() if node in regions.kept}
     results = outputs(graph, Kind.PARAMETER_GRAD, Kind.WRITE)
     released = [
         (role, value)
         for role, value in results
-        if value in regions.released or (role.kind is Kind.WRITE and role.name not in late)
+        if value in regions.released or role.kind is Kind.WRITE
     ]
     program.backward_input = extract(
         program.joint,

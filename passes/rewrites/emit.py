@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from ..analysis.operators import is_effect, is_random
-from ..graph import SplitProgram
+from ..graph import SplitGraphs
 
 Emit = Callable[..., fx.Node]
 """Takes an operator and its arguments, puts the call into a graph, and returns its node."""
@@ -62,7 +62,7 @@ def erase_unread(graph: fx.Graph, node: fx.Node) -> set[fx.Node]:
 _DRAWING = ("joint", "forward")
 
 
-def dead_code(program: SplitProgram) -> bool:
+def dead_code(program: SplitGraphs) -> bool:
     """Run over every graph of the program; True if anything was removed."""
     removed = [
         module.graph.eliminate_dead_code(_is_kept_drawing if name in _DRAWING else _is_kept)

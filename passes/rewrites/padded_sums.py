@@ -1,9 +1,9 @@
-"""Rewrite sums of zero-padded disjoint slices as one concatenation.
+"""Rewrite sums of zero-padded slices that lie side by side as one concatenation.
 
 The gradient of ``x[:, t]`` is a tensor as large as ``x``, zero but for one slice. A loop over
 ``t`` (a scan written in Python), or the two halves of a rotary embedding, adds up one such
-tensor for every slice. Where slices do not overlap, every element of their sum has at most one
-term that is not padding: concatenating the slices gives the same bits.
+tensor for every slice. Where slices lie side by side, every element of their sum has one term that
+is not padding: concatenating the slices gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..analysis.operators import OPERATORS
-from ..graph import SplitProgram, calls, is_fixed, tensor_of
+from ..graph import SplitGraphs, calls, is_fixed, tensor_of
 from .emit import emit, erase
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ class _PaddedSlice:
     is_selected: bool
 
 
-def concatenate_padded_sums(program: SplitProgram) -> bool:
+def concatenate_padded_sums(program: SplitGraphs) -> bool:
     """Rewrite such sums in the joint graph; True if there was any."""
     graph = program.joint.graph
     tops = [node for node in calls(graph) if _is_sum(node) and not _is_inner(node)]
@@ -160,32 +160,17 @@ def _is_zeros(node: fx.Node) -> bool:
 
 
 def _fit_together(slices: list[_PaddedSlice]) -> bool:
-    """Whether no two overlap and they fill at least half of the sum."""
-    ends = [part.stop for part in slices]
-    starts = [part.start for part in slices]
-    filled = sum(ends) - sum(starts)
-    extent = slices[0].sizes[slices[0].dim]
-    return all(a <= b for a, b in zip(ends, starts[1:], strict=False)) and 2 * filled >= extent
+    """Whether each begins where the one before ends, and they fill the sum."""
+    ends = [0, *(part.stop for part in slices)]
+    return ends == [*(part.start for part in slices), slices[0].sizes[slices[0].dim]]
 
 
 def _concatenated(graph: fx.Graph, slices: list[_PaddedSlice], top: fx.Node) -> fx.Node:
-    dim, sizes = slices[0].dim, slices[0].sizes
-    parts: list[fx.Node] = []
-    end = 0
-
-    def pad(until: int) -> None:
-        if until > end:
-            gap = [*sizes[:dim], until - end, *sizes[dim + 1 :]]
-            like = slices[0].value.meta["val"]
-            options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
-            parts.append(emit(graph, top, aten.full.default, gap, 0, **options))
-
-    for part in slices:
-        pad(part.start)
-        value = part.value
-        if part.is_selected:
-            value = emit(graph, top, aten.unsqueeze.default, value, dim)
-        parts.append(value)
-        end = part.stop
-    pad(sizes[dim])
+    dim = slices[0].dim
+    parts = [
+        emit(graph, top, aten.unsqueeze.default, part.value, dim)
+        if part.is_selected
+        else part.value
+        for part in slices
+    ]
     return emit(graph, top, aten.cat.default, parts, dim)

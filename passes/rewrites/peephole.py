@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph import FORWARD_OUTPUT, SplitProgram, calls, outputs, tensor_of
+from ..graph import FORWARD_OUTPUT, SplitGraphs, calls, outputs, tensor_of
 from .emit import emit
 
 _MASK = 10  # position of output_mask in convolution_backward's schema
 
 
-def divide_backward_operators(program: SplitProgram) -> bool:
+def divide_backward_operators(program: SplitGraphs) -> bool:
     """Divide every fused convolution backward of the joint graph; True if any was."""
     graph = program.joint.graph
     fused = [node for node in calls(graph) if _is_fused(node)]
@@ -73,7 +73,7 @@ aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def half_precision_dropout(program: SplitProgram) -> bool:
+def half_precision_dropout(program: SplitGraphs) -> bool:
     """Rewrite every such backward into those steps; True if there was one."""
     graph = program.joint.graph
     found = [node for node in calls(graph) if _rounds_otherwise(node)]
@@ -98,7 +98,7 @@ def _rounds_otherwise(node: fx.Node) -> bool:
 aten = torch.ops.aten
 
 
-def fold_transposes(program: SplitProgram) -> bool:
+def fold_transposes(program: SplitGraphs) -> bool:
     """Replace pairs of transposes that cancel by the first one's operand; True if any was."""
     graph = program.joint.graph
     # What the user's forward returns stays a tensor of its own, as in eager.

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import autosplit
 from autosplit.capture.joint_graph import capture
-from autosplit.passes import Role, SplitProgram
+from autosplit.passes import Role, SplitGraphs
 from autosplit.passes.graph import Kind, calls, inputs, outputs
 from tests.gradients import assert_same_gradients
 
@@ -19,8 +19,8 @@ def joint_of(module: nn.Module, *args: Tensor) -> fx.GraphModule:
     return capture(module, args, {}).joint
 
 
-def program_of(module: nn.Module, *args: Tensor) -> SplitProgram:
-    return SplitProgram(joint_of(module, *args))
+def program_of(module: nn.Module, *args: Tensor) -> SplitGraphs:
+    return SplitGraphs(joint_of(module, *args))
 
 
 def ops(module: fx.GraphModule | None) -> Counter[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.passes import Pass, PassError, SplitProgram, manager, run
+from autosplit.passes import Pass, PassError, SplitGraphs, manager, run
 from tests.passes.graphs import joint_of
 
 CONVOLUTION = (nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5, requires_grad=True))
@@ -19,7 +19,7 @@ CONVOLUTION = (nn.Conv2d(2, 3, 3), torch.randn(1, 2, 5, 5, requires_grad=True))
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Puts a pass before those of the pipeline."""
 
-    def put(first: Callable[[SplitProgram], bool]) -> None:
+    def put(first: Callable[[SplitGraphs], bool]) -> None:
         named = Pass(first.__name__, first)
         monkeypatch.setattr(manager, "PASSES", (named, *manager.PASSES))
 
@@ -41,7 +41,7 @@ def test_passes_run_in_their_order() -> None:
 
 
 def test_pass_that_hides_a_change(pipeline: Callable[..., None]) -> None:
-    def sly(program: SplitProgram) -> bool:
+    def sly(program: SplitGraphs) -> bool:
         graph = program.joint.graph
         with graph.inserting_before(graph.output_node()):
             graph.call_function(torch.ops.aten.rand.default, ([3],))
@@ -53,7 +53,7 @@ def test_pass_that_hides_a_change(pipeline: Callable[..., None]) -> None:
 
 
 def test_pass_that_breaks_an_invariant_is_named(pipeline: Callable[..., None]) -> None:
-    def breaks(program: SplitProgram) -> bool:
+    def breaks(program: SplitGraphs) -> bool:
         for node in program.joint.graph.nodes:
             node.meta.pop("val", None)
         return True

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.passes import PassError, Role, SplitProgram
+from autosplit.passes import PassError, Role, SplitGraphs
 from autosplit.passes.graph import Kind, inputs, output_node
 from autosplit.passes.lowering.accumulate import accumulate
 from autosplit.passes.partition.split_graphs import partition_forward_backward, split_backward
@@ -16,7 +16,7 @@ from tests.semantics.backward_writers import IntoSum
 from tests.zoo import SwiGLU
 
 
-def whole() -> SplitProgram:
+def whole() -> SplitGraphs:
     program = program_of(nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True))
     partition_forward_backward(program)
     split_backward(program)
@@ -35,7 +35,7 @@ def test_value_unknown() -> None:
     module, nodes = hand_made()
     del nodes["dx"].meta["val"]
     with pytest.raises(PassError, match=r"joint: mul_tensor_1: has no meta\['val'\]"):
-        verify(SplitProgram(module))
+        verify(SplitGraphs(module))
 
 
 def test_tangent_in_forward() -> None:
@@ -171,7 +171,7 @@ def test_write_of_the_backward_that_no_graph_would_make() -> None:
     write = append(module, torch.ops.aten.copy_.default, nodes["x"], nodes["dx"])
     write.meta["partitioner_tag"] = "must_be_in_backward"
     with pytest.raises(PassError, match=r"joint: copy__default: the backward writes, which no"):
-        verify(SplitProgram(module))
+        verify(SplitGraphs(module))
 
 
 def test_write_that_a_pass_loses() -> None:
@@ -179,7 +179,7 @@ def test_write_that_a_pass_loses() -> None:
     partition_forward_backward(program)
     split_backward(program)
     verify(program)
-    output = output_node(program.backward_weight.graph)
+    output = output_node(program.backward_input.graph)
     kept = [at for at, role in enumerate(output.meta["roles"]) if role.kind is not Kind.WRITE]
     output.args = ([output.args[0][at] for at in kept],)
     output.meta["roles"] = tuple(output.meta["roles"][at] for at in kept)

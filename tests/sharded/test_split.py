@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp
 
 import autosplit
-from autosplit.runtime.weight_slices import SlicedWeight
 from tests.ranks import ranks
 
 from .models import (
@@ -335,30 +333,6 @@ def test_weights_of_weights() -> list[str]:
         pair.split.backward_weight()
         found += pair.step()
     return found
-
-
-@ranks(2)
-def test_groups_are_reduced_while_w_runs() -> list[str]:
-    pair, seen = Pair(sharded, model=Model(blocks=2)), []
-    with reductions() as reduced:
-        for words in pair.words():
-            loss_of(pair.split, words).backward()
-        run = SlicedWeight.run
-
-        def noted(weight: SlicedWeight, index: int, *args: Any) -> Any:
-            until = time.monotonic() + 10
-            ends = index + 1 == len(weight.parameter_names)
-            while ends and not reduced and time.monotonic() < until:
-                time.sleep(0.001)  # what is not under way by now never ends this
-            seen.append(len(reduced))
-            return run(weight, index, *args)
-
-        SlicedWeight.run = noted  # type: ignore[method-assign]
-        try:
-            pair.split.backward_weight()
-        finally:
-            SlicedWeight.run = run  # type: ignore[method-assign]
-    return [] if seen[-1:] == [1] and len(reduced) == 3 else [f"{seen}, then {reduced}"]
 
 
 @ranks(2)

@@ -18,25 +18,25 @@ tests that fail without it; where torch is mended, it can go.
 | sources are parsed for a log nobody reads | Dynamo | all | `without_trace_log_headers` |
   tests/capture/workarounds/test_trace_log_headers.py |
 | captured custom functions cannot be captured again | Dynamo | 2.13 on | `make_traceable` |
-  tests/planner/model/test_captured_model.py |
+  tests/planner/test_captured_model.py |
 | transformers' hooks are installed under a lock | Dynamo | all | `install_output_hooks` |
   tests/planner/whole_models.py |
 | transformers makes masks for an export that it leaves out else | Dynamo | all |
   `masks_left_out_as_in_eager_mode` | tests/capture/workarounds/test_masks_left_out.py |
-| whether a mask is causal is asked of its values | Dynamo | all | `masks_decided` |
-  tests/semantics/operators/test_attention_masks.py |
+| whether a mask is causal is asked of its values | Dynamo | all | `masks_not_looked_at` |
+  tests/semantics/operators/test_layers.py |
 | dropout between recurrent layers is left out; coarse ones round every step | AOTAutograd | all |
-  `divide_layers` | tests/semantics/operators/test_recurrent.py |
+  `divide_layers` | tests/semantics/operators/test_layers.py |
 | last states of an LSTM have a dimension too many | AOTAutograd | before 2.13 | `divide_layers` |
-  tests/semantics/operators/test_recurrent.py |
+  tests/semantics/operators/test_layers.py |
 | the fused recurrent kernel is not as its fake | AOTAutograd | all | `without_fused_recurrence` |
-  tests/semantics/operators/test_recurrent.py |
+  tests/semantics/operators/test_layers.py |
 | margin losses have other gradients and shapes | AOTAutograd | 2.13 | `refuse_margin_losses` |
   tests/capture/workarounds/test_margin_losses.py |
 | checks of linear algebra thread tokens through graphs | AOTAutograd | all | `without_tokens` |
-  tests/semantics/operators/test_linalg.py |
+  tests/semantics/operators/test_layers.py |
 | gradients of outputs that overlap themselves overwrite each other | AOTAutograd | all |
-  `gradients_apart` | tests/semantics/operators/test_strides.py |
+  `gradients_apart` | tests/semantics/operators/test_in_place.py |
 | sizes of three factors call ``operator.mul`` with three | AOTAutograd | 2.13 |
   `products_by_twos` | tests/capture/workarounds/test_symbolic_products.py |
 | kernels registered later are not traced | AOTAutograd | all | `traced_as_registered` |

@@ -28,12 +28,14 @@ from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import TracingContext
 from torch.autograd.function import FunctionCtx
+from torch.nn.modules.transformer import _detect_is_causal_mask
 
 from autosplit.errors import CaptureError
 from autosplit.passes.graph import source_line
 
 if TYPE_CHECKING:
-    from torch._dynamo.convert_frame import BackendInput
+    from torch._dynamo import symbolic_convert
+from torch._dynamo.convert_frame import BackendInput
 
 
 def _by_captures() -> bool:
@@ -221,8 +223,8 @@ def _apply(
     non_differentiable_idx: Any,
     saved_for_backward_idx: Any,
 ) -> Any:
-    constant, saved = tuple(non_differentiable_idx), tuple(saved_for_backward_idx)
-    return _Captured.apply(forward, backward, constant, saved, *args)  # type: ignore[no-untyped-call]
+    places = tuple(non_differentiable_idx), tuple(saved_for_backward_idx)
+    return _Captured.apply(forward, backward, *places, *args)  # type: ignore[no-untyped-call]
 
 
 class _Captured(torch.autograd.Function):
@@ -256,19 +258,15 @@ LIMIT = 2048
 
 
 @contextlib.contextmanager
-def lists_sliced_at_once() -> Iterator[None]:
-    """A slice of an ``nn.ModuleList`` is traced as one step, not as a call of ``add_module`` for
-    each of its modules: models of transformers loop over ``self.layers[:n]``, and a fifth of the
-    time that a layer took to trace was that.
+def masks_not_looked_at() -> Iterator[None]:
+    """Whether a mask is the causal one, which torch's Transformer layers ask of its values to
+    choose a kernel, is answered by what the caller says, as no graph holds such a question.
     """
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(function, "fn", None) is nn.ModuleList.__getitem__:
-            given = [*function.self_args(), *args]
-            kinds = [each.python_type() for each in given]
-            if kinds == [nn.ModuleList, slice]:
-                return original(UserFunctionVariable(cast(FunctionType, _slice)), tx, given, kwargs)
+        if getattr(function, "fn", None) is _detect_is_causal_mask:
+            function = UserFunctionVariable(cast(FunctionType, _is_said_to_be_causal))
         return original(function, tx, args, kwargs)
 
     with patch.object(UserFunctionVariable, "call_function", call_function):
@@ -295,12 +293,10 @@ def masks_left_out_as_in_eager_mode() -> Iterator[None]:
         yield
 
 
-def _slice(modules: nn.ModuleList, part: slice) -> nn.ModuleList:
-    """``modules[part]``."""
-    made = nn.ModuleList()
-    kept = list(modules._modules.values())[part]
-    made._modules.update({str(at): module for at, module in enumerate(kept)})
-    return made
+def _is_said_to_be_causal(
+    mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
+    return is_causal is True
 
 
 class LongLoopError(TorchDynamoException):

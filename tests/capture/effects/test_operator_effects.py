@@ -11,10 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autosplit.capture.export import export
-from autosplit.capture.operator_effects import Effect, effect_of, examine
+from autosplit.capture.operator_effects import Effect, EffectRecorder, examine
 
 A, B = torch.randn(128, 128), torch.randn(128, 128)
 IMAGE, KERNEL = torch.randn(1, 8, 6, 6), torch.randn(8, 8, 3, 3)
+
+
+def effect_of(call: Callable[[], Any]) -> Effect:
+    effect = Effect()
+    with EffectRecorder(effect, []):
+        effect.value = call()
+    return effect
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Batching rules: the stacked result has the bits of what the operator makes in each iteration."""
+"""Operators on stacks: the result has the bits of what the operator makes in each iteration."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -10,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autosplit.passes.loops.stacked_operators import (
+from autosplit.passes.loops.stacked_values import (
     Stacked,
-    batched_arguments,
-    batching_rule,
+    can_be_stacked,
     is_computation,
+    on_stacks,
+    stacked_arguments,
 )
-from autosplit.passes.rewrites.emit import emit
 
 aten = torch.ops.aten
 STEPS = 3
@@ -57,14 +56,13 @@ class Iterations:
         return found
 
     def together(self) -> Tensor:
-        """What the rule makes of the stacks."""
-        rule = batching_rule(self.node)
-        assert rule is not None
+        """What comes of the stacks."""
+        assert can_be_stacked(self.node)
         arguments = [
             Stacked(self.stacks[arg]) if isinstance(arg, fx.Node) else arg
-            for arg in batched_arguments(self.node)
+            for arg in stacked_arguments(self.node)
         ]
-        result = rule(functools.partial(emit, self.graph, self.node), self.node, arguments)
+        result = on_stacks(self.graph, self.node, arguments)
         assert result.meta["val"].shape == (STEPS, *self.node.meta["val"].shape)
         self.graph.output(result)
         return fx.GraphModule(nn.Module(), self.graph)(*self.values.values())
@@ -114,9 +112,8 @@ def test_a_product_with_what_all_iterations_share() -> None:
     iterations = Iterations(aten.bmm.default, stack(2, 4, 3), torch.stack([weight] * STEPS))
     expected = torch.stack(iterations.each())
     left, right = iterations.node.args
-    rule = batching_rule(iterations.node)
-    emitter = functools.partial(emit, iterations.graph, iterations.node)
-    result = rule(emitter, iterations.node, [Stacked(iterations.stacks[left]), right])
+    given = [Stacked(iterations.stacks[left]), right]
+    result = on_stacks(iterations.graph, iterations.node, given)
     iterations.graph.output(result)
     found = fx.GraphModule(nn.Module(), iterations.graph)(*iterations.values.values())
     assert torch.equal(found, expected)
@@ -131,8 +128,8 @@ def test_a_product_with_what_all_iterations_share() -> None:
         (aten.select_backward.default, (stack(4), [2, 4], 0, 1)),  # with zeros around it
     ],
 )
-def test_operators_without_a_rule(target: Any, args: tuple[Any, ...]) -> None:
-    assert batching_rule(Iterations(target, *args).node) is None
+def test_operators_that_stay_apart(target: Any, args: tuple[Any, ...]) -> None:
+    assert not can_be_stacked(Iterations(target, *args).node)
 
 
 def test_views_are_no_computation() -> None:

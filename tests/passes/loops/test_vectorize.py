@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.capture.joint_graph import capture
-from autosplit.passes import Kind, SplitProgram
+from autosplit.passes import Kind, SplitGraphs
 from autosplit.passes.graph import inputs
 from autosplit.passes.loops.vectorize import vectorize_loops
 from autosplit.passes.manager import run
@@ -83,9 +83,9 @@ def too_large(x: Tensor) -> Tensor:
 LEFT_ALONE = [gates, few, inexact, too_large]
 
 
-def joint_of(function: Callable[[Tensor], Tensor], backend: str) -> SplitProgram:
+def joint_of(function: Callable[[Tensor], Tensor], backend: str) -> SplitGraphs:
     x = X.clone().requires_grad_()
-    program = SplitProgram(
+    program = SplitGraphs(
         capture(Call(function), (x,), {}, backend_named(backend).decompositions).joint
     )
     concatenate_padded_sums(program)
@@ -101,7 +101,7 @@ def computed(joint: fx.GraphModule) -> list[Tensor]:
     return found
 
 
-def work(program: SplitProgram) -> int:
+def work(program: SplitGraphs) -> int:
     """How many operators do more than look at a tensor in another way."""
     found = ops(program.joint)
     return found.total() - sum(found[view] for view in ("select", "unsqueeze", "squeeze", "slice"))

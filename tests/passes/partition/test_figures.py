@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autosplit.passes.graph import SplitProgram
+from autosplit.passes.graph import SplitGraphs
 from autosplit.passes.memory_policy import BALANCED, FAST, LEAN
 from autosplit.passes.partition.multiplier_search import memory_tradeoff
 from autosplit.passes.rewrites.peephole import divide_backward_operators
@@ -48,7 +48,7 @@ NAMES = ["decoder", "encoder", "convolutions"]
 @pytest.fixture(scope="module", params=NAMES)
 def graph(request: pytest.FixtureRequest) -> fx.Graph:
     module = joint(request.param)
-    divide_backward_operators(SplitProgram(module))
+    divide_backward_operators(SplitGraphs(module))
     return module.graph
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.passes import PassError, Role, SplitProgram
+from autosplit.passes import PassError, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import is_view
 from autosplit.passes.graph import Kind, outputs
 from autosplit.passes.partition.split_graphs import partition_forward_backward
@@ -15,7 +15,7 @@ from tests.passes.graphs import hand_made, joint_of, names_in, names_out, ops, p
 from tests.zoo import Attention, Counter, SwiGLU
 
 
-def partitioned(module: nn.Module, *args: Tensor) -> SplitProgram:
+def partitioned(module: nn.Module, *args: Tensor) -> SplitGraphs:
     program = program_of(module, *args)
     assert partition_forward_backward(program)
     verify(program)
@@ -87,7 +87,7 @@ def test_overwritten_buffer_is_saved_as_a_copy() -> None:
     output = graph.output_node()
     output.args = ([*output.args[0], new],)
     output.meta["roles"] = (*output.meta["roles"], Role(Kind.UPDATE, "scale"))
-    program = SplitProgram(module)
+    program = SplitGraphs(module)
     partition_forward_backward(program)
     verify(program)
     assert ops(program.forward) == {"mul": 1, "add": 1, "clone": 1}
@@ -99,4 +99,4 @@ def test_output_that_depends_on_a_gradient() -> None:
     module, nodes = hand_made()
     nodes["y"].args = (nodes["g"], 2)
     with pytest.raises(PassError, match="forward values depend on output gradients: g, mul"):
-        partition_forward_backward(SplitProgram(module))
+        partition_forward_backward(SplitGraphs(module))

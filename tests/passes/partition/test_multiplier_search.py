@@ -10,7 +10,7 @@ from torch import fx
 
 from autosplit.passes import Kind, memory_setting
 from autosplit.passes.analysis.aliasing import distinct_bytes
-from autosplit.passes.errors import BudgetError
+from autosplit.passes.errors import PassError
 from autosplit.passes.graph import Regions
 from autosplit.passes.memory_policy import Memory
 from autosplit.passes.partition.multiplier_search import (
@@ -93,7 +93,7 @@ def test_budget_below_the_least_possible() -> None:
     sized.result(Kind.PARAMETER_GRAD, sized.view(sized.input(16, Kind.TANGENT)))
     graph = sized.module().graph
     with pytest.raises(
-        BudgetError,
+        PassError,
         match=r"memory=3: no division holds so little .*; the least possible is 16 bytes",
     ):
         divided(graph, memory_setting(3))

@@ -239,14 +239,14 @@ def graphs(draw: st.DrawFn, *, operators: int = 3, input_grad: bool = True) -> S
     return b
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(graphs(), st.booleans())
 def test_no_division_holds_less(b: Sized, recompute: bool) -> None:
     graph = b.module().graph
     assert held(b.cut(recompute=recompute)) == least_held(graph, recompute=recompute)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.booleans().flatmap(lambda given: graphs(operators=6, input_grad=given)),
     st.booleans(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autosplit.passes import SplitProgram
+from autosplit.passes import SplitGraphs
 from autosplit.passes.graph import calls
 from autosplit.passes.rewrites.emit import dead_code
 from tests.passes.graphs import hand_made
@@ -16,7 +16,7 @@ def targets_after(target: object, *args: object, graph: str = "joint") -> list[s
     with module.graph.inserting_before(nodes["dx"]):
         arguments = tuple(nodes.get(arg, arg) if isinstance(arg, str) else arg for arg in args)
         module.graph.call_function(target, arguments)
-    program = SplitProgram(hand_made()[0])
+    program = SplitGraphs(hand_made()[0])
     setattr(program, graph, module)
     changed = dead_code(program)
     names = [str(node.target) for node in calls(module.graph)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.passes import Kind, Role, SplitProgram
+from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import calls, outputs
 from autosplit.passes.rewrites.peephole import fold_transposes
 from autosplit.passes.verify import verify
@@ -17,7 +17,7 @@ from tests.passes.graphs import assert_gradients_are_autograds, program_of
 aten = torch.ops.aten
 
 
-def views(program: SplitProgram) -> list[str]:
+def views(program: SplitGraphs) -> list[str]:
     return [str(node.target) for node in calls(program.joint.graph)]
 
 
@@ -31,7 +31,7 @@ def test_a_linear_layer_is_left_with_what_its_products_need() -> None:
     assert not fold_transposes(program)
 
 
-def chain(*steps: Callable[[fx.Graph, fx.Node], fx.Node]) -> tuple[SplitProgram, list[fx.Node]]:
+def chain(*steps: Callable[[fx.Graph, fx.Node], fx.Node]) -> tuple[SplitGraphs, list[fx.Node]]:
     """A graph that transposes its input, [2, 3, 4], step by step, and returns the negative."""
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -43,7 +43,7 @@ def chain(*steps: Callable[[fx.Graph, fx.Node], fx.Node]) -> tuple[SplitProgram,
     negative = graph.call_function(aten.neg.default, (nodes[-1],))
     negative.meta["val"] = applied(negative)
     graph.output([negative]).meta["roles"] = (Role(Kind.OUTPUT, "output"),)
-    return SplitProgram(fx.GraphModule(nn.Module(), graph)), nodes
+    return SplitGraphs(fx.GraphModule(nn.Module(), graph)), nodes
 
 
 def applied(node: fx.Node) -> Tensor:
