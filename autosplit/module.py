@@ -13,7 +13,6 @@ from torch import nn
 
 from autosplit.autograd.delivery import Delivery, ShardedDelivery, ShardedQueue
 from autosplit.autograd.function import WeightAnchor, hooks_text, run_forward, run_split
-from autosplit.autograd.lazy_gradient import hidden
 from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
 from autosplit.autograd.pending import PendingBound, PendingQueue
 from autosplit.dump.dump import dump
@@ -164,7 +163,7 @@ class SplitModule(ModuleProxy):
             options,
             own["_max_graphs"],
             insist,
-            hidden,
+            own["_queue"].hidden,
             sharding=sharded,
             dynamic=dynamic,
         )

@@ -8,10 +8,8 @@ State of one parameter's ``.grad`` while a part of the gradient is pending.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import weakref
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from sys import getrefcount
@@ -220,7 +218,7 @@ class GradientSlot:
         sources: queues with gradients pending, in the order in which they began.
         dense: whether everything pending is known to be strided.
         failure: why a part of the gradient is lost.
-        hidden: whether it is kept out of ``.grad``, see ``hidden``.
+        hidden: whether it is kept out of ``.grad``, see ``LazyGradients.hide``.
     """
 
     __slots__ = (
@@ -408,22 +406,6 @@ class GradientSlot:
         del base
         self.hand_over(lazy, zeros)
         return lazy.value() if isinstance(lazy, LazyGradient) else lazy
-
-
-@contextlib.contextmanager
-def hidden(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Take lazy gradients out of ``.grad`` while parameters are traced, which would use them."""
-    found = [(slot, p, p.grad) for p in parameters if (slot := GradientSlot.of(p)) is not None]
-    for slot, parameter, _ in found:
-        slot.hidden, parameter.grad = True, None
-    try:
-        yield
-    finally:
-        for slot, parameter, lazy in found:
-            slot.hidden = False
-            # Another thread may have computed it.
-            if slot.state is ARMED and slot.current() is lazy and parameter.grad is None:
-                parameter.grad = lazy
 
 
 _slot = SimpleNamespace(lazy=object())

@@ -6,10 +6,11 @@ queue pending work in a ``PendingQueue``, behind lazy gradients.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -280,6 +281,18 @@ class PendingQueue:
                 thread is at it, and waiting for it from inside a ``backward()`` could block both.
         """
         compute_pending([self], lambda: self._take(microbatches), self._deliver)
+
+    @contextlib.contextmanager
+    def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Take lazy gradients out of ``.grad`` while parameters are traced."""
+        with self._lock:
+            self.lazies.hide()
+            self.lazies.conceal(parameters)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.lazies.show()
 
     def compute_for(self, parameter: Tensor) -> None:
         """Compute everything: hooks and sums then see microbatches in their order."""

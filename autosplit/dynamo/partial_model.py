@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import hooks_text
-from autosplit.autograd.lazy_gradient import hidden
 from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.capture.aot_session import compile_model
 from autosplit.dump.tables import short_source
@@ -234,7 +233,7 @@ class Partial:
         self._queue.make_room()
         microbatch = self._running.microbatch = ForwardCall(unsplit)
         try:
-            with hidden(self._model.parameters() if self._queue.pending else ()):
+            with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
                 result = forward(*args, **kwargs)
         finally:
             self._running.microbatch = None

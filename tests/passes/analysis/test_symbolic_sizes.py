@@ -41,6 +41,6 @@ def test_size_crosses_as_a_number() -> None:
     forward |= {nodes["relu"], *ancestors([size])}
     late = module.graph.create_node("call_function", torch.ops.aten.cumsum.default, (view, 0))
     late.meta["val"] = view.meta["val"]
-    reach = Reachability(forward, {view, late}, {view, late}, set(), set(), [late], [], set())
+    reach = Reachability(forward, {view, late}, {view, late}, set(), set(), [late], [])
     cut = Division(module.graph, reach, recompute=False, release=False).cut()
     assert set(cut.saved) == {nodes["relu"], size}
