@@ -40,7 +40,7 @@ ABOUT_CPUS = {
     "pipeline/training/test_rank_state.py": _GLOO,
     "pipeline/training/test_wired.py": _GLOO,
     "pipeline/ledger/test_step_memory.py": "a GPU's allocator rounds up what it gives",
-    "pipelining/test_forward_errors.py": "an assertion that fails on a GPU ends all its process does",
+    "pipelining/test_forward_errors.py": "a failed assertion on a GPU ends its process",
     "torch_internals/test_allocations.py": _GLOO,
     "semantics/calls/test_callers_memory.py": "inputs lie in NumPy's memory",
 }
