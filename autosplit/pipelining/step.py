@@ -271,9 +271,11 @@ class ScheduleSteps:
 
     def _end(self, fault: Fault) -> None:
         self._ended = fault
-        if dist.get_backend(self._group) == "gloo":
-            for rank in self._neighbours():
-                disconnect(self._group, dist.get_global_rank(self._group, rank))
+        beside = {dist.get_global_rank(self._group, rank) for rank in self._neighbours()}
+        for group in self.running.stages[0].groups():
+            if dist.get_backend(group) == "gloo":
+                for rank in beside.intersection(dist.get_process_group_ranks(group)):
+                    disconnect(group, rank)
 
     def _neighbours(self) -> list[int]:
         """Ranks of the group that have a stage next to one of this rank."""

@@ -192,13 +192,17 @@ class RuntimeStage(PipelineStage):
     def _send(self, tensors: Sequence[Tensor | None], target: int) -> list[dist.P2POp]:
         return self._operations(dist.isend, tensors, target, (self.stage_index, target))
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those that messages go over."""
+        # From torch 2.15 on, each pair of ranks may have groups of its own.
+        return [self.ranks, *getattr(self, "_p2p_edge_groups", {}).values()]
+
     def _operations(
         self, call: Any, tensors: Sequence[Tensor | None], peer: int, edge: tuple[int, int]
     ) -> list[dist.P2POp]:
         there = [tensor for tensor in tensors if tensor is not None]
         if not there:
             return []
-        # From torch 2.15 on, each pair of ranks may have groups of its own.
         group = self._get_p2p_group(*edge) if hasattr(self, "_get_p2p_group") else self.group
         rank = dist.get_global_rank(self.ranks, self.stage_index_to_group_rank[peer])
         return [dist.P2POp(call, _as_it_lies(tensor), rank, group) for tensor in there]
