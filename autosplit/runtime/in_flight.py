@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -118,6 +119,9 @@ class InFlightMicrobatches:
         self._by_number.clear()
 
 
+_RESIDUALS = attrgetter("residuals")
+
+
 class PendingWeightGradients:
     """Microbatches between I and W, and the sums that their gradients are added to.
 
@@ -168,9 +172,9 @@ class PendingWeightGradients:
 
     def _run(self, microbatches: Sequence[int]) -> None:
         """W of microbatches in one call."""
-        taken = [self.in_flight.take(microbatch) for microbatch in microbatches]
+        taken = [*map(self.in_flight.take, microbatches)]
         functions, _, state, _ = taken[0]
-        names, deferred = functions.late_parameters, [each.residuals for each in taken]
+        names, deferred = functions.late_parameters, [*map(_RESIDUALS, taken)]
         sums, how = self.into(names, state), self.sums.accumulation
         gradients = functions.backward_weight_together(deferred, sums, how)
         if sums is None:
