@@ -23,8 +23,7 @@ from autosplit.capture.workarounds.dynamo import (
     graph_put_aside,
     inline_compile_regions,
     install_output_hooks,
-    masks_left_out_as_in_eager_mode,
-    masks_not_looked_at,
+    masks_without_values,
     refuse_absent_gradients,
     refuse_lost_hooks,
     unrolling_limited,
@@ -104,8 +103,7 @@ def _export(
             with (
                 function_modes_known(),
                 refuse_lost_hooks(),
-                masks_left_out_as_in_eager_mode(),
-                masks_not_looked_at(),
+                masks_without_values(),
                 grouped_products_of_any_dtype(),
                 opaque(),
             ):

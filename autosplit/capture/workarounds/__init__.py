@@ -22,8 +22,8 @@ tests that fail without it; where torch is mended, it can go.
 | transformers' hooks are installed under a lock | Dynamo | all | `install_output_hooks` |
   tests/planner/whole_models.py |
 | transformers makes masks for an export that it leaves out else | Dynamo | all |
-  `masks_left_out_as_in_eager_mode` | tests/capture/workarounds/test_masks_left_out.py |
-| whether a mask is causal is asked of its values | Dynamo | all | `masks_not_looked_at` |
+  `masks_without_values` | tests/capture/workarounds/test_masks_left_out.py |
+| whether a mask is causal is asked of its values | Dynamo | all | `masks_without_values` |
   tests/semantics/operators/test_layers.py |
 | dropout between recurrent layers is left out; coarse ones round every step | AOTAutograd | all |
   `divide_layers` | tests/semantics/operators/test_layers.py |

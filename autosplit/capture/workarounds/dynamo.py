@@ -258,34 +258,25 @@ LIMIT = 2048
 
 
 @contextlib.contextmanager
-def masks_not_looked_at() -> Iterator[None]:
-    """Whether a mask is the causal one, which torch's Transformer layers ask of its values to
-    choose a kernel, is answered by what the caller says, as no graph holds such a question.
+def masks_without_values() -> Iterator[None]:
+    """Kernels of attention are chosen by what the caller says, not by values of masks.
+
+    torch's Transformer layers ask of a mask's values whether it is the causal one, which no graph
+    holds: it is where the caller says so. And transformers leaves out a mask that says no more than
+    ``is_causal=True``, in eager mode and under ``torch.compile``: with one, other kernels run, for
+    which grouped keys and values are repeated. For ``torch.export`` it makes them all, as its
+    graphs are for whatever values; these are for what their guards allow, so it is told otherwise.
     """
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(function, "fn", None) is _detect_is_causal_mask:
+        called = getattr(function, "fn", None)
+        if called is _detect_is_causal_mask:
             function = UserFunctionVariable(cast(FunctionType, _is_said_to_be_causal))
-        return original(function, tx, args, kwargs)
-
-    with patch.object(UserFunctionVariable, "call_function", call_function):
-        yield
-
-
-@contextlib.contextmanager
-def masks_left_out_as_in_eager_mode() -> Iterator[None]:
-    """Masks of transformers that say no more than ``is_causal=True`` are left out, as they are in
-    eager mode and under ``torch.compile``: with a mask, attention runs other kernels, for which
-    grouped keys and values are repeated. For ``torch.export`` it makes them all, as its graphs are
-    for whatever values; these are for the values that their guards allow.
-    """
-    original: Any = UserFunctionVariable.call_function
-
-    def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        asked = getattr(getattr(function, "fn", None), "__name__", "")
-        asks = tx.f_globals.get("__name__")
-        if (asks, asked) == ("transformers.masking_utils", "is_torchdynamo_exporting"):
+        elif (
+            getattr(called, "__name__", "") == "is_torchdynamo_exporting"
+            and tx.f_globals.get("__name__") == "transformers.masking_utils"
+        ):
             return ConstantVariable.create(False)
         return original(function, tx, args, kwargs)
 
