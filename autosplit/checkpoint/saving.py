@@ -190,7 +190,7 @@ def _state(
         )
     }
     # Of a tensor that ranks share each writes its part; of what each has the first.
-    alone = ranks.place.part == (0, 0)
+    alone = not any(ranks.place)
     model = {name: tensors[at] for at, entry in homes.items() for name in entry.names}
     if found := {name: each for name, each in model.items() if alone or is_dtensor(each)}:
         state["model"] = found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -14,14 +14,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from autosplit.errors import PipelineError
 
 PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+EXPERT, EXPERT_SHARD, CONTEXT = "ep", "efsdp", "cp"
 
 DIMENSIONS = {
     PIPELINE: "the stages of one pipeline",
     REPLICATE: "replicas of it, each with its own share of the batch",
     SHARD: "replicas whose parameters fully_shard has sharded, each with its own share, too",
+    EXPERT: "replicas of all but the experts, of which each has its own, and its own share, too",
+    EXPERT_SHARD: f"'dp_shard' of experts; all else is sharded over {EXPERT!r}, too",
+    CONTEXT: "replicas, each with its own part of every sequence",
     TENSOR: "parameters sharded by parallelize_module",
 }
 """The dimensions that are known, with what lies along each."""
+
+_APART = (
+    (EXPERT, TENSOR, ""),
+    (EXPERT, CONTEXT, ""),
+    (EXPERT, SHARD, f": call that of experts {EXPERT_SHARD!r}"),
+)
+"""Those that are not beside each other, and what is said of it."""
 
 
 class Place(NamedTuple):
@@ -30,16 +41,12 @@ class Place(NamedTuple):
     replicate: int = 0
     shard: int = 0
     tensor: int = 0
+    inner: int = 0
 
     @property
-    def share(self) -> tuple[int, int]:
+    def share(self) -> tuple[int, ...]:
         """Tells the pipelines with one share of the batch from those with another."""
-        return self.replicate, self.shard
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Tells the pipelines with one part of the parameters from those with another."""
-        return self.shard, self.tensor
+        return self.replicate, self.shard, self.inner
 
 
 @dataclass(frozen=True)
@@ -54,20 +61,25 @@ class RankLayout:
         own: which of the pipelines this rank is in.
         device_type: of the mesh, such as "cpu"; empty without one.
         places: of each pipeline, in the same order.
+        sharded: whether the mesh has a dimension for shards.
+        inner: "ep" or "cp", whichever the mesh has, along which replicas of parameters exchange
+            what they compute, and shards of a stage go on; empty without.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
     own: int = 0
     device_type: str = ""
     places: tuple[Place, ...] = (Place(),)
+    sharded: bool = False
+    inner: str = ""
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> RankLayout:
         """The layout that a mesh describes.
 
         Raises:
-            PipelineError: no mesh, dimensions without names or with unknown ones, or other ranks
-                than those of the default process group.
+            PipelineError: no mesh, dimensions without names, with unknown ones or with such as are
+                not beside each other, or other ranks than those of the default process group.
         """
         names = _names(mesh)
         _check_ranks(_flat(mesh.mesh.tolist()), names, mesh.shape)
@@ -78,13 +90,17 @@ class RankLayout:
         length = table.shape[-1] if PIPELINE in axes else 1
         pipelines = tuple(tuple(row) for row in table.reshape(-1, length).tolist())
         found = [dict(zip(others, at, strict=True)) for at in product(*map(range, sizes))]
+        shard, inner = (
+            next((name for name in several if name in axes), "")
+            for several in ((SHARD, EXPERT_SHARD), (EXPERT, CONTEXT))
+        )
         places = tuple(
-            Place(*(at.get(axes.get(name, -1), 0) for name in (REPLICATE, SHARD, TENSOR)))
+            Place(*(at.get(axes.get(name, -1), 0) for name in (REPLICATE, shard, TENSOR, inner)))
             for at in found
         )
         rank = dist.get_rank()
         own = next(number for number, row in enumerate(pipelines) if rank in row)
-        return cls(pipelines, own, mesh.device_type, places)
+        return cls(pipelines, own, mesh.device_type, places, bool(shard), inner)
 
     @classmethod
     def alone(cls, ranks: int) -> RankLayout:
@@ -117,41 +133,50 @@ class RankLayout:
         return len({place.tensor for place in self.places})
 
     @property
+    def exchanges(self) -> bool:
+        """Whether graphs of several ranks exchange what they compute."""
+        return len({(place.tensor, place.inner) for place in self.places}) > 1
+
+    @property
+    def experts(self) -> bool:
+        """Whether ranks may have experts of their own."""
+        return self.inner == EXPERT
+
+    @property
+    def shards(self) -> int:
+        """How many ranks have a shard each of the parameters of a stage, but for experts."""
+        return len({place.share[1:] for place in self.places}) if self.sharded else 1
+
+    @property
     def columns(self) -> list[tuple[int, ...]]:
         """For each pipeline rank all ranks at that place in their pipelines."""
         return [*zip(*self.pipelines, strict=True)]
 
     @property
-    def copies(self) -> list[tuple[int, ...]]:
-        """All sets of ranks that hold the same parameters, one of each replica."""
-        return self._sets(lambda place: place.part)
-
-    @property
-    def shards(self) -> int:
-        """How many ranks have a shard each of the parameters of a stage."""
-        return len({place.shard for place in self.places})
-
-    @property
-    def shard_groups(self) -> list[tuple[int, ...]]:
-        """All sets of ranks that have the shards of the same parameters."""
-        return self._sets(lambda place: (place.replicate, place.tensor))
-
-    @property
     def peers(self) -> list[tuple[int, ...]]:
         """All sets of ranks that run one stage on shares of the batch of their own."""
-        return self._sets(lambda place: (place.tensor,))
+        return self.sets("replicate", "shard", "inner")
 
     @property
-    def tensor_groups(self) -> list[tuple[int, ...]]:
-        """All sets of ranks that share the tensors of a stage, and the same batch."""
-        return self._sets(lambda place: place.share)
+    def copies(self) -> list[tuple[int, ...]]:
+        """All sets of ranks that hold the same parameters, experts and shards included."""
+        return self.sets("replicate")
 
-    def _sets(self, key: Callable[[Place], tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The ranks at one place in their pipelines, apart by ``key``, in one order on all."""
-        found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    def shard_groups(self, *, experts: bool = False) -> list[tuple[int, ...]]:
+        """All sets of ranks that have the shards of the same parameters, or of the same experts."""
+        return self.sets("shard") if experts else self.sets("shard", "inner")
+
+    def sets(self, *along: str) -> list[tuple[int, ...]]:
+        """All sets of ranks, each with others only along some dimensions, in one order on all.
+
+        Args:
+            along: fields of ``Place``.
+        """
+        found: dict[tuple[int, Place], list[int]] = {}
+        apart = dict.fromkeys(along, 0)
         for at, column in enumerate(self.columns):
             for rank, place in zip(column, self.places, strict=True):
-                found.setdefault((at, key(place)), []).append(rank)
+                found.setdefault((at, place._replace(**apart)), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
     @property
@@ -181,6 +206,9 @@ def _names(mesh: Any) -> tuple[str, ...]:
             raise PipelineError(
                 f"mesh dimension {name!r} is not supported; those that are: {known_dimensions()}"
             )
+    for one, other, advice in _APART:
+        if one in names and other in names:
+            raise PipelineError(f"a mesh has not both {one!r} and {other!r}{advice}")
     return tuple(names)
 
 

@@ -91,6 +91,10 @@ class Sharding:
         names = getattr(self.mesh, "mesh_dim_names", None) or range(len(self.placements))
         return list(zip(map(str, names), self.placements, strict=True))
 
+    def is_sharded_along(self, name: str) -> bool:
+        """Whether ranks along a dimension of this name have parts of their own."""
+        return any(own == name and lies.is_shard() for own, lies in self.by_dimension())
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the mesh, as the default process group numbers them."""

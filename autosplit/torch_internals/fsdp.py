@@ -311,30 +311,41 @@ class ParameterGroup:
         return shards.tolist(), copies.tolist()
 
     @contextlib.contextmanager
-    def communicating(self, gathering: Any, reducing: Any, copying: Any) -> Iterator[bool]:
+    def communicating(
+        self, gathering: Any, reducing: Any, copying: Any, parts: int | None = None
+    ) -> Iterator[bool]:
         """Communicate over other process groups of the same ranks inside.
 
         Args:
             gathering: for parameters.
             reducing: for gradients.
             copying: for gradients of ranks that hold the same shards; None where none do.
+            parts: by what to divide sums of gradients, where ``set_gradient_divide_factor`` has not
+                said; None: by how many ranks reduce them.
 
         Returns:
             Whether parameters and gradients go over groups of their own, as from torch 2.13 on.
         """
-        before = self._group.mesh_info
-        info = copy.copy(before)
+        group = self._group
+        before = group.mesh_info, group.gradient_divide_factor, group.force_sum_reduction_for_comms
+        if parts is not None and group.gradient_divide_factor is None:
+            group.gradient_divide_factor = float(parts)
+            # Gloo knows no sum that is multiplied before; alone, torch would divide twice.
+            group.force_sum_reduction_for_comms = gathering.size() > 1
+        info = copy.copy(group.mesh_info)
         apart = hasattr(info, "reduce_scatter_process_group")
         info.shard_process_group = gathering
         if apart:
             info.reduce_scatter_process_group = reducing
         if info.replicate_mesh_dim is not None:
             info.replicate_process_group = copying
-        self._group.mesh_info = info
+        group.mesh_info = info
         try:
             yield apart
         finally:
-            self._group.mesh_info = before
+            group.mesh_info, group.gradient_divide_factor, group.force_sum_reduction_for_comms = (
+                before
+            )
 
     def forget(self, sharded: int) -> None:
         """Drop what was accumulated for one of the sharded parameters (its ``id``)."""

@@ -16,7 +16,7 @@ Results = list[dict[str, Any]]
 
 KNOWN = "'pp' (the stages of one pipeline), 'dp_replicate' (replicas of it, each with its own share"
 SAID = {
-    "ep": f"mesh dimension 'ep' is not supported; those that are: {KNOWN}",
+    "dp": f"mesh dimension 'dp' is not supported; those that are: {KNOWN}",
     "nameless": "the dimensions of the mesh of (2, 2) ranks have no names: init_device_mesh(",
     "tp": "the mesh has 2 ranks along 'tp', and no parameter of any stage is shared by them",
     "half": "the mesh (pp=2) is of 2 ranks, [0, 1], and the process group has 4, 0 to 3",

@@ -22,7 +22,12 @@ def folder(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-CASES = ("replicas_of_shared_stages", "copies_of_shards_of_shared_tensors", "uneven_shards")
+CASES = (
+    "replicas_of_shared_stages",
+    "copies_of_shards_of_shared_tensors",
+    "shards_of_experts",
+    "uneven_shards",
+)
 
 
 @pytest.mark.parametrize("case", CASES)

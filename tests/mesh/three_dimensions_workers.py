@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from autosplit.errors import AutosplitError
 from autosplit.pipeline import PipelineTrainer
 
+from .expert_workers import Reference, built
 from .sharded_tensor_workers import Eager, gradients_of, lie_alike
 from .tensor_parallel_workers import (
     FEW,
@@ -31,6 +32,7 @@ from .tensor_parallel_workers import (
     trainer,
 )
 from .workers import norm_of, of_shares
+from .workers import trainer as experts_trainer
 
 
 def _mesh(*names: str) -> DeviceMesh:
@@ -139,6 +141,16 @@ def copies_of_shards_of_shared_tensors() -> dict[str, Any]:
         }
 
 
+def shards_of_experts() -> dict[str, Any]:
+    """Held against one process, which has the tokens of two ranks in one call of an expert."""
+    mesh = _mesh("pp", "efsdp", "ep")
+    own = 2 * mesh.get_local_rank("efsdp") + mesh.get_local_rank("ep")
+    with experts_trainer(mesh, built(mesh), max_grad_norm=0.5) as made:
+        reference = Reference((0, 1), [(0, 1), (2, 3)])
+        reference.agrees(made, own, exact=lambda name: ".experts." in name)
+    return {"agrees": True}
+
+
 def uneven_shards(found: Path) -> None:
     """A step, and then rank 5 is killed in the second microbatch of another."""
     global _to_live
@@ -164,7 +176,8 @@ def with_a_death(folder: Path) -> None:
     folder.
     """
     rank = dist.get_rank()
-    for case in (replicas_of_shared_stages, copies_of_shards_of_shared_tensors):
+    cases = (replicas_of_shared_stages, copies_of_shards_of_shared_tensors, shards_of_experts)
+    for case in cases:
         (folder / f"{case.__name__}{rank}").write_bytes(pickle.dumps(case()))
     try:
         uneven_shards(folder / f"uneven_shards{rank}")

@@ -517,7 +517,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     half = tuple(each[:4] for each in own) if replica else own
     nan = (own[0] * float("nan"), own[1]) if replica else own
     found = {
-        "ep": built(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))),
+        "dp": built(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))),
         "nameless": built(init_device_mesh("cpu", (2, 2))),
         "tp": built(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))),
         "half": built(DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))),

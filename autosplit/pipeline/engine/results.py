@@ -232,7 +232,7 @@ class Agreement:
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
         """Hold pipelines that share tensors against each other: what each would do by itself."""
-        rows: dict[tuple[int, int], int] = {}
+        rows: dict[tuple[int, ...], int] = {}
         precision = max(_ROUNDING, 4 * torch.finfo(self._dtype).eps)
         for row, place in enumerate(self._layout.places):
             first = rows.setdefault(place.share, row)

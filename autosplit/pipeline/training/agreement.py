@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.dimensions import RankLayout
+from autosplit.mesh.dimensions import Place, RankLayout
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory
@@ -57,8 +57,8 @@ def check_layout(layout: RankLayout) -> None:
             what = f"its pipelines are {pipelines} on rank 0 and {others} on rank {rank}"
             if others == pipelines:
                 what = (
-                    f"its pipelines are at the places {places} along 'dp_replicate', "
-                    f"'dp_shard' and 'tp' on rank 0 and {other_places} on rank {rank}"
+                    f"its pipelines are at the places {places} along {', '.join(Place._fields)} "
+                    f"on rank 0 and {other_places} on rank {rank}"
                 )
             if not (kind and other_kind):
                 what = f"rank {rank if kind else 0} has none: {what}"

@@ -81,7 +81,7 @@ class RankState:
         if self.sharded is not None:
             _refuse_beside_shards(shared, schedule)
         self.parts: TensorParts | None = None
-        if layout.tensor_ranks > 1 or self.sharded is not None or any(_dtensors(modules.values())):
+        if layout.exchanges or self.sharded is not None or any(_dtensors(modules.values())):
             self.parts = TensorParts(modules, groups, sharded.parameters)
         self.twice: StagesTwice | None = None
         if schedule.mirror is not None:

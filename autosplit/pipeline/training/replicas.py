@@ -26,11 +26,11 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.timeline import Span
-from autosplit.torch_internals.dtensor import local_tensor
+from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 from autosplit.torch_internals.state import versions
 
 from .sharded_stages import ShardedStages
-from .stage_copies import adopt, check_alike
+from .stage_copies import adopt, check_alike, is_expert
 
 Completion = tuple[int, tuple[str, ...]]
 """A stage, and those of its parameters whose gradients are complete at once."""
@@ -74,11 +74,10 @@ class ModelReplicas:
         self._is_shared = is_shared
         self._sharded = sharded
         self._shards = frozenset(() if sharded is None else sharded.parameters)
-        self._link = groups.of_several(groups.layout.copies)
-        # Whoever has another share of the batch, also of those that have other shards.
-        self._peers = self._link
-        if groups.layout.shards > 1:
-            self._peers = groups.of_several(groups.layout.peers)
+        layout = groups.layout
+        # Whoever has another share of the batch; and of those whoever has the same experts.
+        self._peers = groups.of_several(layout.peers)
+        self._copies = groups.of_several(layout.copies) if layout.experts else None
         self._queues: dict[
             tuple[Completion, ...], tuple[ReductionQueue, list[GradientReduction]]
         ] = {}
@@ -87,12 +86,12 @@ class ModelReplicas:
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
         self._bytes: dict[int, int] = {}
         if self._peers is not None:
-            check_alike(
-                modules, groups.everybody, groups.layout.peers, "replicas of the same stages"
-            )
+            check_alike(modules, groups.everybody, layout.peers, "replicas of the same stages")
             self._adopt([t for t in _tensors(modules) if id(t) not in self._shards])
             self._marks = self._buffer_marks()
-            for part in groups.gather({at: _trained_bytes(each) for at, each in modules.items()}):
+            for part in groups.gather(
+                {at: self._reduced_bytes(each) for at, each in modules.items()}
+            ):
                 self._bytes |= part
 
     @property
@@ -173,6 +172,19 @@ class ModelReplicas:
         link = measure_sum(self._groups, device, self._peers)
         return Reductions([self._bytes[at] for at in sorted(self._bytes)], link, CAP)
 
+    def _reduced_bytes(self, module: nn.Module) -> int:
+        """Of the gradients that others have a share of."""
+        alone = self._copies is None
+        reduced = (
+            p
+            for p in module.parameters()
+            if p.requires_grad and not (alone and id(p) not in self._shards and _is_expert(p))
+        )
+        return sum(
+            local_tensor(p).numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize
+            for p in reduced
+        )
+
     @property
     def spans(self) -> list[Span]:
         """When the last reductions ran, where that was noted."""
@@ -232,7 +244,10 @@ class ModelReplicas:
             *((last[at],) for at in early),
             *(() for _ in late),
         ]
-        members = [Member([known[at][1]], 0, self._link, known[at][0]) for at in (*early, *late)]
+        members = [
+            Member([parameter], 0, self._copies if _is_expert(parameter) else self._peers, stage)
+            for stage, parameter in (known[at] for at in (*early, *late))
+        ]
         # Those that wait for the end have buckets of their own.
         found = self._buckets_of(members[: len(early)], needs)
         found += self._buckets_of(members[len(early) :], needs[len(early) :])
@@ -255,7 +270,7 @@ class ModelReplicas:
     def _buckets_of(
         self, members: Sequence[Member], needs: Sequence[tuple[Completion, ...]]
     ) -> list[tuple[GradientReduction, set[Completion]]]:
-        made = buckets_of(members, self._groups.losing, parts=self._groups.layout.replicas, cap=CAP)
+        made = buckets_of(members, self._groups.losing, parts=self._groups.layout.shares, cap=CAP)
         return [(bucket, {each for at in places for each in needs[at]}) for bucket, places in made]
 
     def _buffer_marks(self) -> dict[tuple[int, str], tuple[int, int]]:
@@ -266,24 +281,25 @@ class ModelReplicas:
         }
 
     def _adopt(self, tensors: Sequence[Tensor]) -> None:
-        """Take over the values of the first replica."""
-        own = self._groups.everybody.rank
-        source = next(ranks[0] for ranks in self._groups.layout.peers if own in ranks)
-        adopt(tensors, source, self._peers, self._groups, _OTHERS)
+        """Take over the values of the first replica, of experts the first that has the same."""
+        layout, own = self._groups.layout, self._groups.everybody.rank
+        for sets, link, experts in (
+            (layout.peers, self._peers, False),
+            (layout.copies, self._copies, True),
+        ):
+            source = next(ranks[0] for ranks in sets if own in ranks)
+            found = [tensor for tensor in tensors if _is_expert(tensor) is experts]
+            adopt(found, source, link, self._groups, _OTHERS)
+
+
+def _is_expert(tensor: Tensor) -> bool:
+    return is_dtensor(tensor) and is_expert(Sharding.of(tensor))
 
 
 def _buffers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[tuple[int, str], Tensor]]:
     for stage, module in modules.items():
         for name, buffer in module.named_buffers():
             yield (stage, name), buffer
-
-
-def _trained_bytes(module: nn.Module) -> int:
-    trained = (p for p in module.parameters() if p.requires_grad)
-    return sum(
-        local_tensor(p).numel() * (getattr(p, "grad_dtype", None) or p.dtype).itemsize
-        for p in trained
-    )
 
 
 def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ShardedError
-from autosplit.mesh.dimensions import PIPELINE, REPLICATE, SHARD
+from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
 from autosplit.mesh.reduction import GradientReduction
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.torch_internals.autograd import has_accumulate_hooks
 from autosplit.torch_internals.distributed import fsdp_part
 
-from .stage_copies import adopt
+from .stage_copies import adopt, is_expert
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
@@ -107,7 +107,8 @@ class GroupReduction(GradientReduction):
 
 
 class ShardedStages:
-    """This rank's stages whose parameters are sharded over the ranks along "dp_shard".
+    """This rank's stages whose parameters are sharded over the ranks along "dp_shard", beside "cp"
+    along both; beside "ep" along that and "efsdp", but experts along the latter.
 
     All that they communicate goes over groups of the trainer, whose waits end when a rank fails.
     Replicas of the shards start with the values of the first. Creating one is collective over all
@@ -165,14 +166,23 @@ class ShardedStages:
         layout = self._groups.layout
         # For parameters and for gradients one each: which of two messages starts first, where both
         # are under way, is not the same on all ranks.
-        gathering, reducing = (self._groups.of(layout.shard_groups) for _ in range(2))
+        links = {
+            experts: tuple(
+                self._groups.of(layout.shard_groups(experts=experts)) for _ in ("gather", "reduce")
+            )
+            for experts in ((False, True) if layout.experts else (False,))
+        }
         copying = self._groups.of_several(layout.copies)
         own = self._groups.everybody.rank
         first = next(ranks[0] for ranks in layout.copies if own in ranks)
         every = [group for stage in self._stages.values() for group in stage.groups]
         for group in every:
+            experts = _has_experts(group)
+            # Those of one rank have the tokens of all along "ep".
+            parts = layout.shares if experts else None
+            gathering, reducing = links[experts]
             self._apart = self._restore.enter_context(
-                group.communicating(gathering, reducing, copying)
+                group.communicating(gathering, reducing, copying, parts)
             )
             adopt(group.parameters, first, copying, self._groups, _SHARDS)
 
@@ -313,34 +323,55 @@ def _sharded(module: nn.Module) -> ShardedModule:
     return ShardedModule(module)
 
 
-def _advice(groups: Groups) -> str:
-    call = "fully_shard(module, mesh=mesh[{}]), with the mesh that PipelineTrainer gets"
-    if groups.layout.replicas == 1:
-        return call.format(f"{SHARD!r}")
-    return call.format(f"{REPLICATE!r}, {SHARD!r}") + (
-        f", where init_device_mesh named {REPLICATE!r} before {SHARD!r}: torch takes the "
+def _has_experts(group: ParameterGroup) -> bool:
+    return any(is_expert(lies) for _, lies in group.gathered_shardings)
+
+
+def _advice(layout: RankLayout, *, experts: bool = False) -> str:
+    shard = EXPERT_SHARD if layout.experts else SHARD
+    flat = bool(layout.inner) and not experts
+    names = ["fsdp" if flat else shard]
+    if layout.replicas > 1:
+        names = [REPLICATE, *names]
+    over = ", ".join(map(repr, names))
+    call = f"fully_shard(module, mesh=mesh[{over}]), with the mesh that PipelineTrainer gets"
+    if flat:
+        call += f", of which mesh[{shard!r}, {layout.inner!r}]._flatten('fsdp') was called"
+    if layout.replicas == 1:
+        return call
+    return call + (
+        f", where init_device_mesh named {REPLICATE!r} before {shard!r}: torch takes the "
         "dimensions of a mesh in their order only"
     )
 
 
 def _check_lies(stage: int, group: ParameterGroup, groups: Groups) -> None:
     layout, own = groups.layout, groups.everybody.rank
+    experts = _has_experts(group)
+    if experts and not all(is_expert(lies) for _, lies in group.gathered_shardings):
+        raise ShardedError(
+            f"stage {stage}'s parameters of {group.name} are experts and others, which other ranks "
+            f"share: call {_advice(layout, experts=True)}, for the module of the experts before"
+        )
     shards, copies = map(sorted, group.ranks)
-    here = sorted(next(ranks for ranks in layout.shard_groups if own in ranks))
+    here = sorted(next(r for r in layout.shard_groups(experts=experts) if own in r))
     replicas = sorted(next(ranks for ranks in layout.copies if own in ranks))
-    if (shards, copies) == (here, replicas):
-        return
     what = f"stage {stage}'s parameters of {group.name} are sharded over the ranks {shards}"
     what += f", each with copies on {copies}" if len(copies) > 1 else ""
     if layout.shards == 1 and len(shards) > 1:
+        name = EXPERT_SHARD if layout.experts else SHARD
+        names = filter(None, (PIPELINE, name, layout.inner))
         raise ShardedError(
-            f"{what}, and PipelineTrainer has no mesh with {SHARD!r}: give it "
-            f"mesh=init_device_mesh(..., mesh_dim_names=({PIPELINE!r}, {SHARD!r})), and call "
-            f"fully_shard(module, mesh=mesh[{SHARD!r}])"
+            f"{what}, and PipelineTrainer has no mesh with {name!r}: give it "
+            f"mesh=init_device_mesh(..., mesh_dim_names=({', '.join(map(repr, names))})), and call "
+            f"{_advice(layout)}"
         )
+    if (shards, copies) == (here, replicas):
+        return
     wanted = f"{here}" + (f", each with copies on {replicas}" if len(replicas) > 1 else "")
     raise ShardedError(
-        f"{what}; along the trainer's mesh these are {wanted}: call {_advice(groups)}"
+        f"{what}; along the trainer's mesh these are {wanted}: call "
+        f"{_advice(layout, experts=experts)}"
     )
 
 

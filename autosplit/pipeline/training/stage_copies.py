@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ShardedError
-from autosplit.mesh.dimensions import SHARD, TENSOR
+from autosplit.mesh.dimensions import EXPERT, TENSOR
 from autosplit.pipeline.engine.control import Control
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -151,9 +151,10 @@ class StagesTwice:
 
 
 class TensorParts:
-    """What this rank's stages have to do with those that have other parts of the same tensors.
+    """What this rank's stages have to do with those that have other parts of the same tensors, or
+    other experts.
 
-    Parameters that are not shared by these ranks, of which each has a copy (or of those that are
+    Parameters that ranks along "tp" do not share, of which each has a copy (or of those that are
     sharded over others, of its shard), start with the values of the first. Creating one is
     collective over all ranks.
 
@@ -164,53 +165,56 @@ class TensorParts:
             is gathered: None where a rank has the whole then.
 
     Raises:
-        ShardedError: a DTensor over other ranks than those of "tp" in the trainer's mesh.
-        PipelineError: no tensor of the model is shared by ranks, though the mesh has "tp"; or they
-            have not built their stages alike.
+        ShardedError: a DTensor over other ranks than those of "tp" or "ep" in the trainer's mesh.
+        PipelineError: no tensor of the model is shared by ranks, though the mesh has "tp" or "ep";
+            or they have not built their stages alike.
     """
 
     def __init__(
         self, modules: Modules, groups: Groups, sharded: Mapping[int, Sharding | None]
     ) -> None:
         layout = groups.layout
-        self._place = layout.place
-        own = groups.everybody.rank
-        group = next(ranks for ranks in layout.tensor_groups if own in ranks)
+        self._place, self._sharded = layout.place, sharded
+        name = EXPERT if layout.experts else TENSOR
+        sets = layout.sets("inner" if layout.experts else "tensor")
+        group = next(ranks for ranks in sets if groups.everybody.rank in ranks)
         shared = 0
         copies: dict[int, Tensor] = {}
         for stage, module in modules.items():
-            for name, tensor in _named(module):
+            for own, tensor in _named(module):
                 lies = Sharding.of(tensor) if is_dtensor(tensor) else None
                 lies = sharded.get(id(tensor), lies)
                 if lies is not None:
                     shared += 1
-                    _check_lies(f"stage {stage}'s {name}", lies, group)
+                    _check_lies(f"stage {stage}'s {own}", lies, name, group)
                     for each in lies.mesh.get_all_groups():
                         groups.watch_lent(each)
                 elif isinstance(tensor, nn.Parameter):
                     copies[id(tensor)] = tensor
-        if len(group) > 1:
-            if not any(groups.everybody.gather(shared)):
-                raise PipelineError(
-                    f"the mesh has {len(group)} ranks along {TENSOR!r}, and no parameter of any "
-                    "stage is shared by them: let each stage be parallelize_module(stage, "
-                    f"mesh[{TENSOR!r}], plan), or take a mesh without {TENSOR!r}"
-                )
-            check_alike(modules, groups.everybody, layout.tensor_groups, "parts of the same stages")
-            others = "the ranks that share its tensors"
-            adopt(
-                copies.values(), group[0], groups.of_several(layout.tensor_groups), groups, others
+        if len(group) > 1 and not any(groups.everybody.gather(shared)):
+            raise PipelineError(
+                f"the mesh has {len(group)} ranks along {name!r}, and no parameter of any stage is "
+                f"shared by them: let {_SHARING[name]}, or take a mesh without {name!r}"
             )
+        if layout.tensor_ranks > 1:
+            check_alike(modules, groups.everybody, sets, "parts of the same stages")
+            others = "the ranks that share its tensors"
+            adopt(copies.values(), group[0], groups.of_several(sets), groups, others)
 
     def is_counted(self, parameter: Tensor) -> bool:
         """Whether this rank counts what it has of a parameter where the model's elements are
         counted: of copies the first rank's.
         """
-        lies = Sharding.of(parameter).by_dimension() if is_dtensor(parameter) else []
-        # What two dimensions shard has a placement of another kind along one of them.
-        sharded = {name for name, placement in lies if not placement.is_replicate()}
-        places = {SHARD: self._place.shard, TENSOR: self._place.tensor}
-        return all(name in sharded or not at for name, at in places.items())
+        lies = Sharding.of(parameter) if is_dtensor(parameter) else None
+        lies = self._sharded.get(id(parameter), lies)
+        sharded = id(parameter) in self._sharded
+        place = self._place
+        apart = {
+            "tensor": lies is not None and lies.is_sharded_along(TENSOR),
+            "inner": is_expert(lies) or sharded,
+            "shard": sharded,
+        }
+        return all(own or not getattr(place, name) for name, own in apart.items())
 
     def lay_gradients_out(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have the gradients of DTensors lie as these do; collective over their ranks."""
@@ -218,17 +222,36 @@ class TensorParts:
             lay_gradient_out(parameter)
 
 
-def _check_lies(what: str, lies: Sharding, group: tuple[int, ...]) -> None:
-    names = [name for name, _ in lies.by_dimension()]
-    if names == [TENSOR] and lies.ranks == tuple(sorted(group)):
+def is_expert(lies: Sharding | None) -> bool:
+    """Whether a tensor that lies so has experts, of which ranks along "ep" have their own."""
+    return lies is not None and lies.is_sharded_along(EXPERT)
+
+
+_SHARING = {
+    TENSOR: f"each stage be parallelize_module(stage, mesh[{TENSOR!r}], plan)",
+    EXPERT: f"experts be parameters distribute_tensor(weights, mesh[{EXPERT!r}], [Shard(0)])",
+}
+"""How tensors are made parts of."""
+
+
+def _check_lies(what: str, lies: Sharding, name: str, group: tuple[int, ...]) -> None:
+    names = [own for own, _ in lies.by_dimension()]
+    alike = names == [name] and lies.ranks == tuple(sorted(group))
+    if alike and name == EXPERT and not is_expert(lies):
+        raise ShardedError(
+            f"{what} is a DTensor of which each rank along {name!r} has a copy ({lies}): leave it "
+            "a plain parameter, whose gradient is the mean of theirs"
+        )
+    if alike:
         return
     here = (
         f"the ranks {list(group)} share tensors here"
         if len(group) > 1
-        else (f"the trainer has no mesh with {TENSOR!r}")
+        else f"the trainer has no mesh with {TENSOR!r} or {EXPERT!r}"
     )
+    name = next((own for own in names if own in _SHARING), name)
     raise ShardedError(
-        f"{what} is a DTensor over the ranks {list(lies.ranks)} ({lies}), and {here}: give "
-        f"parallelize_module the dimension {TENSOR!r} of the mesh that PipelineTrainer gets, "
-        f"mesh=init_device_mesh(..., mesh_dim_names=('pp', {TENSOR!r})) and mesh[{TENSOR!r}]"
+        f"{what} is a DTensor over the ranks {list(lies.ranks)} ({lies}), and {here}: let "
+        f"{_SHARING[name]}, with the mesh that PipelineTrainer gets, "
+        f"mesh=init_device_mesh(..., mesh_dim_names=('pp', {name!r}))"
     )

@@ -117,6 +117,8 @@ class StageTrainer:
     def _connect(self, layout: RankLayout, options: TrainerOptions) -> None:
         """Connect the ranks, and have them watch over each other."""
         self._groups = Groups(layout, self.device, options.run.timeout)
+        if options.mesh is not None and layout.inner:
+            self._groups.watch_lent(options.mesh.get_group(layout.inner))
         everybody = self._groups.everybody
         board = Board(everybody.store) if everybody.ranks > 1 else None
         self._watch = watch_over(self._groups) if everybody.ranks > 1 else None
@@ -145,7 +147,7 @@ class StageTrainer:
             "shared_parameters": [*map(list, self.shared_parameters)],
             "wiring": stages.wiring,
             "mesh": layout.pipelines,
-            **factory_options(factory, shared=layout.tensor_ranks > 1),
+            **factory_options(factory, shared=layout.exchanges),
         }
 
     @property

@@ -23,7 +23,8 @@ def test_shares_are_along_the_dimensions_that_the_mesh_has(
     replicas: int, shards: int, said: str
 ) -> None:
     places = [Place(*at) for at in itertools.product(range(replicas), range(shards), range(2))]
-    layout = RankLayout(tuple((rank,) for rank in range(len(places))), places=tuple(places))
+    pipelines = tuple((rank,) for rank in range(len(places)))
+    layout = RankLayout(pipelines, places=tuple(places), sharded=shards > 1)
     advice = _own_shares(layout)
     assert advice.endswith(said) if said else not advice
     assert ("dp_replicate" in advice, "dp_shard" in advice) == (replicas > 1, shards > 1)
