@@ -116,6 +116,10 @@ class Stage:
         self._weights = PendingWeightGradients(owner, summed, slices)
         self._held = HeldStorages(owner, self._saved, self._weights.in_flight)
 
+    def __repr__(self) -> str:
+        """Its module, and how that was split."""
+        return f"{type(self).__name__}({type(self.module).__name__}, index={self.index})"
+
     @property
     def functions(self) -> SplitFunctions:
         """The graphs and their callables, those of the latest forward."""

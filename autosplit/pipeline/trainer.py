@@ -120,6 +120,10 @@ class PipelineTrainer(StageTrainer):
         stage_options: StageOptions | None = None,
         run_options: RunOptions | None = None,
     ) -> None:
+        _check_function("loss_fn", loss_fn, "torch.nn.functional.cross_entropy")
+        _check_function(
+            "optimizer_fn", optimizer_fn, "lambda parameters: torch.optim.AdamW(parameters)"
+        )
         made, run = stage_options or StageOptions(), run_options or RunOptions()
         with asked():
             request = ScheduleRequest(
@@ -137,6 +141,14 @@ class PipelineTrainer(StageTrainer):
             _refuse_beside_stages(model, example=example, planning=made.planning)
             source, planned = StageSource.of(model, stages), None
         super().__init__(source, loss_fn, optimizer_fn, options, planned, device=device)
+
+
+def _check_function(name: str, given: object, example: str) -> None:
+    if not callable(given):
+        raise PipelineError(
+            f"{name} is a function, such as {example}, which this process calls; "
+            f"got a {type(given).__name__}"
+        )
 
 
 def _is_whole(model: Model) -> TypeGuard[nn.Module]:

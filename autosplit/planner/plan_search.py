@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError, ScheduleError
-from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.builders.build import SCHEDULES, unknown_schedule
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.search.search import search as search_schedule
 from autosplit.pipeline.simulation.activation_memory import peak_memory
@@ -243,7 +243,7 @@ def _check(space: SearchSpace, devices: int, batch: int) -> None:
             raise PlanError(f"{what} must be at most {_MOST:,}, got {value:,}")
     for name in space.schedules or ():
         if name not in SCHEDULES and name != AUTO:
-            raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}, {AUTO}")
+            raise unknown_schedule(name, AUTO)
     for setting in space.memory or ():
         if setting not in MEMORY:
             raise PlanError(f"unknown memory setting {setting!r}; known: {', '.join(MEMORY)}")

@@ -88,7 +88,7 @@ def prepare(
         ScheduleError: see ``build``.
     """
     if name not in SCHEDULES:
-        raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(SCHEDULES)}")
+        raise unknown_schedule(name)
     check_counts(stages=stages, microbatches=microbatches)
     check_size(stages, microbatches)
     family = SCHEDULES[name]
@@ -104,6 +104,33 @@ def prepare(
         return expand(placed.schedule(summed), sizes)
 
     return expanded
+
+
+_OF_TORCH = {
+    "GPipe": "gpipe",
+    "1F1B": "1f1b",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "interleaved",
+    "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipe-v",
+}
+"""What torch.distributed.pipelining calls a schedule, without ``Schedule`` in front, and what it is
+here; weight gradients are separate actions of all of ours."""
+
+
+def unknown_schedule(given: object, *others: str) -> ScheduleError:
+    """The error for what is no schedule of ours: the known names, and which is torch's.
+
+    Args:
+        given: a name, or a class of torch's.
+        others: names that are known beside those of ``SCHEDULES``.
+    """
+    name = given if isinstance(given, str) else getattr(given, "__name__", repr(given))
+    ours = _OF_TORCH.get(name.removeprefix("Schedule"))
+    hint = "" if ours is None else f"; what torch calls {name} is {ours!r}"
+    return ScheduleError(
+        f"unknown schedule {name!r}; known: {', '.join((*SCHEDULES, *others))}{hint}"
+    )
 
 
 def placement_of(name: str, stages: int, microbatches: int, ranks: int) -> tuple[int, ...]:

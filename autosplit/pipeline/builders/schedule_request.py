@@ -9,7 +9,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.validate import validate
 
-from .build import SCHEDULES, prepare
+from .build import SCHEDULES, prepare, unknown_schedule
 from .placement import StageTimes
 
 AUTO = "auto"
@@ -38,7 +38,9 @@ class ScheduleRequest:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        given = self.schedule
+        given: object = self.schedule
+        if not isinstance(given, str | Schedule):
+            raise unknown_schedule(given, AUTO)
         if isinstance(given, str) and given != AUTO:
             return
         if self.weights is not None or not self.split_backward:

@@ -384,15 +384,22 @@ class PeerWatch:
             for rank, pulse in second.items()
             if not pulse.waiting and rank in first and first[rank].turn == pulse.turn
         ]
-        if not busy:
+        own = self._place.phase
+        apart = [rank for rank, pulse in second.items() if pulse.phase != own]
+        if not (busy or apart):
             return None
-        rank = max(busy, key=lambda each: second[each].seconds)
-        pulse = second[rank]
+        rank = max(busy or apart, key=lambda each: second[each].seconds)
+        pulse, cause = second[rank], "it is stuck, or needs a longer timeout="
+        if rank in apart:
+            cause = (
+                f"rank {self._rank} is in {own}, and every rank makes the same calls of a trainer "
+                f"(one under `if rank == 0:` has no partner); or {cause}"
+            )
         return Fault(
             rank,
             pulse.place,
-            f"has been in {pulse.place} for {pulse.seconds:.3g} s: it is stuck, or needs a longer "
-            f"timeout=; rank {self._rank} {waited}",
+            f"has been in {pulse.place} for {pulse.seconds:.3g} s: {cause}; "
+            f"rank {self._rank} {waited}",
             ended=True,
         )
 

@@ -72,13 +72,13 @@ class Schedule:
     name: str
     stages: int
     microbatches: int
-    ranks: tuple[tuple[Action, ...], ...]
+    ranks: tuple[tuple[Action, ...], ...] = field(repr=False)
     placement: tuple[int, ...]
     split_backward: bool
     mirror: tuple[int, ...] | None = None
     crosses_step: bool = False
     partners: tuple[int, ...] | None = None
-    moved: Mapping[int, int] = field(default_factory=dict)
+    moved: Mapping[int, int] = field(default_factory=dict, repr=False)
 
     def home(self, stage: int, microbatch: int) -> int:
         """The rank that runs ``stage`` on ``microbatch``."""

@@ -32,6 +32,11 @@ Microbatches: TypeAlias = "list[list[Any]]"
 """Per microbatch its tensors, in order; None for what this rank does not take."""
 
 
+def paired(batch: Any, target: Part | None) -> Batch | None:
+    """A batch as the pair (inputs, targets); ``target`` is given where ``batch`` is inputs only."""
+    return batch if target is None else (batch, target)
+
+
 class BatchSplitter:
     """Cuts batches for one rank.
 
@@ -91,7 +96,7 @@ class BatchSplitter:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise PipelineError(
                 f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part may be a "
-                "tensor or a tuple of tensors"
+                "tensor or a tuple of tensors: step((x, y)), or step(x, target=y)"
             )
         return {
             name: self._tensors(name, self._by_path(name, part))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import BatchError, PipelineError
+from autosplit.errors import BatchError, CaptureError, PipelineError
 from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
 from autosplit.pipeline.engine.executor import Executor, ForwardStage
 from autosplit.pipeline.engine.first_error import Guard
@@ -61,6 +61,7 @@ from .stage_modules import (
     WithAutocast,
     WithLoss,
     check_trained,
+    explain_loss,
     numbers,
 )
 
@@ -313,7 +314,12 @@ class Runner:
             if known is not None and known.takes(args):
                 known.prepare(args)
                 return known
-            made = self._factory(module, args, index=index)
+            try:
+                made = self._factory(module, args, index=index)
+            except CaptureError:
+                if not self._shares_tensors:  # whose other ranks would have to call it, too
+                    explain_loss(module, args)
+                raise
         if isinstance(made, Stage):
             self._known[index] = made
         return made

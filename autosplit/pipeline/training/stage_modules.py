@@ -5,6 +5,7 @@ Metrics: what a function of the user's finds in the last stage's outputs, beside
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number, Real
@@ -13,7 +14,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from autosplit.capture.diagnosis import is_torch_file
 from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.boundaries import TensorMeta
+from autosplit.pipeline.engine.first_error import describe_error
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.torch_internals.dtensor import dtensor_class
 
@@ -147,10 +151,13 @@ class WithLoss(nn.Module):
         self._dtensor = dtensor_class()
         self._observer = observer
 
-    def forward(self, *args: Tensor) -> Any:
+    def outputs(self, args: Sequence[Tensor]) -> tuple[Any, Any]:
+        """What the loss is given: the module's output, and the targets."""
         cut = len(args) - self._targets
-        output = self.module(*args[:cut])
-        targets = args[cut] if self._plain else args[cut:]
+        return self.module(*args[:cut]), args[cut] if self._plain else args[cut:]
+
+    def forward(self, *args: Tensor) -> Any:
+        output, targets = self.outputs(args)
         if self._observer is not None:
             self._observer(output, targets)
         loss: Any = self.loss_fn(output, targets)
@@ -160,6 +167,43 @@ class WithLoss(nn.Module):
         if torch.compiler.is_compiling() and (loss is None or isinstance(loss, _NUMBERS)):
             return ()
         return loss
+
+
+def explain_loss(module: nn.Module, args: Sequence[Tensor]) -> None:
+    """Where the last stage cannot be captured because its loss fails in eager mode too, say so.
+
+    Args:
+        module: a stage that could not be captured.
+        args: for these.
+
+    Raises:
+        PipelineError: the loss fails; names its line, and what it was given.
+    """
+    module = module.module if isinstance(module, WithAutocast) else module
+    if not isinstance(module, WithLoss):
+        return
+    try:
+        output, targets = module.outputs(tuple(args))
+    except Exception:  # not of the loss, and told by capture
+        return
+    try:
+        module.loss_fn(output, targets)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        lines = [f"{at.filename}:{at.lineno}" for at in frames if not is_torch_file(at.filename)]
+        raise PipelineError(
+            f"loss_fn(output, targets) raised {describe_error(error)}\n  "
+            f"{f'at {lines[-1]}, ' if lines else ''}output: {_told(output)}, "
+            f"targets: {_told(targets)}"
+        ) from error
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Tensor):
+        return str(TensorMeta.of(value))
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_told, value))})"
+    return f"a {type(value).__name__}"
 
 
 class WithAutocast(nn.Module):

@@ -26,7 +26,7 @@ from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import MoveCosts
 
 from .agreement import check_layout, check_unanimous, factory_options
-from .batches import Batch
+from .batches import Batch, Inputs, Part, paired
 from .options import Record, TrainerOptions, check_record, choose_device, store_for
 from .rank_state import OptimizerFunction, RankState
 from .runner import Runner
@@ -114,6 +114,14 @@ class StageTrainer:
             store,
         )
 
+    def __repr__(self) -> str:
+        """What it trains, in one line."""
+        schedule, place = self.schedule, f"rank {self.rank} of {len(self.schedule.ranks)}"
+        return (
+            f"{type(self).__name__}({place}, stages {[*self.modules]} of {schedule.stages}, "
+            f"schedule {schedule.name!r}, {schedule.microbatches} microbatches)"
+        )
+
     def _connect(self, layout: RankLayout, options: TrainerOptions) -> None:
         """Connect the ranks, and have them watch over each other."""
         self._groups = Groups(layout, self.device, options.run.timeout)
@@ -185,7 +193,7 @@ class StageTrainer:
         """This process's stages by index, those of the last step; empty before the first."""
         return self._runner.stages
 
-    def step(self, batch: Batch | None) -> Tensor:
+    def step(self, batch: Batch | Inputs | None = None, target: Part | None = None) -> Tensor:
         """Run one training step: all microbatches, clipping, optimizer, gradients cleared.
 
         No optimizer moves before every rank has all its gradients. If one fails, the trainer ends
@@ -196,7 +204,9 @@ class StageTrainer:
                 dimension 0, of a replica of the pipeline its own share; inputs also a dictionary,
                 for a model that was cut with named ones. A rank uses the inputs that its stages
                 take (in a chain, the first stage all of them), and of the targets those on the
-                last stage's rank. ``()`` are no targets.
+                last stage's rank. ``()`` are no targets. With ``target``, the inputs alone.
+            target: the targets, where ``batch`` is not a pair, as in torch's pipelines:
+                ``step(x, target=y)``; a rank may leave out either.
 
         Returns:
             The loss of each microbatch, shape [M], on the CPU, the same on every rank of the
@@ -209,12 +219,14 @@ class StageTrainer:
                 rank, and the next batch may do.
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
-        losses = self.forward_backward(batch)
+        losses = self.forward_backward(batch, target)
         with self._guard("the optimizer step"):
             self._held.step(self._max_norm, self._norm, self._meet)
         return losses
 
-    def step_async(self, batch: Batch | None) -> Agreement:
+    def step_async(
+        self, batch: Batch | Inputs | None = None, target: Part | None = None
+    ) -> Agreement:
         """Run one training step without waiting for the other ranks at its end.
 
         A rank that is done goes on to the next step, so that one step's start fills the idle end
@@ -227,6 +239,7 @@ class StageTrainer:
 
         Args:
             batch: as for ``step``.
+            target: as for ``step``.
 
         Returns:
             The losses on their way; ``wait()`` gives what ``step`` returns.
@@ -237,7 +250,7 @@ class StageTrainer:
         """
         with self._guard("the forward and backward"):
             agreement = self._runner.train(
-                batch, clipping=self._clipping, record=self._record, waits=False
+                paired(batch, target), clipping=self._clipping, record=self._record, waits=False
             )
         with self._guard("the optimizer step"):
             if self._clipping:
@@ -245,28 +258,30 @@ class StageTrainer:
             self._held.step(self._max_norm, self._norm)
         return agreement
 
-    def forward_backward(self, batch: Batch | None) -> Tensor:
+    def forward_backward(
+        self, batch: Batch | Inputs | None = None, target: Part | None = None
+    ) -> Tensor:
         """Run the schedule and add the gradients of the mean loss to the parameters' ``.grad``.
 
         Arguments, result and errors are those of ``step``. Returns only once all ranks are done.
         """
         with self._guard("the forward and backward"):
             agreement = self._runner.train(
-                batch, clipping=self._clipping, record=self._record, waits=True
+                paired(batch, target), clipping=self._clipping, record=self._record, waits=True
             )
         losses = agreement.wait()
         if self._clipping:
             self._norm = agreement.norm()
         return losses
 
-    def evaluate(self, batch: Batch | None) -> Tensor:
+    def evaluate(self, batch: Batch | Inputs | None = None, target: Part | None = None) -> Tensor:
         """The loss of each microbatch in eval mode, without gradients.
 
         Batches may be of another shape than in training.
         Arguments, result and errors are those of ``step``.
         """
         with self._guard("the evaluation"), eval_mode(self.modules.values()):
-            agreement = self._runner.evaluate(batch)
+            agreement = self._runner.evaluate(paired(batch, target))
         return agreement.wait()
 
     def measure(self, batch: Batch | None, metric_fn: MetricFunction) -> dict[str, Tensor]:

@@ -194,6 +194,18 @@ def test_the_rank_that_is_busy_is_named_and_not_one_that_waits(ranks: Ranks) -> 
     assert fault.headline.endswith("longer timeout=; rank 0 waited 3 s for rank 1")
 
 
+def test_ranks_that_wait_in_different_calls_are_told_both(ranks: Ranks) -> None:
+    watch, _ = ranks.watch(0), ranks.watch(1)
+    for rank, phase in enumerate(("the forward and backward", "saving a checkpoint")):
+        ranks.places[rank].enter(phase)
+        ranks.places[rank].be(None, waiting=True)
+    time.sleep(0.3)
+    fault = watch.explain(TIMEOUT)
+    assert fault is not None
+    assert fault.headline.startswith("rank 1 has been in saving a checkpoint for ")
+    assert "rank 0 is in the forward and backward, and every rank makes" in fault.headline
+
+
 def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
     watch, other = ranks.watch(0), ranks.watch(1)
     with ranks.places[1]("the optimizer step"):

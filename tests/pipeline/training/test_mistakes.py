@@ -1,0 +1,79 @@
+"""What newcomers write: taken where it has one meaning, else told how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
+
+from autosplit.errors import AutosplitError
+from autosplit.pipeline import PipelineTrainer
+
+X, Y = torch.randn(4, 8), torch.randn(4, 8)
+
+
+def trainer(**options: Any) -> PipelineTrainer:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {
+        "model": [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)],
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer_fn": torch.optim.SGD,
+        "microbatches": 2,
+        "ranks": 1,
+    }
+    return PipelineTrainer(**{**given, **options})
+
+
+def test_inputs_and_target_are_taken_as_torch_takes_them() -> None:
+    pair = trainer().step((X, Y))
+    assert torch.equal(trainer().step(X, Y), pair)
+    assert torch.equal(trainer().step((X,), target=Y), pair)
+    assert torch.equal(trainer().evaluate(X, target=Y), pair)
+    assert torch.equal(trainer().step_async(X, target=Y).wait(), pair)
+
+
+def test_a_trainer_is_told_in_one_line() -> None:
+    assert repr(trainer()) == (
+        "PipelineTrainer(rank 0 of 1, stages [0, 1] of 2, schedule '1f1b', 2 microbatches)"
+    )
+
+
+def of_keys(output: Any, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output["logits"], targets)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (
+            lambda: trainer(loss_fn=of_keys).step((X, Y)),
+            rf"loss_fn\(output, targets\) raised IndexError: .*\n  at {__file__}:"
+            rf"{of_keys.__code__.co_firstlineno + 1}, output: float32\[2, 8\], targets: "
+            r"float32\[2, 8\]",
+        ),
+        (
+            lambda: trainer().step((X, ())),
+            r"loss_fn\(output, targets\) raised AttributeError: 'tuple' .*"
+            r"\n  output: float32\[2, 8\], targets: \(\)",
+        ),
+        (
+            lambda: trainer(optimizer_fn=torch.optim.SGD([nn.Parameter(X)])),
+            r"optimizer_fn is a function, such as lambda parameters: .*; got a SGD",
+        ),
+        (
+            lambda: trainer(schedule=ScheduleZBVZeroBubble),
+            r"unknown schedule 'ScheduleZBVZeroBubble'; known: .*, auto; what torch calls "
+            "ScheduleZBVZeroBubble is 'zb-v'",
+        ),
+        (lambda: trainer(schedule="1F1B"), "what torch calls 1F1B is '1f1b'"),
+        (lambda: trainer().step(X), r"step\(\(x, y\)\), or step\(x, target=y\)"),
+    ],
+    ids=["loss", "no targets", "optimizer", "torch's class", "torch's name", "no pair"],
+)
+def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
+    with pytest.raises(AutosplitError, match=text):
+        mistake()
