@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .module import SplitModule
     from .planner import Plan, meta_model, partition
     from .report.pictures import draw_memory
+    from .report.timelines import write_timeline
     from .splitting import split
     from .stage import Stage
 
@@ -49,6 +50,7 @@ __all__ = [
     "meta_model",
     "partition",
     "split",
+    "write_timeline",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "meta_model": "autosplit.planner",
     "partition": "autosplit.planner",
     "split": "autosplit.splitting",
+    "write_timeline": "autosplit.report.timelines",
 }
 
 

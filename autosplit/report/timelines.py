@@ -323,6 +323,28 @@ def _microseconds(seconds: float) -> float:
     return round(1e6 * seconds, 3)
 
 
+def write_timeline(timeline: Timeline, path: str | Path, *, title: str = "Timeline") -> None:
+    """Write what ran when, such as ``trainer.timeline()``, into a file; its suffix says as what.
+
+    Args:
+        timeline: of a step, measured or simulated.
+        path: ``.html`` for a page that needs nothing else, ``.json`` for a Chrome trace, ``.pdf``,
+            ``.png`` or ``.svg`` for a picture.
+        title: of the page, or of the picture.
+
+    Raises:
+        AutosplitError: another suffix, nothing in it is computed, or no matplotlib for a picture.
+        OutputError: the file cannot be written.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix == ".html":
+        write_page([Panel("", timeline)], path, title=title)
+    elif suffix == ".json":
+        write_chrome_trace([(title, timeline)], path)
+    else:
+        draw_timelines([("", timeline)], path, title=title)
+
+
 def write_timelines(
     rows: Rows, folder: Path, *, title: str, panels: Sequence[Panel] = ()
 ) -> list[Path]:

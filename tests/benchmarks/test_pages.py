@@ -11,6 +11,7 @@ import benchmarks
 from benchmarks.coverage.judge import FACTOR, ROUNDINGS
 from benchmarks.coverage.render import render as coverage
 from benchmarks.faults.page import render as faults
+from benchmarks.overview import README, written
 from benchmarks.paper.overview import overview
 from benchmarks.paper.tables import TABLES, page
 from benchmarks.results import Results
@@ -29,6 +30,11 @@ def test_a_page_is_what_its_results_say(name: str) -> None:
     results = Results.read(HERE / name / "results.json")
     render = PAGES.get(name) or importlib.import_module(f"benchmarks.{name}.page").PAGE.render
     assert (HERE / name / "README.md").read_text() == render(results)
+
+
+def test_the_table_of_readme_is_what_the_results_say() -> None:
+    text = README.read_text()
+    assert text == written(text, Results.read(HERE / "pipeline" / "results.json"))
 
 
 @pytest.mark.parametrize("name", TABLES)
