@@ -83,7 +83,7 @@ class Step(NamedTuple):
         compute: the work, on what was fetched if anything is.
         fetch: waits for the action's input.
         deliver: hands on the result.
-        waits: wait for what the action needs of moves.
+        waits: wait for what the action needs of moves, and post receives.
         recorded: whether a recorder is to note when it ran; moves and reductions note it
             themselves, as W of several microbatches do call by call.
         adds: of its stage's weight gradients the slices that it adds to.
@@ -304,10 +304,11 @@ class Executor:
                 yield Step(action, call, recorded=gathers)
             return
         single = [Action(action.stage, kind, each) for each in action.microbatches]
-        waits = []
+        waits: list[Callable[[], None]] = []
         for each in single:
             at = self._places[each].popleft()
             waits += [need] if moves is not None and (need := moves.needed(at)) else []
+            waits += self.messages.posts(each)
         if kind is ActionKind.AWAIT:
             steps = [Step(action, _nothing, recorded=False)]
         else:

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from .first_error import Guard
 
 
-def greet(link: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
+def greet(
+    link: Groups, pairs: Iterable[tuple[int, int]], device: torch.device, *lanes: str
+) -> None:
     """Exchange a first message each way between pairs of ranks, in one order on all ranks.
 
     NCCL connects two ranks at their first message, and the host waits for the other end. In a
@@ -43,7 +45,9 @@ def greet(link: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) 
                 continue
             tensor = torch.zeros(1, device=device)
             sends = link.rank == source
-            work = link.isend(tensor, target) if sends else link.irecv(tensor, source)
+            work = (
+                link.isend(tensor, target, *lanes) if sends else link.irecv(tensor, source, *lanes)
+            )
             if work is not None:
                 work.wait()
 
@@ -104,6 +108,7 @@ class Groups(Control):
         rank: this rank within it.
         place: knows when this rank waits for others.
         everybody: control of all ranks, numbered as in the default process group.
+        pairwise: whether each direction of a pair has a group of its own, as over NCCL.
     """
 
     def __init__(self, ranks: int | RankLayout, device: torch.device, timeout: float) -> None:
@@ -113,7 +118,7 @@ class Groups(Control):
         self.place = RankActivity()
         self._device = device
         self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._pairwise = self._backend == "nccl"
+        self.pairwise = self._backend == "nccl"
         self._beside: Control | None = None
         self._connected: dict[str, set[tuple[int, int]]] = {}
         self._owned: list[dist.ProcessGroup] = []
@@ -126,7 +131,7 @@ class Groups(Control):
         if len(layout.pipelines) > 1:
             world = self._new(layout.ranks, "gloo")
             self.everybody = Control(layout.ranks, self._own, world, self._lose)
-        for lane in ("up", "down") if self.ranks > 1 and not self._pairwise else ():
+        for lane in ("up", "down") if self.ranks > 1 and not self.pairwise else ():
             if (group := self.among(everyone, "gloo")) is not None:
                 self._lanes[lane] = group
 
@@ -148,28 +153,30 @@ class Groups(Control):
             LostPeerError: some rank did not take part.
         """
         connected = self._connected.setdefault(lanes, set())
-        new = sorted({*pairs} - connected) if self._pairwise or lanes else []
+        new = sorted({*pairs} - connected) if self.pairwise or lanes else []
         connected.update(new)
         with self.losing(OTHERS):
             for pair in new:
                 for source, target in (pair, pair[::-1]):
                     if (group := self.among(pair)) is not None:
                         self._lanes[_lane_of(source, target, lanes)] = group
-            if not lanes:
-                greet(self, new, self._device)
+            if self.pairwise:
+                greet(self, new, self._device, lanes)
 
     def between(self, source: int, target: int, lanes: str) -> dist.ProcessGroup:
         """The group of a pair's own for what goes one way, after ``connect``."""
         return self._lane(_lane_of(source, target, lanes))
 
-    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
+    def isend(self, tensor: Tensor, peer: int, lanes: str = "") -> dist.Work | None:
         """Start sending a contiguous tensor; None if there is nothing to wait for."""
         # As dist.isend does, without its checks.
-        return self._towards(self.rank, peer).send([_bytes(tensor)], self._number(peer), _TAG)
+        group = self._towards(self.rank, peer, lanes)
+        return group.send([_bytes(tensor)], self._number(peer), _TAG)
 
-    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
+    def irecv(self, buffer: Tensor, peer: int, lanes: str = "") -> dist.Work | None:
         """Start filling ``buffer``; None if there is nothing to wait for."""
-        return self._towards(peer, self.rank).recv([_bytes(buffer)], self._number(peer), _TAG)
+        group = self._towards(peer, self.rank, lanes)
+        return group.recv([_bytes(buffer)], self._number(peer), _TAG)
 
     def number_in_pair(self, peer: int) -> int:
         """A rank's number in a group of it and this rank."""
@@ -177,14 +184,14 @@ class Groups(Control):
 
     def _number(self, peer: int) -> int:
         """A rank's number in the group that messages to and from it go over."""
-        if self._pairwise:
+        if self.pairwise:
             return self.number_in_pair(peer)
         return sorted(self.members).index(self.members[peer])
 
-    def _towards(self, source: int, target: int) -> dist.ProcessGroup:
+    def _towards(self, source: int, target: int, lanes: str) -> dist.ProcessGroup:
         """The group for messages from rank ``source`` to rank ``target``."""
-        if self._pairwise:
-            return self._lane(_lane_of(source, target))
+        if self.pairwise:
+            return self._lane(_lane_of(source, target, lanes))
         return self._lane("up" if source < target else "down")
 
     def _lane(self, name: str) -> dist.ProcessGroup:
@@ -233,8 +240,11 @@ class Groups(Control):
 
     def _new(self, members: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         limit, backend = timedelta(seconds=self.timeout), backend or self._backend
+        # With its device, it has its communicator now, and not at its first message.
+        device = self._device if backend == "nccl" else None
         group = cast(
-            "dist.ProcessGroup", dist.new_group(sorted(members), timeout=limit, backend=backend)
+            "dist.ProcessGroup",
+            dist.new_group(sorted(members), timeout=limit, backend=backend, device_id=device),
         )
         if self._own in members:
             self._owned.append(group)
@@ -256,14 +266,16 @@ class Groups(Control):
         groups = self._release()
         for group in groups:
             self._disconnect(group)
-        devices = [group for group in groups if dist.get_backend(group) == "nccl"]
+        # Of those of others, too: a collective that hangs there holds the device.
+        lent = self._lent if dist.is_initialized() else []
+        devices = [group for group in (*groups, *lent) if _on_device(group)]
         for group in groups:
             if group not in devices:
                 dist.destroy_process_group(group)
         abort(devices)
 
     def _disconnect(self, group: dist.ProcessGroup) -> None:
-        if dist.get_backend(group) != "nccl":
+        if not _on_device(group):
             for peer in dist.get_process_group_ranks(group):
                 if peer != self._own:
                     disconnect(group, peer)
@@ -298,6 +310,10 @@ def losing(
             yield
     except RuntimeError as error:
         raise lost(what, time.perf_counter() - started, timeout, error) from error
+
+
+def _on_device(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "nccl"
 
 
 def _lane_of(source: int, target: int, lanes: str = "") -> str:

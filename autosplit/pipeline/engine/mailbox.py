@@ -217,6 +217,10 @@ class Inbox(_Box):
         self._posted = 0
         self._post_ahead(self._prefetch)
 
+    def post_next(self) -> None:
+        """Post one receive more, if its shapes are known."""
+        self._post_ahead(self._posted + 1)
+
     def take(self, parcel: Parcel) -> tuple[list[Tensor | None], bool]:
         """Wait for ``parcel``; its tensors, and whether any of them travelled."""
         place = self._place[parcel]

@@ -9,7 +9,7 @@ or the step ends. What several stages of another rank take is sent to that rank 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,9 @@ class Transport:
             by the first tensors that cross.
         device: where received tensors are made.
         prefetch: receives kept posted per peer beyond the one being waited for.
+        posts: from whom the next receives are posted before an action, see ``posts_of``, rather
+            than so many ahead: over NCCL, each that is posted is a kernel that waits on the
+            device, and may hold up what is launched behind it.
     """
 
     def __init__(
@@ -53,15 +56,18 @@ class Transport:
         *,
         device: torch.device,
         prefetch: int = 2,
+        posts: Mapping[Action, Sequence[int]] | None = None,
     ) -> None:
+        self._posts = posts or {}
         self._negotiation = negotiation
         self._device = device
         self.feeds = routes.feeds
         self.buffers = Buffers(device)
         self._routes = routes
         self._outboxes = {peer: Outbox(link, peer) for peer in routes.sends}
+        ahead = prefetch if posts is None else 0
         self._inboxes = {
-            peer: Inbox(link, peer, routes, negotiation, self.buffers, prefetch)
+            peer: Inbox(link, peer, routes, negotiation, self.buffers, ahead)
             for peer in routes.receives
         }
         self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
@@ -73,6 +79,10 @@ class Transport:
         """Start a step: post the first receives."""
         for inbox in self._inboxes.values():
             inbox.begin()
+
+    def posts(self, action: Action) -> list[Callable[[], None]]:
+        """The calls that post receives before an action."""
+        return [self._inboxes[peer].post_next for peer in self._posts.get(action, ())]
 
     def finish(self) -> None:
         """End a step: wait until everything sent has arrived.

@@ -13,7 +13,8 @@ result goes by the name of I. Which stages feed which is for ``Feeds`` to say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -164,6 +165,42 @@ def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Rout
             and positions != feeds.positions(parcel.boundary, parcel.taker)
         },
     )
+
+
+def in_one_order(schedule: Schedule, feeds: Feeds) -> Iterator[tuple[int, Action]]:
+    """All actions of a step with their ranks, each behind what it needs: a rank runs its next one
+    as soon as that is there, rank by rank in turn. What a deadlock keeps from running is left out.
+    """
+    todo = [deque(row) for row in schedule.ranks]
+    made: set[Action] = set()
+    moving = True
+    while moving:
+        moving = False
+        for rank, row in enumerate(todo):
+            if row and made.issuperset(needs_of(row[0], feeds)):
+                moving = True
+                action = row.popleft()
+                made.add(result_of(action))
+                yield rank, action
+
+
+def posts_of(schedule: Schedule, rank: int, feeds: Feeds) -> dict[Action, tuple[int, ...]]:
+    """For what ``rank`` computes, from whom it is to have the next receives posted before it.
+
+    A send begins where its message is made. With the receive next to it in one order of all that
+    the ranks do, nothing stands in a queue behind what comes later in that order: whichever queues
+    messages share, down to a single one for all, none waits for another in a circle.
+    """
+    posts: dict[Action, tuple[int, ...]] = {}
+    coming: list[int] = []
+    for maker, action in in_one_order(schedule, feeds):
+        if maker == rank and action.kind.is_compute:
+            posts[action] = tuple(coming)
+            coming.clear()
+        for parcel in parcels_of(result_of(action), feeds):
+            if maker != rank == schedule.home(parcel.stage, action.microbatch):
+                coming.append(maker)
+    return posts
 
 
 def pairs_of(schedule: Schedule, feeds: Feeds) -> set[tuple[int, int]]:

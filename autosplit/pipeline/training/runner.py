@@ -32,7 +32,7 @@ from autosplit.pipeline.engine.stages import (
 from autosplit.pipeline.engine.timing import measure_transfer, recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.moves import has_moves
-from autosplit.pipeline.schedule.routes import pairs_of, routes_of
+from autosplit.pipeline.schedule.routes import pairs_of, posts_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span
@@ -279,6 +279,7 @@ class Runner:
         groups, shards = self._groups, self._held.sharded
         groups.connect(pairs_of(schedule, self._feeds))
         routes = routes_of(schedule, groups.rank, self._feeds)
+        posts = posts_of(schedule, groups.rank, self._feeds) if groups.pairwise else None
         if shards is not None:
             schedule = with_sharding(schedule, shards.stages)
         moves = None
@@ -292,7 +293,7 @@ class Runner:
             stages,
             schedule,
             groups.rank,
-            Transport(routes, groups, step.negotiation, device=self._device),
+            Transport(routes, groups, step.negotiation, device=self._device, posts=posts),
             loss_grad=loss_grad,
             finished=self._finished if self._early else None,
             place=groups.place,

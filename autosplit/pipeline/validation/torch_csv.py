@@ -21,14 +21,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.routes import channel_of, needs_of, parcels_of, result_of
+from autosplit.pipeline.schedule.routes import channel_of, in_one_order, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule, without_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.text.figures import few
@@ -47,28 +46,20 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Per rank, its actions with sends and receives between them.
 
     ``sSEND_Fm`` sends the outputs of stage s for microbatch m, ``sRECV_Fm`` receives what stage s
-    takes; likewise with B for gradients. A rank runs its next action as soon as all that the action
-    needs is listed, rank by rank in turn.
+    takes; likewise with B for gradients. All follow the order of ``in_one_order``.
 
     Raises:
         ScheduleError: the schedule deadlocks.
     """
     feeds = Feeds(schedule.stages)
-    todo = [deque(row) for row in schedule.ranks]
-    rows: list[list[Action]] = [[] for _ in todo]
-    made: set[Action] = set()
-    moving = True
-    while moving:
-        moving = False
-        for rank, row in enumerate(todo):
-            if not row or not made.issuperset(needs_of(row[0], feeds)):
-                continue
-            moving = True
-            action = row.popleft()
-            rows[rank].append(action)
-            made.add(result_of(action))
-            _add_messages(schedule, result_of(action), feeds, rows)
-    stuck = [str(row[0]) for row in todo if row]
+    rows: list[list[Action]] = [[] for _ in schedule.ranks]
+    done = [0] * len(rows)
+    for rank, action in in_one_order(schedule, feeds):
+        rows[rank].append(action)
+        done[rank] += 1
+        _add_messages(schedule, result_of(action), feeds, rows)
+    ends = zip(schedule.ranks, done, strict=True)
+    stuck = [str(row[count]) for row, count in ends if count < len(row)]
     if stuck:
         raise ScheduleError(f"schedule {schedule.name!r} deadlocks: {', '.join(stuck)} wait")
     return tuple(map(tuple, rows))
@@ -192,27 +183,42 @@ def read_csv(path: str | Path, form: str = "compute_only", *, name: str | None =
     return schedule
 
 
+def read_cells(path: str | Path) -> list[list[str]]:
+    """Per rank the texts of a file's actions, messages and where sends are waited for.
+
+    Raises:
+        ScheduleError: a file that cannot be read or is no CSV file.
+    """
+    text = read_text(Path(path), "a schedule", ScheduleError)
+    return [[part for cell in cells for part in _texts(cell)] for cells in _lines(Path(path), text)]
+
+
+def _lines(path: Path, text: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text, newline=""))
+    except csv.Error as error:
+        raise ScheduleError(f"{str(path)!r} is no CSV file: {error}") from error
+
+
 def _rows(path: Path, form: str) -> tuple[list[list[Action]], dict[int, int]]:
     """The actions of every line, and what stages move at most."""
     text = read_text(path, "a schedule", ScheduleError)
     rows: list[list[Action]] = []
     moved: dict[int, int] = {}
     count = 0
-    try:
-        for cells in csv.reader(io.StringIO(text, newline="")):
-            if form == "with_memory":
-                found = [match for cell in cells if (match := _MOVED.fullmatch(cell.strip()))]
-                moved |= {int(each[1]): int(each[2]) for each in found}
-                cells = [cell for cell in cells if not _MOVED.fullmatch(cell.strip())]
-            rows.append([action for cell in cells for action in _actions(cell)])
-            count += sum(action.kind.is_scheduled for action in rows[-1])
-            if count > LARGEST:
-                raise ScheduleError(
-                    f"{str(path)!r} holds more than {LARGEST:,} actions, which are all that a "
-                    "schedule may have"
-                )
-    except csv.Error as error:
-        raise ScheduleError(f"{str(path)!r} is no CSV file: {error}") from error
+    for cells in _lines(path, text):
+        if form == "with_memory":
+            found = [match for cell in cells if (match := _MOVED.fullmatch(cell.strip()))]
+            moved |= {int(each[1]): int(each[2]) for each in found}
+            cells = [cell for cell in cells if not _MOVED.fullmatch(cell.strip())]
+        texts = (part for cell in cells for part in _texts(cell))
+        rows.append([Action.parse(part) for part in texts if not _LEFT_OUT.fullmatch(part)])
+        count += sum(action.kind.is_scheduled for action in rows[-1])
+        if count > LARGEST:
+            raise ScheduleError(
+                f"{str(path)!r} holds more than {LARGEST:,} actions, which are all that a "
+                "schedule may have"
+            )
     return rows, moved
 
 
@@ -221,13 +227,11 @@ def _check_form(form: str) -> None:
         raise ScheduleError(f"unknown form {form!r}; known: {', '.join(FORMATS)}")
 
 
-def _actions(cell: str) -> Iterator[Action]:
+def _texts(cell: str) -> list[str]:
     """The actions of one cell: none, one, or the two of an overlap."""
-    text = cell.strip()
-    overlap = _OVERLAP.fullmatch(text)
-    for part in overlap[1].split(";") if overlap else [text]:
-        if part.strip() and not _LEFT_OUT.fullmatch(part.strip()):
-            yield Action.parse(part.strip())
+    overlap = _OVERLAP.fullmatch(cell.strip())
+    parts = overlap[1].split(";") if overlap else [cell]
+    return [part.strip() for part in parts if part.strip()]
 
 
 def _schedule(name: str, rows: Sequence[Sequence[Action]], moved: Mapping[int, int]) -> Schedule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -58,6 +59,27 @@ def test_groups_are_aborted_all_at_once() -> None:
 
     abort([Group(), Group(), Group()])
     abort([])
+
+
+def test_what_hangs_on_groups_of_others_is_aborted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of a mesh, whose collectives graphs of tensor-parallel stages run."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    groups, lent = Groups(1, CUDA, 30.0), mock.Mock()
+    groups.watch_lent(lent)
+    groups.close()
+    lent.abort.assert_called_once_with()
+
+
+def test_a_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at its first message, when others may hold the device already."""
+    made = mock.Mock()
+    monkeypatch.setattr(dist, "new_group", made)
+    groups = Groups(1, CUDA, 30.0)
+    groups.of([[0, 1]])
+    assert made.call_args.kwargs["device_id"] == CUDA
+    groups._new([0, 1], "gloo")
+    assert made.call_args.kwargs["device_id"] is None
 
 
 @pytest.mark.parametrize("config", ["cuda:nccl", "cpu:gloo,cuda:nccl"])

@@ -144,9 +144,12 @@ def _ended() -> tuple[bool, str]:
 def pairwise() -> list[float]:
     """What each other rank sent, over a group for each direction of each pair, as under NCCL."""
     groups, rank = Groups(3, CPU, 30.0), dist.get_rank()
-    groups._pairwise = True
+    groups.pairwise = True
     groups.connect([(0, 1), (1, 2)])
     groups.connect([(0, 1), (0, 2)])
+    with mock.patch.object(groups, "isend", wraps=groups.isend) as isend:
+        groups.connect([(0, 1)], "memory")  # before a step, too, there goes a message each way
+    assert isend.call_count == (rank != 2)
     others = [peer for peer in range(3) if peer != rank]
     buffers = [torch.zeros(1) for _ in others]
     works = [groups.irecv(buffer, peer) for buffer, peer in zip(buffers, others, strict=True)]

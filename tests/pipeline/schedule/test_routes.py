@@ -26,6 +26,7 @@ from autosplit.pipeline.schedule.routes import (
     channel_of,
     pairs_of,
     parcels_of,
+    posts_of,
     routes_of,
 )
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -227,6 +228,7 @@ def _run(
     communicator: Callable[[int, int], Hashable] = rendezvous.by_direction,
     prefetch: int = 2,
     greeted: bool = True,
+    in_order: bool = False,
 ) -> tuple[list[float], dict[int, dict[int, float]]]:
     """Losses by microbatch, and per stage the gradient that each W found."""
     stages = [
@@ -246,6 +248,7 @@ def _run(
             negotiation,
             device=CPU,
             prefetch=prefetch,
+            posts=posts_of(schedule, port.rank, Feeds(schedule.stages)) if in_order else None,
         )
         if greeted:
             greet(port, sorted(pairs_of(schedule, Feeds(schedule.stages))), CPU)
@@ -287,6 +290,8 @@ def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
     for split in {True, not family.fused}:
         schedule = build(name, stages, microbatches, split_backward=split, ranks=ranks)
         assert _run(schedule) == _expected(stages, microbatches)
+        found = _run(schedule, rendezvous.by_pair, in_order=True)
+        assert found == _expected(stages, microbatches)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -295,8 +300,9 @@ def test_random_schedules(prefetch: int, copies: int) -> None:
     """Messages of one pair may be used in another order than they are made in."""
     for seed in range(60):
         schedule = random_schedule(seed, copies=copies)
-        found = _run(schedule, prefetch=prefetch)
-        assert found == _expected(schedule.stages, schedule.microbatches), schedule
+        expected = _expected(schedule.stages, schedule.microbatches)
+        assert _run(schedule, prefetch=prefetch) == expected, schedule
+        assert _run(schedule, rendezvous.by_pair, in_order=True) == expected, schedule
 
 
 def _sent(rows: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
@@ -304,7 +310,9 @@ def _sent(rows: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
 
 
 def test_both_directions_on_one_communicator_would_hang() -> None:
-    """What the two groups of ``Groups`` are for, and that this transport can tell."""
+    """With receives posted ahead: what the two groups of ``Groups`` are for, and that this
+    transport can tell.
+    """
     with pytest.raises(PipelineError, match=r"rank \d waits for ever"):
         _run(build("1f1b", 4, 8), rendezvous.by_pair)
 
