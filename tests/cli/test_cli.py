@@ -439,3 +439,30 @@ def test_inspect_writes_what_inductor_generated(tmp_path: pathlib.Path) -> None:
     for name in ("forward", "backward_input", "backward_weight"):
         assert "def call(self, args)" in (tmp_path / f"{name}.generated.py").read_text()
     assert not (tmp_path / "backward.generated.py").exists()
+
+
+def test_check(tmp_path: pathlib.Path) -> None:
+    """What ends, by name and from a file of torch's; and what does not."""
+    result = run("check zb-v --mesh pp=2,dp_shard=2 --microbatches 4 --backend nccl")
+    assert result.exit_code == 0, result.output
+    for line in (
+        "zb-v: 4 stages, 4 microbatches, 2 ranks, nccl, pp=2, dp_shard=2",
+        "  one kernel at a time that communicates: ends",
+        "  2: 0 to 1, 1 to 0: 8",
+        "  2: dp_shard of rank 0, dp_shard of rank 1: 2",
+        "sends behind a receive in their queue, on a rank at most: 0",
+    ):
+        assert line in result.output.splitlines()
+    crossed = tmp_path / "crossed.csv"
+    crossed.write_text(
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+    )
+    result = run("check", crossed, "--mesh", "pp=2", "--torch", "pair")
+    assert result.exit_code == 1
+    assert "never ends" in result.output
+    assert "1. rank 0: 0SEND_F1 <-- waits for 1RECV_F1 of rank 1" in result.output
+    assert run("check", crossed).exit_code == 0  # our engine lists messages itself
+    assert "the mesh 3" in run("check", crossed, "--mesh", "pp=3").output
+    assert "known: pp, dp_replicate" in run("check 1f1b --mesh xx=2").output
+    assert "--mesh pp=..." in run("check 1f1b").output

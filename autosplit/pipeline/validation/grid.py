@@ -24,14 +24,17 @@ def format_grid(
     marks: Mapping[Cell, str] | None = None,
     *,
     widest: int | None = None,
+    notes: Mapping[int, str] | None = None,
 ) -> str:
     """Draw a grid of ranks (rows) by time slots (columns).
 
     Args:
         rows: per rank, the text of each slot in which it is not idle.
-        marks: text to set under a cell, as ``"^1"``; its line ends with ``<-- ERROR HERE``.
+        marks: text to set under a cell, as ``"^1"``; its line ends with ``<-- ERROR HERE``, or
+            with the note on its row.
         widest: a grid of more columns shows only those near a mark, or without marks only the
             first ones; one of more rows only those with a mark, or the first ones. None shows all.
+        notes: by row.
 
     Returns:
         The lines, without a final newline.
@@ -44,6 +47,7 @@ def format_grid(
     columns = _columns(max(ends, default=0), marks, widest)
     slots = {column: str(column) for column in columns if column is not None}
     table: list[list[str]] = [["slot", *_pick(columns, slots)]]
+    hanging: set[str] = set()
     for number in _shown(len(rows), under, widest):
         if number is None:
             table.append(["..."])
@@ -51,9 +55,11 @@ def format_grid(
         texts = {slot: text or IDLE for slot, text in rows[number].items()}
         table.append([f"rank {number}", *_pick(columns, texts, idle=IDLE)])
         if number in under:
-            table.append(["", *_pick(columns, under[number], gap=""), ERROR])
-    widths = [  # ERROR hangs over the edge and must not widen a column
-        max(len(cell) for cell in column if cell != ERROR)
+            note = ERROR if notes is None else notes.get(number, "")
+            table.append(["", *_pick(columns, under[number], gap=""), note])
+            hanging.add(note)
+    widths = [  # notes hang over the edge and must not widen a column
+        max((len(cell) for cell in column if cell not in hanging), default=0)
         for column in zip_longest(*table, fillvalue="")
     ]
     return "\n".join(

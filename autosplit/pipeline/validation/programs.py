@@ -1,0 +1,264 @@
+"""What the host of each rank enqueues in a step: under this engine, and under torch's runtime.
+
+Ranks of one pipeline stand for all: those that differ only in their places along the other
+dimensions of a mesh enqueue the same, and what they do together meets at one place of it. Take the
+graph of a whole mesh (see ``communicators``), and every rank for the one at its place in the
+pipeline: each need there is one here, so that a circle there goes round one here; and each need
+here is there between ranks of one share of the mesh, so that a circle here is one there as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
+from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
+from autosplit.pipeline.schedule.moves import journeys_of, waited_departures
+from autosplit.pipeline.schedule.routes import (
+    Parcel,
+    channel_of,
+    parcels_for,
+    parcels_of,
+    posts_of,
+    result_of,
+    routes_of,
+)
+from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
+from autosplit.pipeline.schedule.wiring import Feeds
+
+from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs
+
+COMMUNICATORS = {
+    "pair": "{low}:{high}",
+    "group": "pp",
+    "direction": "{way}",
+    "edge": "{source} to {target}",
+}
+"""What messages have a communicator for, and its name: two ranks, as unbatched ones of torch have;
+all, as its batched ones have, and those of a group that is bound to a device; outputs and
+gradients; or each way between two ranks, as this engine has it. All are made before a step.
+"""
+
+Home = Callable[[int, int], int]
+
+_MESSAGE = re.compile(r"([0-9]+)(SEND|RECV|WAIT_SEND)_([FB])([0-9]+)")
+_TAKES = re.compile(r"([0-9]+)([FIB])([0-9]+)")
+
+
+class Host:
+    """Puts down what one rank's host enqueues, as the cells of a schedule say.
+
+    As with torch's groups over NCCL, what communicates starts behind all that the stream that
+    computes was given before; and a wait for it is that stream's, not the host's.
+
+    Args:
+        rank: of the pipeline.
+        home: the rank of a stage and microbatch.
+        communicators: one of ``COMMUNICATORS``.
+        dimensions: of the mesh, those that have several ranks.
+
+    Attributes:
+        operations: what it has enqueued.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        home: Home,
+        communicators: str,
+        dimensions: Collection[str],
+    ) -> None:
+        self.operations: list[Operation] = []
+        self._rank, self._home, self._dimensions = rank, home, dimensions
+        self._exchanges = [each for each in dimensions if each in (TENSOR, EXPERT, CONTEXT)]
+        self._name = COMMUNICATORS[communicators]
+        self._posted: dict[str, int] = {}  # messages that nothing has waited for
+        self._before: list[int] = []  # the last that was computed, and what is waited for behind it
+
+    def put(self, text: str, queue: str, parts: Iterable[Part], after: Iterable[int] = ()) -> int:
+        """Enqueue something behind what was computed, and some places; gives its own."""
+        parts = tuple(parts)
+        queues = dict.fromkeys((queue, *(part.communicator for part in parts)))
+        self.operations.append(Operation(text, (*queues,), parts, (*self._before, *after)))
+        return len(self.operations) - 1
+
+    def hold(self, what: str, places: Iterable[int], members: Iterable[int] = ()) -> None:
+        """Hold the host until all at these places have ended, or until other hosts are there."""
+        parts = (Part("hosts", what, tuple(members)),) if members else ()
+        self.operations.append(Operation(what, (HOST,), parts, tuple(places)))
+
+    def settle(self) -> None:
+        """Hold the host until the stream that computes is done with all."""
+        self._before += self._posted.values()
+        self.hold("settled", self._before)
+
+    def enqueue(self, cell: str) -> None:
+        """A message, the wait for one, or something that is computed."""
+        if match := _MESSAGE.fullmatch(cell):
+            stage, what, way, microbatch = match.groups()
+            if what == "WAIT_SEND":
+                self._wait(f"{stage}SEND_{way}{microbatch}")
+            else:
+                step = 1 if (what == "SEND") == (way == "F") else -1
+                peer = self._home(int(stage) + step, int(microbatch))
+                self._posted[cell] = self._post(cell, peer, forward=way == "F")
+            return
+        if match := _TAKES.fullmatch(cell):
+            stage, kind, microbatch = match.groups()
+            self._wait(f"{stage}RECV_{'F' if kind == 'F' else 'B'}{microbatch}")
+        self.compute(cell, *self._exchanges)
+
+    def compute(self, text: str, *dimensions: str) -> None:
+        """Enqueue something that is computed, with collectives along some dimensions."""
+        parts = [Part(f"{each} of rank {self._rank}", text, (self._rank,)) for each in dimensions]
+        self._before = [self.put(text, COMPUTE, parts)]
+
+    def _wait(self, message: str) -> None:
+        if message in self._posted:
+            self._before.append(self._posted.pop(message))
+
+    def _post(self, cell: str, peer: int, *, forward: bool) -> int:
+        sends = "SEND" in cell
+        source, target = (self._rank, peer) if sends else (peer, self._rank)
+        low, high = sorted((source, target))
+        way = "forward" if forward else "backward"
+        name = self._name.format(source=source, target=target, low=low, high=high, way=way)
+        return self.put(cell, name, [Part(name, SEND if sends else RECEIVE, (peer,))])
+
+
+def of_torch(
+    rows: Sequence[Sequence[str]],
+    home: Home,
+    communicators: str = "pair",
+    dimensions: Collection[str] = (),
+) -> Programs:
+    """What torch's ``_PipelineScheduleRuntime`` enqueues: every message where it is listed, waits
+    for a receive before the action that takes it, for sends at the end or where that is listed.
+
+    Args:
+        rows: per rank the cells of a file in the form ``"compute_comms"``.
+        home: the rank of a stage and microbatch.
+        communicators: one of ``COMMUNICATORS``.
+        dimensions: of the mesh, those that have several ranks.
+    """
+    programs = {}
+    for rank, row in enumerate(rows):
+        host = Host(rank, home, communicators, dimensions)
+        for cell in row:
+            host.enqueue(cell)
+        host.settle()
+        programs[rank] = host.operations
+    return programs
+
+
+# --- this engine ----------------------------------------------------------------------------------
+
+
+def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
+    """What ``PipelineTrainer`` enqueues in a step over GPUs.
+
+    Args:
+        schedule: a legal one.
+        dimensions: of the mesh, those that have several ranks.
+    """
+    if {SHARD, EXPERT_SHARD}.intersection(dimensions):
+        schedule = with_sharding(schedule)
+    ranks = range(len(schedule.ranks))
+    return {rank: _EngineRank(schedule, rank, dimensions).run() for rank in ranks}
+
+
+class _EngineRank(Host):
+    """One rank, as executor, transport, mailbox and moves have it."""
+
+    def __init__(self, schedule: Schedule, rank: int, dimensions: Collection[str]) -> None:
+        super().__init__(rank, schedule.home, "edge", dimensions)
+        self._schedule = schedule
+        self._feeds = feeds = Feeds(schedule.stages)
+        self._routes = routes = routes_of(schedule, rank, feeds)
+        self._posts = posts_of(schedule, rank, feeds)
+        self._receives = {peer: deque(parcels) for peer, parcels in routes.receives.items()}
+        self._moves: dict[int, int] = {}
+        self._needs = defaultdict(list, waited_departures(schedule.ranks[rank]))
+        for each in journeys_of(schedule):
+            if each.rank == rank:
+                self._needs[each.comes].append(each.leaves)
+                self._needs[each.used].append(each.comes)
+            if each.partner == rank:
+                self._needs[each.returned].append(each.accepted)
+
+    def run(self) -> list[Operation]:
+        everyone = range(len(self._schedule.ranks))
+        self.hold("batch", (), everyone)
+        for place, action in enumerate(self._schedule.ranks[self._rank]):
+            over = [self._moves[each] for each in self._needs[place]]
+            if action.kind.is_move:
+                self._moves[place] = self._move(action, over)
+                continue
+            if over:
+                self.hold(f"{action} waits", over)
+            if action.kind.is_compute:
+                self._act(action)
+            elif action.kind is ActionKind.UNSHARD:
+                shards = [each for each in self._dimensions if each in (SHARD, EXPERT_SHARD)]
+                self.compute(str(action), *(f"{each} gathers" for each in shards))
+        self.hold("moves", self._moves.values())
+        self.settle()
+        self._reduce()
+        self.settle()
+        self.hold("losses", (), everyone)
+        return self.operations
+
+    def _act(self, action: Action) -> None:
+        schedule, routes = self._schedule, self._routes
+        for peer in self._posts[action]:
+            self.enqueue(_text(self._receives[peer].popleft(), "RECV"))
+        for parcel in parcels_for(action, self._feeds):
+            sent = routes.sends.get(channel_of(parcel, schedule).source_rank, ())
+            for each in sent[: routes.proven.get(parcel, 0)]:
+                self.enqueue(_text(each, "WAIT_SEND"))
+        self.enqueue(str(action))
+        for parcel in parcels_of(result_of(action), self._feeds):
+            if not channel_of(parcel, schedule).local:
+                self.enqueue(_text(parcel, "SEND"))
+
+    def _move(self, action: Action, over: Sequence[int]) -> int:
+        """A lane has a thread of its own, which waits for what is to be over."""
+        kind, partners = action.kind, self._schedule.partners
+        parts: list[Part] = []
+        if kind in _LANES and partners is not None:
+            mine, partner, leaves = self._rank, partners[self._rank], kind in DEPARTURES
+            ends = (mine, partner) if leaves else (partner, mine)
+            name = "memory {} to {}".format(*ends)
+            parts = [Part(name, SEND if leaves else RECEIVE, (partner,))]
+        return self.put(str(action), _LANES.get(kind, kind.value), parts, over)
+
+    def _reduce(self) -> None:
+        """Sums of two copies of a stage, then means of replicas, in one order on all ranks."""
+        schedule = self._schedule
+        stages = sorted(schedule.held(self._rank), reverse=True)
+        sums = []
+        for stage in stages:
+            holders = tuple(sorted(schedule.holders(stage)))
+            if len(holders) > 1:
+                part = Part("copies on {} and {}".format(*holders), "sum", holders)
+                sums.append(self.put(f"{stage}SUM", part.communicator, [part]))
+        self.hold("summed", sums)
+        several = [each for each in self._dimensions if each != TENSOR]
+        for stage in stages if several else ():
+            self.compute(f"{stage}REDUCE_GRAD", *several)
+
+
+_LANES = {
+    ActionKind.EVICT: "evictions",
+    ActionKind.RETURN: "evictions",
+    ActionKind.ACCEPT: "acceptances",
+    ActionKind.LOAD: "acceptances",
+}
+
+
+def _text(parcel: Parcel, what: str) -> str:
+    """A message as torch writes it."""
+    stage = parcel.stage if what == "RECV" else parcel.result.stage
+    return f"{stage}{what}_{'F' if parcel.forward else 'B'}{parcel.result.microbatch}"

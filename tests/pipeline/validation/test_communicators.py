@@ -1,0 +1,150 @@
+"""What ends under NCCL's rules, and why the rest does not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from autosplit.mesh.dimensions import REPLICATE, SHARD, TENSOR
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.validation.communicators import (
+    COMPUTE,
+    RECEIVE,
+    SEND,
+    Sharing,
+    held_up,
+    in_flight,
+    stuck,
+)
+from autosplit.pipeline.validation.programs import of_engine, of_torch
+from autosplit.pipeline.validation.torch_csv import add_communication
+from tests.pipeline.schedule.random_schedules import random_schedule
+from tests.pipeline.validation.programs import of_items, on_mesh
+from tests.pipeline.validation.reported import CASES
+
+SHARINGS: tuple[Sharing, ...] = ("streams", "launches", "kernels")
+MESH = {REPLICATE: 2, SHARD: 2, TENSOR: 2}
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_our_schedules_end_whatever_queues_share(name: str) -> None:
+    for ranks, microbatches in ((2, 4), (4, 8)):
+        schedule = build(name, ranks * (SCHEDULES[name].chunks or 2), microbatches, ranks=ranks)
+        for dimensions in ((), (*MESH,)):
+            programs = of_engine(schedule, dimensions)
+            assert [stuck(programs, each) for each in SHARINGS] == [None] * 3
+            assert not any(map(held_up, programs.values()))
+
+
+def test_so_do_schedules_that_nobody_would_write() -> None:
+    for seed in range(40):
+        programs = of_engine(random_schedule(seed, copies=1 + seed % 2))
+        assert [stuck(programs, each) for each in SHARINGS] == [None] * 3, seed
+
+
+def test_a_step_of_1024_ranks() -> None:
+    """16 stand for all; they keep as many messages as there are ranks, of 64 microbatches."""
+    programs = of_engine(build("zb-v", 32, 64, ranks=16), (SHARD, TENSOR))
+    assert stuck(programs) is None
+    found = [in_flight(program) for program in programs.values()]
+    assert max(each[SEND] for each in found) == 16
+    assert max(each[RECEIVE] for each in found) == 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_pipeline_stands_for_the_mesh(seed: int) -> None:
+    """Also where two operations of a rank have changed places, and much hangs."""
+    chance = random.Random(seed)
+    name = ["1f1b", "zb-v", "dualpipe", "interleaved"][seed % 4]
+    programs = of_engine(build(name, 4, 4, ranks=2), (*MESH,))
+    if seed >= 4:
+        rank = chance.randrange(2)
+        row = list(programs[rank])
+        posts = [at for at, each in enumerate(row) if each.parts and each.queues[0] != COMPUTE]
+        one, other = chance.sample(posts, 2)
+        row[one], row[other] = (
+            row[other]._replace(after=row[one].after),
+            row[one]._replace(after=row[other].after),
+        )
+        programs = {**programs, rank: row}
+    for sharing in SHARINGS:
+        whole = stuck(on_mesh(programs, MESH), sharing)
+        assert (stuck(programs, sharing) is None) == (whole is None)
+
+
+# --- what hangs, and how it is said ---------------------------------------------------------------
+
+
+def rows(*texts: str) -> list[list[str]]:
+    return [text.split() for text in texts]
+
+
+def in_turn(stage: int, microbatch: int) -> int:
+    """Of two ranks."""
+    return stage % 2
+
+
+CROSSED = rows("0F1 0SEND_F1 0RECV_B0 0B0", "1B0 1SEND_B0 1RECV_F1 1F1")
+CIRCLE = """\
+1. rank 0: 0SEND_F1 <-- waits for 1RECV_F1 of rank 1
+2. rank 1: 1RECV_F1 <-- waits for 1SEND_B0
+3. rank 1: 1SEND_B0 <-- waits for 0RECV_B0 of rank 0
+4. rank 0: 0RECV_B0 <-- waits for 0SEND_F1
+slot    0    1         2         3    4
+rank 0  0F1  0SEND_F1  0RECV_B0  0B0  settled
+             ^1        ^4                      <-- waits for 1RECV_F1 of rank 1
+rank 1  1B0  1SEND_B0  1RECV_F1  1F1  settled
+             ^3        ^2                      <-- waits for 0RECV_B0 of rank 0"""
+
+
+def test_a_circle_is_drawn() -> None:
+    found = stuck(of_torch(CROSSED, in_turn))
+    assert str(found) == CIRCLE
+    assert stuck(of_torch(CROSSED, in_turn, "edge")) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (("send", (1,)), None, "0 <-- waits for rank 1, which never comes to it"),
+        (("sum", (0, 1)), None, "rank 1, which never comes to sum"),
+        (("sum", (0, 1)), ("gather", (0, 1)), "sum of rank 1, which comes to gather"),
+    ],
+)
+def test_what_never_comes_is_named(first: Any, second: Any, said: str) -> None:
+    program = {0: [("op", "0", *first)], 1: [("op", "0", *second)] if second else []}
+    assert said in str(stuck(of_items(program, {"0": ((0, 1), True)})))
+
+
+def test_receives_posted_ahead_hang_where_queues_share_a_connection() -> None:
+    """The second cannot be launched before the first ends, nor what comes behind it: why the
+    engine posts each where all ranks have it in one order.
+    """
+    ahead = rows(
+        "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+    )
+    found = [stuck(of_torch(ahead, in_turn, "edge"), each) is None for each in SHARINGS]
+    assert found == [True, False, False]
+    one_order = of_engine(build("1f1b", 2, 2))
+    assert [stuck(one_order, each) for each in SHARINGS] == [None] * 3
+
+
+# --- what people report, and the mends ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thread", sorted(CASES))
+def test_reported(thread: str) -> None:
+    program, communicators, ends = CASES[thread]
+    assert (stuck(of_items(program, communicators)) is None) is ends
+
+
+def test_early_receives_hold_sends_up() -> None:
+    """pytorch #188833, which ends, but late."""
+    listed = [[*map(str, row)] for row in add_communication(build("interleaved", 4, 8, ranks=2))]
+    found = [
+        sum(map(held_up, of_torch(listed, in_turn, each).values())) for each in ("pair", "edge")
+    ]
+    assert found == [43, 0]
