@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -208,6 +209,7 @@ def launch(
     """
     if nprocs < 1:
         raise PipelineError(f"expected one or more processes, got nprocs={nprocs}")
+    _check_importable(fn)
     try:
         call = pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -219,6 +221,21 @@ def launch(
     job = Job(call, nprocs, store.port, timeout, threads)
     with _processes(job) as processes:
         return _collect(processes, time.monotonic() + timeout, timeout)
+
+
+def _check_importable(fn: Callable[..., Any]) -> None:
+    """Refuse a function of a program that is no file: new processes import what they call."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None) or ""
+    in_file = main.__spec__ is not None or os.path.exists(path)
+    if getattr(fn, "__module__", "") == "__main__" and not in_file:
+        name = getattr(fn, "__name__", repr(fn))
+        raise PipelineError(
+            f"launch() starts new processes, which import {name}: they cannot where it is "
+            "defined in a notebook, in an interpreter or in a program that is piped in. Write it "
+            f"into a file (in a notebook, a cell that begins with %%writefile train.py), then "
+            f"`from train import {name}` and launch that"
+        )
 
 
 class _Process:

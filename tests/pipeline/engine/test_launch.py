@@ -6,10 +6,11 @@ import itertools
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,17 @@ def test_same_function_under_torchrun(under_torchrun: list[dict[str, Any]]) -> N
         product, total, environment, _ = found["identity"]
         assert (product, total) == (3 * rank, 1)
         assert environment.startswith(f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 ")
+
+
+def test_what_no_process_can_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook."""
+
+    def train() -> None: ...
+
+    train.__module__ = "__main__"
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    with pytest.raises(PipelineError, match=r"notebook.*`from train import train` and launch"):
+        launch(train, 2, timeout=1)
 
 
 @pytest.fixture
