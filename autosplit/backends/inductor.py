@@ -26,6 +26,7 @@ from autosplit.passes.graph import (
 from autosplit.passes.lowering import codegen
 from autosplit.passes.lowering.buffers import is_donated
 from autosplit.passes.subgraph import Subgraph, operands, outline, subgraphs
+from autosplit.text.progress import working
 
 from .backend import Backend, Boxed, Code, Strides, collecting_new_objects_only, restrided
 from .eager import Eager
@@ -99,7 +100,7 @@ class Inductor(Backend):
         results = [returned[at] for at in computed]
         taken = inputs(module.graph)
         roles = list(taken)
-        with collecting_new_objects_only():
+        with collecting_new_objects_only(), working(f"compiling {name} by Inductor"):
             compiled = inductor.compile_module(
                 copy,
                 is_backward=is_backward,

@@ -30,6 +30,7 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.refusals import autocast_state
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import few
+from autosplit.text.progress import working
 from autosplit.torch_internals.autograd import is_autocast
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 from autosplit.torch_internals.state import StateReader
@@ -445,7 +446,9 @@ class Specializations:
                 "regions": True,
                 "gathering": self._sharding and self._sharding.gathering,
             }
-            with self._traced(self._model.parameters()):
+            name, known = type(self._model).__name__, len(self._graphs.captured)
+            again = f", as none of its {known} graphs holds for this call" if known else ""
+            with self._traced(self._model.parameters()), working(f"capturing {name}{again}"):
                 made = trace(self._model, args, kwargs, self._split, **options)
         except FirstCallError:
             self._first.add(signature)

@@ -20,6 +20,7 @@ from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Span, median_durations, undisturbed
 from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.text.progress import working
 
 MEASURED = 2
 """Steps that are measured, after a first one that builds the stages."""
@@ -116,15 +117,16 @@ class Tuner:
         self.done = True
         costs = self._costs(stages)
         try:
-            found = search(
-                costs,
-                self._schedule.microbatches,
-                ranks=len(self._schedule.ranks),
-                placement=self._schedule.placement,
-                # A rank that keeps nothing at all may keep nothing more.
-                cap=[max(peak, 1.0) for peak in peak_memory(self._schedule, costs.memory)],
-            )
-            return fuse_adjacent(found, costs)
+            with working("searching a schedule for the times of the first steps"):
+                found = search(
+                    costs,
+                    self._schedule.microbatches,
+                    ranks=len(self._schedule.ranks),
+                    placement=self._schedule.placement,
+                    # A rank that keeps nothing at all may keep nothing more.
+                    cap=[max(peak, 1.0) for peak in peak_memory(self._schedule, costs.memory)],
+                )
+                return fuse_adjacent(found, costs)
         except ScheduleError:  # no other order keeps as little: go on with this one
             return self._schedule
 

@@ -19,6 +19,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.text.progress import working
 
 from .auto_schedule import MEASURED, Tuner
 from .rank_memory import RankMemory
@@ -104,7 +105,7 @@ class LimitTuner(Tuner):
         Raises:
             MemoryLimitError: nothing keeps the limit; says the least that would do and of what.
         """
-        return self._shortest(self._costs(stages))
+        return self._within(stages)
 
     def after_step(
         self, spans: Sequence[Span], stages: Mapping[int, TrainableStage]
@@ -120,7 +121,7 @@ class LimitTuner(Tuner):
                 return None
             self._found_first = True
             self._note_measured()
-            return self._shortest(self._costs(stages))
+            return self._within(stages)
         self._since += 1
         if self._since < _SETTLED:
             return None
@@ -131,7 +132,7 @@ class LimitTuner(Tuner):
         self._corrections += 1
         if self._corrections > _CORRECTIONS:
             self._refuse(max(self._held(self._running)), self._running)
-        return self._shortest(self._costs(stages))
+        return self._within(stages)
 
     # --- what ranks hold --------------------------------------------------------------------------
 
@@ -223,6 +224,11 @@ class LimitTuner(Tuner):
         return replace(costs, memory=found)
 
     # --- searching --------------------------------------------------------------------------------
+
+    def _within(self, stages: Mapping[int, TrainableStage]) -> Schedule:
+        """``_shortest`` for what is known of the stages; collective."""
+        with working(f"searching a schedule that keeps {self._limit:,} bytes"):
+            return self._shortest(self._costs(stages))
 
     def _shortest(self, costs: Costs) -> Schedule:
         """The shortest step that is found within the limit; collective."""

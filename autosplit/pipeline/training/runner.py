@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,6 +66,7 @@ from .stage_modules import (
     numbers,
 )
 
+_LOG = logging.getLogger(__name__)
 _KEPT = 64  # shapes of batches, used last: each has buffers of its own for messages
 
 
@@ -456,6 +458,7 @@ class Runner:
 
     def _adopt(self, schedule: Schedule) -> None:
         """Train under another schedule from now on."""
+        _LOG.info("from the next step on: %r", schedule)
         self.schedule = schedule
         for step in self._steps[False].values():
             if step.executor is not None:
