@@ -463,6 +463,9 @@ def test_check(tmp_path: pathlib.Path) -> None:
     assert "never ends" in result.output
     assert "1. rank 0: 0SEND_F1 <-- waits for 1RECV_F1 of rank 1" in result.output
     assert run("check", crossed).exit_code == 0  # our engine lists messages itself
+    offloaded = tmp_path / "offloaded.csv"
+    offloaded.write_text("0F0,0OFFLOAD0,0F1,0RELOAD0,0B0,0B1\n")
+    assert "not judged, as moves have threads" in run("check", offloaded).output
     assert "the mesh 3" in run("check", crossed, "--mesh", "pp=3").output
     assert "known: pp, dp_replicate" in run("check 1f1b --mesh xx=2").output
     assert "--mesh pp=..." in run("check 1f1b").output

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 
 from autosplit.mesh.dimensions import REPLICATE, SHARD, TENSOR
 from autosplit.pipeline.builders.build import SCHEDULES, build
@@ -21,8 +24,9 @@ from autosplit.pipeline.validation.communicators import (
 from autosplit.pipeline.validation.programs import of_engine, of_torch
 from autosplit.pipeline.validation.torch_csv import add_communication
 from tests.pipeline.schedule.random_schedules import random_schedule
+from tests.pipeline.training.moving import awaiting, evicting, offloading
 from tests.pipeline.validation.programs import of_items, on_mesh
-from tests.pipeline.validation.reported import CASES
+from tests.pipeline.validation.reported import CASES, DEFERS
 
 SHARINGS: tuple[Sharing, ...] = ("streams", "launches", "kernels")
 MESH = {REPLICATE: 2, SHARD: 2, TENSOR: 2}
@@ -72,6 +76,14 @@ def test_one_pipeline_stands_for_the_mesh(seed: int) -> None:
     for sharing in SHARINGS:
         whole = stuck(on_mesh(programs, MESH), sharing)
         assert (stuck(programs, sharing) is None) == (whole is None)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-v"])
+def test_moves_end(name: str) -> None:
+    schedule = build(name, 4 * (SCHEDULES[name].chunks or 2), 8, ranks=4)
+    evicted = evicting(schedule, range(4))
+    for moved in (offloading(schedule), evicted, awaiting(evicted)):
+        assert stuck(of_engine(moved)) is None
 
 
 # --- what hangs, and how it is said ---------------------------------------------------------------
@@ -148,3 +160,17 @@ def test_early_receives_hold_sends_up() -> None:
         sum(map(held_up, of_torch(listed, in_turn, each).values())) for each in ("pair", "edge")
     ]
     assert found == [43, 0]
+
+
+@pytest.mark.skipif(not DEFERS, reason="before torch 2.13 all are batched")
+def test_torch_batches_mixed_messages_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So those of one direction have communicators of two ranks."""
+    calls: list[str] = []
+    for name in ("isend", "irecv"):
+        alone = mock.Mock(side_effect=lambda *_, what=name, **__: calls.append(what))
+        monkeypatch.setattr(dist, name, alone)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: calls.append("batch"))
+    send, receive = mock.Mock(op=dist.isend), mock.Mock(op=dist.irecv)
+    for ops in ([send], [receive], [send, receive]):
+        schedules._batch_p2p(ops)
+    assert calls == ["isend", "irecv", "batch"]

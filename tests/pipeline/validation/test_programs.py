@@ -1,0 +1,136 @@
+"""The engine enqueues, and waits for, what its model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
+from autosplit.pipeline.engine.executor import Executor
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.timing import Recorder
+from autosplit.pipeline.engine.transport import Transport
+from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.routes import posts_of, routes_of
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.validation.communicators import COMPUTE
+from autosplit.pipeline.validation.programs import of_engine
+from tests.pipeline.schedule.random_schedules import random_schedule
+
+CPU = torch.device("cpu")
+META = TensorMeta(torch.Size([1]), torch.float32, True)
+
+
+class Log(Recorder):
+    """One rank's end of messages that are always there, and what it is asked: to compute; to send
+    and receive, with whom; and which of these to wait for.
+    """
+
+    timeout = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.calls: list[Any] = []
+        self._waits: list[int] = []
+
+    def run(self, action: Action, compute: Callable[[], Any]) -> Any:
+        self.settle()
+        self.calls.append(str(action))
+        return compute()
+
+    def settle(self) -> None:
+        """What was waited for, in any order."""
+        self.calls.append(("waits", sorted(self._waits)))
+        self._waits.clear()
+
+    def isend(self, tensor: Tensor, peer: int) -> Any:
+        return self._message("send", peer)
+
+    def irecv(self, buffer: Tensor, peer: int) -> Any:
+        return self._message("receive", peer)
+
+    def _message(self, kind: str, peer: int) -> Any:
+        number = len(self._messages)
+        self.calls.append((kind, peer))
+        waits = self._waits
+
+        class Work:
+            def wait(self) -> None:
+                waits.append(number)
+
+        return Work()
+
+    @property
+    def _messages(self) -> list[Any]:
+        return [each for each in self.calls if each[0] in ("send", "receive")]
+
+
+class Stage:
+    """Computes nothing."""
+
+    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+        return [torch.zeros(1)]
+
+    def backward_input(self, microbatch: int, grads: list[Tensor | None]) -> list[Tensor | None]:
+        return [torch.zeros(1)]
+
+    backward = backward_input
+
+    def backward_weight(self, microbatch: int) -> None:
+        pass
+
+
+def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
+    """By the engine, as it is over NCCL."""
+    log, feeds = Log(), Feeds(schedule.stages)
+    negotiation = Negotiation("train", Groups(1, CPU, 1.0), lambda: None)
+    negotiation.known |= dict.fromkeys(range(schedule.stages), (META,))
+    link: Any = log
+    posts = posts_of(schedule, rank, feeds)
+    transport = Transport(routes_of(schedule, rank), link, negotiation, device=CPU, posts=posts)
+    stages = dict.fromkeys(schedule.held(rank), Stage())
+    executor = Executor(stages, schedule, rank, transport, loss_grad=torch.ones(1))
+    count = schedule.microbatches
+    executor.run([[torch.zeros(1)]] * count, [[]] * count, log)
+    log.settle()
+    return log.calls
+
+
+def _modelled(schedule: Schedule, rank: int) -> list[Any]:
+    found: list[Any] = []
+    numbers: dict[int, int] = {}
+    waited: set[int] = set()
+    for place, operation in enumerate(of_engine(schedule)[rank]):
+        waits = {*operation.after}.intersection(numbers) - waited
+        if COMPUTE in operation.queues or operation.text == "settled":
+            found.append(("waits", sorted(numbers[each] for each in waits)))
+            waited |= waits
+        if COMPUTE in operation.queues:
+            found.append(operation.text)
+        if operation.text == "settled":
+            return found
+        for part in operation.parts:
+            if part.is_message:
+                numbers[place] = len(numbers)
+                found.append((part.kind, *part.peers))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule(name: str) -> None:
+    schedule = build(name, 4 * (SCHEDULES[name].chunks or 2), 8, ranks=4)
+    for rank in range(4):
+        assert _enqueued(schedule, rank) == _modelled(schedule, rank)
+
+
+def test_schedules_that_nobody_would_write() -> None:
+    for seed in range(30):
+        schedule = random_schedule(seed, copies=1 + seed % 2)
+        for rank in range(len(schedule.ranks)):
+            assert _enqueued(schedule, rank) == _modelled(schedule, rank), seed
