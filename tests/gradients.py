@@ -16,3 +16,12 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module, *, exact: bool = T
             assert torch.equal(mine.grad, theirs.grad), name
         else:
             torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def assert_rounded(model: nn.Module, plain: nn.Module) -> None:
+    """The same but for rounding, by their norms."""
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None and theirs.grad is not None:
+            allowed = 20 * torch.finfo(theirs.dtype).eps * theirs.grad.double().norm()
+            assert (mine.grad.double() - theirs.grad.double()).norm() <= allowed, name

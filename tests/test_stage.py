@@ -13,67 +13,52 @@ from torch import Tensor, nn
 from autosplit import CaptureError, SplitError, Stage
 from autosplit.pipeline.engine.stages import footprint
 from tests.gradients import assert_same_gradients
-from tests.microbatches import reference
-from tests.zoo import CASES, Attention, Counter, PlainParameters, SwiGLU
+from tests.microbatches import Twins, reference
+from tests.zoo import CASES, Counter, SwiGLU
 
 # Stages hand tensors to each other: one tensor in, one tensor out.
 NAMES = [name for name in CASES if name != "several"]
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["split", "fused"])
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_autograd(name: str, fused: bool) -> None:
-    case = CASES[name]
-    model = case.build()
-    twin = copy.deepcopy(model)
-    batches = [case.batch() for _ in range(3)]
-    example = batches[0].clone()
-    stage = Stage(model, [example.requires_grad_(example.is_floating_point())])
-    ((shape, dtype, differentiable),) = stage.output_specs
-    assert differentiable
-    grads = [torch.randn(shape).to(dtype) for _ in batches]
-    outputs = [stage.forward(m, [batch.clone()]) for m, batch in enumerate(batches)]
-    assert [output[0].shape for output in outputs] == [shape] * 3
-    if fused:
-        found = [stage.backward(m, [grad])[0] for m, grad in enumerate(grads)]
-    else:
-        found = [stage.backward_input(m, [grad])[0] for m, grad in enumerate(grads)]
-        assert stage.gradients == {}
-        for microbatch in range(3):
-            stage.backward_weight(microbatch)
-    expected = reference(twin, batches, grads)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or torch.equal(mine, theirs)
-    stage.publish()
-    assert_same_gradients(model, twin)
+def test_equals_autograd(name: str) -> None:
+    """By I and W, then by B."""
+    twins = Twins(name)
+    for whole in (False, True):
+        outputs = twins.forward()
+        assert [output.shape for output in outputs] == [grad.shape for grad in twins.grads]
+        twins.backward(whole=whole)
+        if not whole:
+            assert twins.stage.gradients == {}
+            twins.stage.backward_weight([0, 1, 2])
+        twins.assert_alike()
+        for each in (twins.model, twins.twin):
+            each.zero_grad()
 
 
-@pytest.mark.parametrize("run", ["W", "B", "together", "slices"])
-@pytest.mark.parametrize("accumulation", ["exact", "fused", "concatenated"])
+@pytest.mark.parametrize(
+    ("run", "accumulation"),
+    [
+        *((run, "exact") for run in ("W", "B", "together", "slices")),
+        *(("B", "fused"), ("slices", "fused"), ("together", "concatenated")),
+    ],
+)
 def test_hooks_of_parameters_see_each_microbatch(run: str, accumulation: str) -> None:
     """A clamp of the sum would be another thing than the sum of what was clamped."""
     model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    twin = copy.deepcopy(model)
-    for each in (model, twin):
+    slices = 2 if run == "slices" else 1
+    batches = [torch.randn(8, 3) for _ in range(3)]
+    twins = Twins(model, batches, accumulation=accumulation, slices=slices)
+    for each in (model, twins.twin):
         for name in ("0.weight", "1.weight", "3.bias"):
             each.get_parameter(name).register_hook(lambda grad: grad.clamp(-0.5, 0.5))
-    batches = [torch.randn(8, 3) for _ in range(3)]
-    grads = [torch.randn(8, 2) for _ in range(3)]
-    reference(twin, batches, grads)
-    slices = 2 if run == "slices" else 1
-    stage = Stage(
-        model, [batches[0].clone().requires_grad_()], accumulation=accumulation, slices=slices
-    )
-    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
-        stage.forward(m, [batch])
-        (stage.backward if run == "B" else stage.backward_input)(m, [grad])
-        for at in range(slices) if run in ("W", "slices") else ():
-            stage.backward_weight(m, at if run == "slices" else None)
+    twins.forward()
+    twins.backward(whole=run == "B")
     if run == "together":
-        stage.backward_weight([0, 1, 2])
-    stage.publish()
-    assert_same_gradients(model, twin, exact=accumulation == "exact")
+        twins.stage.backward_weight([0, 1, 2])
+    elif run != "B":
+        twins.weights(slices=slices if run == "slices" else 0)
+    twins.assert_alike(exact=accumulation == "exact")
 
 
 def test_a_hook_that_waits_for_a_gradient_is_refused() -> None:
@@ -230,21 +215,6 @@ def test_buffer_updates_land_in_forward_order() -> None:
     assert stage.module.scale.tolist() == [8.0] * 4
 
 
-def test_gradients_that_share_a_tensor_are_accumulated_apart() -> None:
-    stage = Stage(PlainParameters(), [torch.randn(3, requires_grad=True)])
-    for microbatch in range(2):
-        stage.forward(microbatch, [torch.randn(3)])
-        grads: list[Tensor | None] = [torch.ones(3)]
-        (input_grad,) = stage.backward_input(microbatch, grads)
-        stage.backward_weight(microbatch)
-        assert input_grad is not None
-        assert input_grad.tolist() == [1.0] * 3
-    assert {name: grad.tolist() for name, grad in stage.gradients.items()} == {
-        "a": [2.0] * 3,
-        "b": [2.0] * 3,
-    }
-
-
 @pytest.mark.parametrize("accumulation", ["exact", "concatenated"])
 def test_sparse_embedding_gradients(accumulation: str) -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
@@ -308,7 +278,7 @@ def test_output_that_is_no_tensor() -> None:
 def test_microbatches_of_any_size(options: dict[str, Any]) -> None:
     """All in flight at once; the second size is the last that is captured for."""
     torch.manual_seed(0)
-    model = Attention()
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16))
     plain = copy.deepcopy(model)
     batches = [torch.randn(2, length, 16) for length in (8, 5, 7, 5, 9)]
     stage = Stage(model, [batches[0].clone().requires_grad_()], **options)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -145,6 +146,17 @@ def convolutions() -> nn.Module:
     )
 
 
+def llama(**settings: Any) -> nn.Module:
+    """Of transformers, one layer unless told otherwise."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False}
+    model: nn.Module = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**sizes, **heads, **settings})
+    )
+    return model
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model, an input for it, and a loss on its output."""
@@ -166,7 +178,7 @@ CASES: dict[str, Case] = {
     ),
     "attention": Case(lambda: Attention(), lambda: torch.randn(2, 8, 16)),
     "transformer": Case(
-        lambda: nn.Sequential(Attention(), SwiGLU(), Attention(), SwiGLU()),
+        lambda: nn.Sequential(Attention(), SwiGLU()),
         lambda: torch.randn(2, 8, 16),
     ),
     "encoder_layer": Case(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit.dynamo.partial_model import Partial
+from autosplit.dynamo.pending_weights import Deferral
 
 
 class Net(nn.Module):
@@ -32,14 +33,27 @@ class Broken(Net):
         return self.b(h)
 
 
-def compiled(model: nn.Module) -> Any:
-    return torch.compile(model, backend="autosplit", options={"max_pending": math.inf})
+class Compiled:
+    """A model under ``torch.compile(backend="autosplit")``, with the face of a split one."""
+
+    def __init__(self, model: nn.Module, max_pending: float = math.inf) -> None:
+        options = {"max_pending": max_pending}
+        self.module: Any = torch.compile(model, backend="autosplit", options=options)
+        self._deferral = Deferral(model)
+        self.backward_weight, self.discard = self._deferral.backward_weight, self._deferral.discard
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    @property
+    def pending(self) -> int:
+        return self._deferral.pending
 
 
 FACES: dict[str, Callable[[nn.Module], Any]] = {
     "whole": partial(autosplit.split, max_pending=math.inf),
     "parts": Partial,
-    "compiled": compiled,
+    "compiled": Compiled,
 }
 
 

@@ -19,27 +19,30 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
 import autosplit
-from autosplit import SplitError
+from autosplit import SplitError, SplitModule
 from autosplit.autograd import lazy_gradient as gradient_slot
 from autosplit.autograd.lazy_gradient import LazyGradient
 from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
-from autosplit.dynamo.pending_weights import Deferral
 from autosplit.torch_internals.autograd import memoryless_tensor
-from tests.autograd.faces import FACES, Broken, Net, compiled, model_for
+from tests.autograd.faces import FACES, Broken, Compiled, Net, model_for
 from tests.gradients import assert_same_gradients
 from tests.pending import deferred_tensors
 
+Pair = tuple[SplitModule, Any, Any]
 
-def pending(module: Any) -> int:
-    face = Deferral(module) if not hasattr(module, "pending_bytes") else module
-    return int(face.pending)
+
+@pytest.fixture(scope="module")
+def captured() -> SplitModule:
+    return autosplit.split(Net())
 
 
 @pytest.fixture
-def pair() -> tuple[Net, Net]:
-    model = Net()
-    return model, copy.deepcopy(model)
+def pair(captured: SplitModule) -> Pair:
+    """A split model, whose graph is captured once for all tests, that model, and a plain twin."""
+    captured.discard()
+    captured.zero_grad()
+    return captured, captured.unsplit, copy.deepcopy(captured.unsplit)
 
 
 def batches(count: int = 2) -> list[Tensor]:
@@ -136,9 +139,8 @@ def _no_grad(parameter: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_any_use_has_it_computed(name: str, pair: tuple[Net, Net]) -> None:
-    model, plain = pair
-    split = autosplit.split(model)
+def test_any_use_has_it_computed(name: str, pair: Pair) -> None:
+    split, model, plain = pair
     given = batches()
     found = []
     for module, under in ((split, model), (plain, plain)):
@@ -239,9 +241,8 @@ def test_optimizers(face: str) -> None:
             assert torch.equal(a, b), name
 
 
-def test_compiled_optimizer_step(pair: tuple[Net, Net]) -> None:
-    model, plain = pair
-    split = autosplit.split(model)
+def test_compiled_optimizer_step(pair: Pair) -> None:
+    split, model, plain = pair
     mine = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     theirs = torch.optim.AdamW(plain.parameters(), lr=torch.tensor(0.1))
     step = torch.compile(mine.step, backend="eager")
@@ -257,9 +258,8 @@ def test_compiled_optimizer_step(pair: tuple[Net, Net]) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_gradient_scaler_and_fused_optimizer(pair: tuple[Net, Net]) -> None:
-    model, plain = pair
-    split = autosplit.split(model)
+def test_gradient_scaler_and_fused_optimizer(pair: Pair) -> None:
+    split, model, plain = pair
     scales = []
     given = [*batches(3), torch.full((3, 4), torch.inf)]
     for module, under in ((split, model), (plain, plain)):
@@ -321,7 +321,7 @@ def test_dropped_with_grad(face: str) -> None:
                     assert under.a.weight.grad.norm() > 0
                 backward(each, x, x)
                 drop(under, way)
-            assert pending(module) == 0, way
+            assert module.pending == 0, way
             del x
             if face == "whole":
                 assert kept() is None, way
@@ -354,9 +354,8 @@ def test_memory_is_free_without_another_call() -> None:
                 assert split.pending == 0
 
 
-def test_only_the_parameters_of_one_optimizer_are_dropped(pair: tuple[Net, Net]) -> None:
-    model, plain = pair
-    split = autosplit.split(model)
+def test_only_the_parameters_of_one_optimizer_are_dropped(pair: Pair) -> None:
+    split, model, plain = pair
     one, two = batches()
     for module, under in ((split, model), (plain, plain)):
         first = torch.optim.SGD(under.a.parameters(), lr=0.1)
@@ -373,10 +372,9 @@ def test_only_the_parameters_of_one_optimizer_are_dropped(pair: tuple[Net, Net])
 
 
 @pytest.mark.parametrize("dropped", [True, False])
-def test_gradient_that_somebody_holds(dropped: bool, pair: tuple[Net, Net]) -> None:
+def test_gradient_that_somebody_holds(dropped: bool, pair: Pair) -> None:
     """It stays that of its batch, or goes on accumulating, as autograd's would."""
-    model, plain = pair
-    split = autosplit.split(model)
+    split, model, plain = pair
     one, two = batches()
     held = []
     for module, under in ((split, model), (plain, plain)):
@@ -390,9 +388,8 @@ def test_gradient_that_somebody_holds(dropped: bool, pair: tuple[Net, Net]) -> N
     assert torch.equal(held[0] * 1, held[1])
 
 
-def test_gradient_held_in_another_grad(pair: tuple[Net, Net]) -> None:
-    model, plain = pair
-    split = autosplit.split(model)
+def test_gradient_held_in_another_grad(pair: Pair) -> None:
+    split, model, plain = pair
     one, two = batches()
     others = [nn.Parameter(torch.zeros(5, 4)) for _ in range(2)]
     for module, under, other in ((split, model, others[0]), (plain, plain, others[1])):
@@ -436,10 +433,9 @@ def test_lazy_gradients_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(mine * 1, theirs) for mine, theirs in zip(*kept, strict=True))
 
 
-def test_lazy_gradient_that_was_used_means_its_batch(pair: tuple[Net, Net]) -> None:
+def test_lazy_gradient_that_was_used_means_its_batch(pair: Pair) -> None:
     """However it is held: by Python, or by ``.grad`` of another parameter."""
-    model, _ = pair
-    split = autosplit.split(model)
+    split, model, _ = pair
     other = nn.Parameter(torch.zeros(5, 4))
     backward(split, *batches(1))
     held = [p.grad for p in model.parameters()]
@@ -453,8 +449,9 @@ def test_lazy_gradient_that_was_used_means_its_batch(pair: tuple[Net, Net]) -> N
     assert all(torch.equal(lazy * 1, value) for lazy, value in zip(held, values[1:], strict=True))
 
 
-def test_discard(pair: tuple[Net, Net]) -> None:
-    model, plain = pair
+def test_discard() -> None:
+    model = Net()
+    plain = copy.deepcopy(model)
     for module in (autosplit.split(model), Partial(model)):
         one, two = batches()
         model.zero_grad()
@@ -480,9 +477,10 @@ def test_discard(pair: tuple[Net, Net]) -> None:
 def test_discard_of_a_compiled_model() -> None:
     torch._dynamo.reset()
     model = Broken()
-    backward(compiled(model), *batches())
-    Deferral(model).discard()
-    assert Deferral(model).pending == 0
+    module = Compiled(model)
+    backward(module, *batches())
+    module.discard()
+    assert module.pending == 0
     assert model.a.weight.grad is None
 
 
@@ -531,10 +529,9 @@ def test_two_split_modules_with_a_parameter_in_common() -> None:
         assert_same_gradients(model, plain, exact=False)
 
 
-def test_create_graph_elsewhere(pair: tuple[Net, Net]) -> None:
+def test_create_graph_elsewhere(pair: Pair) -> None:
     """Autograd then replaces ``.grad`` by a sum that has a graph."""
-    model, plain = pair
-    split = autosplit.split(model)
+    split, model, plain = pair
     (x,) = batches(1)
     for module, under in ((split, model), (plain, plain)):
         backward(module, x)
@@ -548,9 +545,9 @@ def test_create_graph_elsewhere(pair: tuple[Net, Net]) -> None:
 
 
 @collecting_new_objects_only()
-def test_outlives_its_module(pair: tuple[Net, Net]) -> None:
-    model, plain = pair
-    split = autosplit.split(model)
+def test_outlives_its_module() -> None:
+    model = Net()
+    split, plain = autosplit.split(model), copy.deepcopy(model)
     given = batches()
     backward(split, *given)
     backward(plain, *given)
@@ -611,9 +608,9 @@ def test_added_to_what_was_there(accumulation: str, backend: str) -> None:
         torch.testing.assert_close(total, theirs.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_moved_module_takes_its_gradients_along(pair: tuple[Net, Net]) -> None:
-    model, plain = pair
-    split = autosplit.split(model)
+def test_moved_module_takes_its_gradients_along() -> None:
+    model = Net()
+    split, plain = autosplit.split(model), copy.deepcopy(model)
     given = batches()
     backward(split, *given)
     backward(plain, *given)

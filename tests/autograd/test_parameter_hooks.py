@@ -133,9 +133,14 @@ class Doubling:
         )
 
 
-@pytest.mark.parametrize("twice", [False, True], ids=["one call", "two calls a backward"])
-@pytest.mark.parametrize("kind", ["tensor", "late"])
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    ("face", "kind", "twice"),
+    [
+        *(("whole", kind, twice) for kind in ("tensor", "late") for twice in (False, True)),
+        *(("parts", "tensor", False), ("parts", "late", True)),
+        *(("compiled", "late", False), ("compiled", "tensor", True)),
+    ],
+)
 def test_hook_sees_nothing_from_before_it(face: str, kind: str, twice: bool) -> None:
     model = model_for(face).double()
     plain = copy.deepcopy(model)

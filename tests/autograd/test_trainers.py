@@ -12,23 +12,12 @@ from torch.distributed.pipelining._backward import stage_backward_input
 import autosplit
 from autosplit import SplitError
 from autosplit.torch_internals.version import TORCH
-
-transformers = pytest.importorskip("transformers")
-
-
-def tiny_llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=16,
-        attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
+from tests.zoo import llama
 
 
 def test_the_inner_loop_of_a_trainer() -> None:
     """Accumulation, a scaler, clipping, norms that a callback logs, a skipped batch."""
-    model = tiny_llama()
+    model = llama(attn_implementation="eager")
     plain = copy.deepcopy(model)
     ids = [torch.randint(0, 32, (2, 8)) for _ in range(9)]
     logs: list[list[float]] = [[], []]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -24,6 +23,7 @@ from autosplit.passes.analysis.operators import is_start, is_wait
 from autosplit.passes.graph import calls
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.version import TORCH
+from tests.autograd.faces import Compiled
 from tests.dynamo.breaking import (
     Nested,
     Statistics,
@@ -35,6 +35,7 @@ from tests.dynamo.breaking import (
 )
 from tests.fake_ranks import fake_mesh
 from tests.gradients import assert_same_gradients
+from tests.semantics.against_autograd import assert_equals_autograd, one_by_one
 
 # --- ``torch.compile(model, backend="autosplit")`` ------------------------------------------------
 
@@ -44,57 +45,9 @@ def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("build", [Tied, Statistics, Nested, WeightView, WrittenParameter])
-def test_equals_aot_eager(build: type[TwoLayers]) -> None:
-    """The graphs are the same, so are their kernels; only when they run differs."""
-    model = build()
-    reference = copy.deepcopy(model)
-    batches = [torch.randn(rows, 4) for rows in (3, 3, 5)]
-
-    def train(forward: Callable[..., Any]) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
-        for batch in batches:
-            leaf = batch.clone().requires_grad_()
-            loss = loss_of(forward(leaf))
-            loss.backward()
-            found += [loss.detach(), leaf.grad]
-        return found
-
-    mine = train(compiled(model))
-    if Deferral(model).pending:
-        backward_weight(model)
-    torch._dynamo.reset()
-    # aot_eager recomputes from the buffer that the forward has overwritten: with torch 2.13 its
-    # gradients of this model are 1.5 times those of plain autograd.
-    partition = "_default_partitioner" if build is Statistics else ""
-    theirs = train(torch.compile(reference, backend="aot_eager" + partition))
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a, b)
-    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if isinstance(model, Nested) and name.startswith("b."):
-            assert a.grad is None  # as with plain autograd; AOTAutograd alone makes zeros
-            assert not b.grad.any()
-        else:
-            assert (a.grad is None) == (b.grad is None)
-            assert a.grad is None or torch.equal(a.grad, b.grad), name
-    for (name, a), b in zip(model.named_buffers(), reference.buffers(), strict=True):
-        assert torch.equal(a, b), name
-
-
-def test_dropout_draws_as_aot_eager_does() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), TwoLayers(16), nn.Dropout(0.7))
-    reference = copy.deepcopy(model)
-    x = torch.randn(8, 16)
-    torch.manual_seed(5)
-    forward = compiled(model)
-    for _ in range(2):
-        forward(x).square().sum().backward()
-    backward_weight(model)
-    torch._dynamo.reset()
-    torch.manual_seed(5)
-    forward = torch.compile(reference, backend="aot_eager")
-    for _ in range(2):
-        forward(x).square().sum().backward()
-    assert_same_gradients(model, reference)
+def test_equals_autograd(build: type[TwoLayers]) -> None:
+    batches = [(torch.randn(rows, 4, requires_grad=True),) for rows in (3, 3, 5)]
+    assert_equals_autograd(build(), batches, loss_of, orders=[one_by_one], face=Compiled)
 
 
 def test_weight_gradients_wait() -> None:
@@ -133,28 +86,6 @@ def test_two_models_do_not_share_a_queue() -> None:
     assert (Deferral(first).pending, Deferral(second).pending) == (1, 0)
     backward_weight(both)
     assert Deferral(first).pending == 0
-
-
-def test_hooks_fire_once_with_the_sum_over_graphs() -> None:
-    model = Tied()
-    reference = copy.deepcopy(model)
-    seen: list[Tensor] = []
-    model.a.weight.register_hook(seen.append)
-    x = torch.randn(3, 4)
-    compiled(model)(x).sum().backward()
-    reference(x).sum().backward()
-    assert len(seen) == 1
-    assert torch.equal(seen[0], reference.a.weight.grad)
-
-
-def test_first_gradient_is_not_copied() -> None:
-    model = nn.Linear(256, 256, bias=False)
-    compiled(model)(torch.randn(2, 256)).sum().backward()
-    with torch.profiler.profile() as profile:
-        backward_weight(model)
-    names = {event.name for event in profile.events()}
-    assert "aten::mm" in names
-    assert not names & {"aten::clone", "aten::copy_"}
 
 
 def test_gradient_that_two_parameters_share_is_not_added_twice() -> None:
@@ -220,29 +151,6 @@ def test_tensor_that_is_no_parameter_gets_its_gradient_at_once() -> None:
     assert Deferral(model).pending == 1
 
 
-def test_gradient_of_inputs_only() -> None:
-    model = TwoLayers()
-    forward = compiled(model)
-    x = torch.randn(3, 4, requires_grad=True)
-    torch.autograd.grad(forward(x).sum(), x)
-    forward(x).sum().backward(inputs=[x])
-    assert Deferral(model).pending == 0
-    with pytest.raises(SplitError, match="asks for gradients of parameters"):
-        torch.autograd.grad(forward(x).sum(), [model.a.weight])
-
-
-def test_optimizer_step_computes_what_is_pending() -> None:
-    model, other = TwoLayers(), nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compiled(model)(torch.randn(3, 4)).sum().backward()
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
-    assert Deferral(model).pending == 1
-    before = model.a.weight.clone()
-    optimizer.step()
-    assert Deferral(model).pending == 0
-    torch.testing.assert_close(model.a.weight, before - 0.1 * model.a.weight.grad)
-
-
 def test_guard_goes_with_the_model() -> None:
     model = nn.Linear(4, 4)
     compiled(model)(torch.randn(3, 4)).sum().backward()
@@ -251,21 +159,6 @@ def test_guard_goes_with_the_model() -> None:
     del model
     torch._dynamo.reset()
     torch.optim.SGD([weight], lr=0.1).step()
-
-
-def test_pending_gradient_is_neither_pickled_nor_lost() -> None:
-    model = TwoLayers()
-    several = {"max_pending": 3}  # models of one class share their graphs
-    compiled(model, options=several)(torch.randn(3, 4)).sum().backward()
-    file = io.BytesIO()
-    torch.save(model, file)
-    torch.save(model.state_dict(), io.BytesIO())
-    file.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert Deferral(twin).pending == 0
-        compiled(twin, options=several)(torch.randn(3, 4)).sum().backward()
-        assert Deferral(twin).pending == 1
-    assert Deferral(model).pending == 1
 
 
 def test_delivery_that_failed_is_not_repeated_as_if_nothing_had_been() -> None:
@@ -287,12 +180,6 @@ def test_nothing_pending() -> None:
         backward_weight(model, microbatches=1)
     with pytest.raises(SplitError, match="expected a module or parameters, got a str"):
         backward_weight(["weight"])  # type: ignore[list-item]
-
-
-def test_create_graph() -> None:
-    forward = compiled(nn.Linear(4, 4))
-    with pytest.raises(SplitError, match="create_graph=True: a split backward"):
-        forward(torch.randn(3, 4)).sum().backward(create_graph=True)
 
 
 def test_compiled_autograd_is_refused() -> None:

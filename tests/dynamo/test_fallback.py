@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -19,25 +18,15 @@ import autosplit
 from autosplit import CaptureError
 from tests.dynamo.breaking import SideEffects, TwoLayers, Unbreakable, loss_of
 from tests.gradients import assert_same_gradients
+from tests.semantics.against_autograd import assert_equals_autograd
 
 RECOMPUTED = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("build", [TwoLayers, SideEffects, Unbreakable])
 def test_equals_autograd(build: type[TwoLayers]) -> None:
-    model = build()
-    reference = copy.deepcopy(model)
-    split = autosplit.split(model, max_pending=math.inf)
-    batches = [torch.randn(3, 4) for _ in range(2)]
-    for forward in (split, reference):
-        for batch in batches:
-            loss_of(forward(batch)).backward()
-    assert split.pending == (0 if build is Unbreakable else 2)
-    split.backward_weight()
+    split = assert_equals_autograd(build(), [(torch.randn(3, 4),) for _ in range(2)], loss_of)
     assert split.pending == split.pending_bytes == 0
-    assert_same_gradients(model, reference)
-    for a, b in zip(model.buffers(), reference.buffers(), strict=True):
-        assert torch.equal(a, b)
 
 
 class Selecting(nn.Module):
@@ -94,14 +83,6 @@ def test_fullgraph_raises() -> None:
         autosplit.split(TwoLayers(), (x,), fullgraph=True)
     with pytest.raises(CaptureError, match="cannot be captured in one graph"):
         autosplit.split(TwoLayers(), fullgraph=True)(x)
-
-
-def test_python_side_effects_happen() -> None:
-    model = SideEffects()
-    split = autosplit.split(model)
-    for _ in range(2):
-        split(torch.randn(3, 4))
-    assert (model.calls, model.log) == (2, ["3 rows", "3 rows"])
 
 
 def test_backward_weight_is_public() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import autosplit
 from autosplit.errors import PipelineError
 from examples import digits, families
 from examples.families import FAMILIES, PAPER, TINY, Family, by_hand
@@ -58,30 +57,6 @@ def test_layers_are_modules_and_cut_into_equal_counts(family: Family) -> None:
     assert family.cut_by_hand(4) == family.layers[1:]
     with pytest.raises(PipelineError, match="4 layers over 5 stages"):
         family.cut_by_hand(5)
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_losses_are_the_same_with_and_without_split(family: Family) -> None:
-    plain = train(family, split=False)
-    assert train(family, split=True) == pytest.approx(plain, rel=1e-5)
-    assert plain[-1] < plain[0]
-
-
-def train(family: Family, *, split: bool) -> list[float]:
-    model = family.build()
-    called = autosplit.split(model) if split else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    inputs, targets = family.batch_fn(0, family.microbatch_size)
-    for _ in range(4):
-        loss = family.loss_fn(called(inputs), targets)
-        loss.backward()
-        if isinstance(called, autosplit.SplitModule):
-            called.backward_weight()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 
 import torch
 from torch import Tensor, fx, nn
 
-import autosplit
 from autosplit.capture.joint_graph import capture
-from autosplit.passes import Role, SplitGraphs
+from autosplit.passes import Role, SplitGraphs, run
 from autosplit.passes.graph import Kind, calls, inputs, outputs
-from tests.gradients import assert_same_gradients
 
 
 def joint_of(module: nn.Module, *args: Tensor) -> fx.GraphModule:
@@ -21,6 +18,27 @@ def joint_of(module: nn.Module, *args: Tensor) -> fx.GraphModule:
 
 def program_of(module: nn.Module, *args: Tensor) -> SplitGraphs:
     return SplitGraphs(joint_of(module, *args))
+
+
+def split(module: nn.Module, *args: Tensor) -> SplitGraphs:
+    return run(joint_of(module, *args))
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """Numbers for an input of a graph."""
+    value = node.meta["val"]
+    if value.is_floating_point():
+        return torch.randn(value.shape, dtype=value.dtype)
+    return torch.randint(0, 4, value.shape)
+
+
+def computed(joint: fx.GraphModule) -> list[Tensor]:
+    """What a joint graph returns for some inputs, always the same."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+    nodes = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    args = [torch.randn(node.meta["val"].shape, generator=generator) for node in nodes]
+    found: list[Tensor] = fx.Interpreter(joint).run(*args, enable_io_processing=False)
+    return found
 
 
 def ops(module: fx.GraphModule | None) -> Counter[str]:
@@ -38,20 +56,6 @@ def names_in(module: fx.GraphModule | None, kind: Kind) -> list[str]:
 
 def names_out(module: fx.GraphModule | None, kind: Kind) -> list[str]:
     return [] if module is None else [role.name for role, _ in outputs(module.graph, kind)]
-
-
-def assert_gradients_are_autograds(module: nn.Module, x: Tensor) -> None:
-    """To the last bit, of the input and of every parameter, over two microbatches."""
-    plain = copy.deepcopy(module)
-    model = autosplit.split(module)
-    for microbatch in x, x * 2:
-        mine, theirs = microbatch.clone().requires_grad_(), microbatch.clone().requires_grad_()
-        model(mine).sum().backward()
-        plain(theirs).sum().backward()
-        assert mine.grad is not None
-        assert torch.equal(mine.grad, theirs.grad)
-    model.backward_weight()
-    assert_same_gradients(module, plain)
 
 
 def hand_made() -> tuple[fx.GraphModule, dict[str, fx.Node]]:

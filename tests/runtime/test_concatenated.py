@@ -16,6 +16,7 @@ import autosplit
 from autosplit import SplitModule
 from autosplit.passes.graph import calls
 from examples.families import FAMILIES, TINY
+from tests.gradients import assert_rounded, assert_same_gradients
 from tests.operators import Operators
 from tests.zoo import CASES, Case
 
@@ -54,20 +55,6 @@ def heavy(split: SplitModule, name: str) -> Counter[str]:
     return Counter(name for name in names if name in MAKING)
 
 
-def assert_close(mine: nn.Module, theirs: nn.Module) -> None:
-    for (name, one), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if other.grad is not None:
-            allowed = 20 * torch.finfo(other.dtype).eps * other.grad.double().norm()
-            assert (one.grad.double() - other.grad.double()).norm() <= allowed, name
-
-
-def assert_equal(mine: nn.Module, theirs: nn.Module) -> None:
-    for (name, one), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        assert other.grad is None or torch.equal(one.grad, other.grad), name
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_halves_of_a_whole_model(name: str) -> None:
     run = Run(name)
@@ -81,12 +68,11 @@ def test_halves_of_a_whole_model(name: str) -> None:
     others = {str(node.target) for node in calls(graph)}
     assert not any("norm" in each or "attention" in each or "bmm" in each for each in others)
     run.split.backward_weight()
-    assert_equal(run.split, run.plain)
+    assert_same_gradients(run.split, run.plain)
 
 
-@pytest.mark.parametrize("name", ["llama", "resnet"])
-def test_one_product_for_each_weight_over_all_pending(name: str) -> None:
-    run = Run(name, accumulation="concatenated")
+def test_one_product_for_each_weight_over_all_pending() -> None:
+    run = Run("llama", accumulation="concatenated")
     run.backward(3)
     late = heavy(run.split, "backward_weight")
     with Operators() as operators:
@@ -94,9 +80,7 @@ def test_one_product_for_each_weight_over_all_pending(name: str) -> None:
     assert run.split.pending == 0
     for operator in ("mm", "embedding_dense_backward"):
         assert operators.counts[operator] == late[operator]
-    # Images are added up: concatenating them takes longer.
-    assert operators.counts["convolution_backward"] == 3 * late["convolution_backward"]
-    assert_close(run.split, run.plain)
+    assert_rounded(run.split, run.plain)
 
 
 class Adapted(nn.Module):
@@ -135,8 +119,10 @@ def frozen_bottom() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("memory", ["fast", "balanced", "lean", 4096])
-@pytest.mark.parametrize("build", [adapters, frozen_bottom])
+@pytest.mark.parametrize(
+    ("build", "memory"),
+    [(adapters, "balanced"), (adapters, "lean"), (frozen_bottom, "fast"), (frozen_bottom, 4096)],
+)
 def test_frozen_parts(build: Callable[[], nn.Module], memory: str | int) -> None:
     model = build()
     split, plain = autosplit.split(model, memory=memory), copy.deepcopy(model)
@@ -145,11 +131,10 @@ def test_frozen_parts(build: Callable[[], nn.Module], memory: str | int) -> None
         for each in (split, plain):
             each(tokens).square().sum().backward()
     split.backward_weight()
-    assert_equal(split, plain)
+    assert_same_gradients(split, plain)
 
 
-@pytest.mark.parametrize("prompted", [False, True])
-@pytest.mark.parametrize("memory", ["balanced", "lean"])
+@pytest.mark.parametrize(("prompted", "memory"), [(False, "balanced"), (True, "lean")])
 def test_some_inputs_need_a_gradient(prompted: bool, memory: str) -> None:
     model = Skipping()
     split, plain = autosplit.split(model, memory=memory), copy.deepcopy(model)
@@ -162,7 +147,7 @@ def test_some_inputs_need_a_gradient(prompted: bool, memory: str) -> None:
             grads.append(leaf.grad)
         assert not prompted or torch.equal(*grads)
     split.backward_weight()
-    assert_equal(split, plain)
+    assert_same_gradients(split, plain)
 
 
 def pair(model: nn.Module, **options: Any) -> tuple[SplitModule, nn.Module]:
@@ -187,7 +172,7 @@ def test_sums_of_earlier_microbatches_are_added_into(memory: str) -> None:
         split.backward_weight()
     assert split.model.embed.weight.grad.data_ptr() == table
     assert operators.counts["addmm_"] == heavy(split, "backward_weight")["mm"]
-    assert_close(split, plain)
+    assert_rounded(split, plain)
 
 
 def test_a_single_product_on_data() -> None:
@@ -198,7 +183,7 @@ def test_a_single_product_on_data() -> None:
     with Operators() as operators:
         split.backward_weight()
     assert operators.counts["mm"] == 1
-    assert_close(split, plain)
+    assert_rounded(split, plain)
 
 
 def test_microbatches_of_several_shapes_go_together_by_shape() -> None:
@@ -211,7 +196,7 @@ def test_microbatches_of_several_shapes_go_together_by_shape() -> None:
         split.backward_weight()
     scatters = operators.counts["embedding_dense_backward"] + operators.counts["index_add_"]
     assert scatters == 3  # of two batches of 3, of one of 2, of three of 3
-    assert_close(split, plain)
+    assert_rounded(split, plain)
 
 
 def test_hooks_see_each_microbatchs_own_gradient() -> None:
@@ -223,7 +208,7 @@ def test_hooks_see_each_microbatchs_own_gradient() -> None:
     split.backward_weight()
     assert len(seen) == 3
     torch.testing.assert_close(sum(seen), plain.body.weight.grad)
-    assert_equal(split, plain)
+    assert_same_gradients(split, plain)
 
 
 def test_outputs_that_take_no_part_go_by_themselves() -> None:
@@ -241,7 +226,7 @@ def test_outputs_that_take_no_part_go_by_themselves() -> None:
         for model in (split, plain):
             sum(each.sum() for each in model(x)[take]).backward()
     split.backward_weight()
-    assert_close(split, plain)
+    assert_rounded(split, plain)
 
 
 def test_parameters_that_were_replaced_meanwhile() -> None:
@@ -255,4 +240,4 @@ def test_parameters_that_were_replaced_meanwhile() -> None:
     backward(split, plain, case, batches[2:])
     split.backward_weight()
     torch.testing.assert_close(first.grad, plain_first.grad)
-    assert_close(split, plain)
+    assert_rounded(split, plain)

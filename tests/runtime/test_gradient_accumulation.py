@@ -9,38 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import SplitError, Stage
-from tests.microbatches import reference, run_microbatches
-from tests.zoo import CASES
+from tests.microbatches import Twins, run_microbatches
 
 
-@pytest.mark.parametrize("name", ["transformer", "tied", "repeated", "convolutions", "bfloat16"])
-def test_fused_accumulation_agrees_but_for_rounding(name: str) -> None:
-    case = CASES[name]
-    model = case.build()
-    batches = [case.batch() for _ in range(3)]
-    example = batches[0].clone().requires_grad_(batches[0].is_floating_point())
-    stage = Stage(model, [example], accumulation="fused")
-    ((shape, dtype, _),) = stage.output_specs
-    grads = [torch.randn(shape).to(dtype) for _ in batches]
-    reference(model, batches, grads)
-    run_microbatches(stage, batches, grads)
-    split = dict(stage.gradients)
-    stage.reset()
-    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
-        stage.forward(m, [batch.clone()])
-        stage.backward(m, [grad.clone()])
-    for key, parameter in model.named_parameters():
-        expected = parameter.grad.double()
-        allowed = 10 * torch.finfo(dtype).eps * expected.norm()
-        for mine in (split[key], stage.gradients[key]):
-            assert (mine.double() - expected).norm() <= allowed, key
-
-
-def test_unknown_accumulation() -> None:
-    with pytest.raises(
-        SplitError, match="unknown accumulation 'sum'; known ones: 'exact', 'fused'"
-    ):
-        Stage(nn.Linear(3, 2), [torch.randn(4, 3)], accumulation="sum")
+@pytest.mark.parametrize("name", ["tied", "convolutions", "bfloat16"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_fused_accumulation_agrees_but_for_rounding(name: str, whole: bool) -> None:
+    twins = Twins(name, accumulation="fused")
+    twins.forward()
+    twins.backward(whole=whole)
+    if not whole:
+        twins.weights()
+    twins.assert_rounded()
 
 
 @pytest.mark.parametrize("accumulation", ["exact", "fused"])

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from autosplit import SplitError, Stage
-from tests.gradients import assert_same_gradients
-from tests.microbatches import reference
-from tests.zoo import CASES, SwiGLU
+from tests.microbatches import Twins, reference
+from tests.zoo import SwiGLU
 
 
 @pytest.mark.parametrize(
@@ -23,28 +22,21 @@ def test_slices_equal_autograd(name: str, slices: int) -> None:
     """Slices of two microbatches in turns, and a third microbatch's W whole."""
     late = name == "embedding"  # nothing for I: one chain of everything
     if late:
-        model: nn.Module = nn.Sequential(nn.Embedding(11, 16), SwiGLU(), nn.LayerNorm(16))
+        model = nn.Sequential(nn.Embedding(11, 16), SwiGLU(), nn.LayerNorm(16))
         batches = [torch.randint(0, 11, (2, 4)) for _ in range(3)]
+        twins = Twins(model, batches, slices=slices, late_input=True)
     else:
-        model, batches = CASES[name].build(), [CASES[name].batch() for _ in range(3)]
-    twin = copy.deepcopy(model)
-    example = batches[0].clone().requires_grad_(batches[0].is_floating_point())
-    stage = Stage(model, [example], slices=slices, late_input=late)
-    assert sorted(n for part in stage.slices for n in part) == sorted(
-        stage.functions.parameter_names
-    )
-    ((shape, _, _),) = stage.output_specs
-    grads = [torch.randn(shape) for _ in batches]
-    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
-        stage.forward(m, [batch.clone()])
-        stage.backward_input(m, [grad.clone()])
+        twins = Twins(name, slices=slices)
+    stage = twins.stage
+    names = [name for part in stage.slices for name in part]
+    assert sorted(names) == sorted(stage.functions.parameter_names)
+    twins.forward()
+    twins.backward()
     for index in range(slices):
         stage.backward_weight(0, slice=index)
         stage.backward_weight(1, slice=index)
     stage.backward_weight(2)
-    stage.publish()
-    reference(twin, batches, grads)
-    assert_same_gradients(model, twin)
+    twins.assert_alike()
 
 
 def test_slices_free_what_they_read_last() -> None:
@@ -134,40 +126,21 @@ def test_deferred_tensor_written_between_two_slices() -> None:
 
 @pytest.mark.parametrize("name", ["tied", "convolutions", "bfloat16"])
 def test_concatenated_microbatches_agree_but_for_rounding(name: str) -> None:
-    case = CASES[name]
-    model = case.build()
-    batches = [case.batch() for _ in range(5)]
-    example = batches[0].clone().requires_grad_(batches[0].is_floating_point())
-    stage = Stage(model, [example], accumulation="concatenated")
-    ((shape, dtype, _),) = stage.output_specs
-    grads = [torch.randn(shape).to(dtype) for _ in batches]
-    reference(model, batches, grads)
-    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
-        stage.forward(m, [batch.clone()])
-        stage.backward_input(m, [grad.clone()])
-    stage.backward_weight([0, 1])
-    stage.backward_weight([3, 2])
-    stage.backward_weight([4])
-    assert stage.deferred_bytes == 0
-    for key, parameter in model.named_parameters():
-        expected = parameter.grad.double()
-        allowed = 10 * torch.finfo(dtype).eps * (1 + expected.norm())
-        assert (stage.gradients[key].double() - expected).norm() <= allowed, key
+    twins = Twins(name, 5, accumulation="concatenated")
+    twins.forward()
+    twins.backward()
+    for several in ([0, 1], [3, 2], [4]):
+        twins.stage.backward_weight(several)
+    assert twins.stage.deferred_bytes == 0
+    twins.assert_rounded()
 
 
 def test_several_microbatches_are_exact_unless_asked_otherwise() -> None:
-    model = CASES["transformer"].build()
-    twin = copy.deepcopy(model)
-    batches = [torch.randn(2, 8, 16) for _ in range(3)]
-    grads = [torch.randn(2, 8, 16) for _ in range(3)]
-    stage = Stage(model, [torch.randn(2, 8, 16, requires_grad=True)])
-    for m, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
-        stage.forward(m, [batch.clone()])
-        stage.backward_input(m, [grad.clone()])
-    stage.backward_weight([0, 1, 2])
-    stage.publish()
-    reference(twin, batches, grads)
-    assert_same_gradients(model, twin)
+    twins = Twins("attention")
+    twins.forward()
+    twins.backward()
+    twins.stage.backward_weight([0, 1, 2])
+    twins.assert_alike()
 
 
 def test_microbatches_of_two_graphs_are_not_concatenated() -> None:

@@ -13,7 +13,7 @@ from autosplit import SplitError, Stage
 from tests.zoo import CASES
 
 MODELS = {
-    **{name: CASES[name].build for name in ("attention", "convolutions", "counter", "in_place")},
+    **{name: CASES[name].build for name in ("attention", "counter", "in_place")},
     "dropout": lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)),
     "batch norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)),
 }

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -17,8 +16,6 @@ from torch.utils import _pytree as pytree
 import autosplit
 
 Loss = Callable[[Any], Tensor]
-
-both_modes = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
 def mean_square(output: Any) -> Tensor:
@@ -37,22 +34,25 @@ def assert_equals_autograd(
     loss: Loss = mean_square,
     *,
     compare: Callable[[str, Any, Any], None] | None = None,
+    orders: Iterable[Callable[..., list[Any]]] | None = None,
+    face: Callable[[nn.Module], Any] | None = None,
     **options: Any,
-) -> autosplit.SplitModule:
+) -> Any:
     """Every output, gradient, buffer and random state is that of plain autograd.
 
     Each microbatch is a tuple of positional inputs or a dict of keyword inputs; inputs with
     ``requires_grad`` are leaves. Driven twice over: forward and backward of one after the
     other, then all forwards before all backwards, each with every microbatch pending at once
-    before ``backward_weight()``. Gradients add up over both. ``options`` are those of ``split``.
+    before ``backward_weight()``. Gradients add up over both. ``options`` are those of ``split``,
+    which ``face`` is in place of. Returns the split module.
     """
     compare = compare or assert_same
     model.zero_grad()
     plain = copy.deepcopy(model)
-    split = autosplit.split(model, **{"max_pending": math.inf, **options})
-    for order in (one_by_one, forwards_first):
+    split = face(model) if face else autosplit.split(model, **{"max_pending": math.inf, **options})
+    for order in orders or (one_by_one, forwards_first):
         mine = order(split, microbatches, loss)
-        assert split.pending in (0, len(microbatches))
+        assert face or split.pending in (0, len(microbatches))
         theirs = order(plain, microbatches, loss)
         compare(f"{order.__name__}: random state", mine.pop(), theirs.pop())
         for index, (ours, expected) in enumerate(zip(mine, theirs, strict=True)):

@@ -23,55 +23,6 @@ from tests.semantics.against_autograd import assert_equals_autograd, assert_same
 # --- gradients that add up over backwards, optimizer steps and other models' backwards ------------
 
 
-def test_several_optimizer_steps() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-    plain = copy.deepcopy(model)
-    split = autosplit.split(model, max_pending=math.inf)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
-    batches = [torch.randn(3, 4) for _ in range(9)]
-    for step in range(3):
-        for module in (split, plain):
-            for batch in batches[3 * step : 3 * step + 3]:
-                module(batch).square().mean().backward()
-        split.backward_weight(microbatches=2)
-        split.backward_weight()
-        if step != 1:  # the second step's gradients stay and add up
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=step == 0)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_parameter_shared_with_a_module_that_is_not_split() -> None:
-    inner, outer = nn.Linear(4, 4), nn.Linear(4, 4)
-    outer.weight = inner.weight
-    plain = copy.deepcopy(nn.ModuleList([inner, outer]))
-    split = autosplit.split(inner)
-    x = torch.randn(3, 4)
-    for _ in range(2):
-        outer(split(x).relu()).sum().backward()
-        plain[1](plain[0](x).relu()).sum().backward()
-    split.backward_weight()
-    torch.testing.assert_close(inner.weight.grad, plain[0].weight.grad)
-
-
-def test_two_split_modules_in_a_row() -> None:
-    first, last = nn.Linear(4, 4), nn.Linear(4, 2)
-    plain = copy.deepcopy(nn.Sequential(first, last))
-    a, b = autosplit.split(first, max_pending=math.inf), autosplit.split(last, max_pending=math.inf)
-    x = torch.randn(3, 4)
-    for _ in range(2):
-        b(a(x)).square().sum().backward()
-        plain(x).square().sum().backward()
-    assert (a.pending, b.pending) == (2, 2)
-    a.backward_weight()
-    b.backward_weight()
-    mine = [*first.parameters(), *last.parameters()]
-    for parameter, theirs in zip(mine, plain.parameters(), strict=True):
-        assert torch.equal(parameter.grad, theirs.grad)
-
-
 # --- forwards and backwards that ask autograd for gradients are one graph -------------------------
 
 
@@ -160,16 +111,14 @@ def test_gradients_inside_are_part_of_the_graph(model: type[nn.Module]) -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool, dropout: float) -> None:
+    def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.last = nn.Linear(4, 4)
         self.reentrant = reentrant
-        self.dropout = dropout
 
     def block(self, x: Tensor) -> Tensor:
-        h = torch.sin(self.first(x))
-        return F.dropout(h, self.dropout, self.training) if self.dropout else h
+        return F.dropout(torch.sin(self.first(x)), 0.5, self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
@@ -177,13 +126,12 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_equals_autograd(reentrant: bool, dropout: float) -> None:
+def test_equals_autograd(reentrant: bool) -> None:
     batch = [(torch.randn(5, 4).requires_grad_(),) for _ in range(2)]
     # Reentrant checkpoints add to .grad one by one: the same terms in another order.
     compare = within(1e-6) if reentrant else assert_same
-    model = Checkpointed(reentrant, dropout)
+    model = Checkpointed(reentrant)
     assert_equals_autograd(model, batch, compare=compare)
 
 
@@ -191,17 +139,12 @@ def test_equals_autograd(reentrant: bool, dropout: float) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self, hook: Callable[[Tensor], Any] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.last = nn.Linear(4, 4)
-        self.hook = hook
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        if self.hook is not None:
-            h.register_hook(self.hook)
-        return self.last(h)
+        return self.last(self.first(x))
 
 
 def batches() -> list[tuple[Tensor]]:
@@ -216,8 +159,7 @@ def double_input(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     return (args[0] * 2,)
 
 
-@pytest.mark.parametrize("name", ["", "first"], ids=["root", "submodule"])
-@pytest.mark.parametrize("pre", [True, False], ids=["pre", "post"])
+@pytest.mark.parametrize(("name", "pre"), [("", True), ("first", False)])
 def test_forward_hooks(name: str, pre: bool) -> None:
     model = Model()
     module = model.get_submodule(name)
@@ -226,10 +168,6 @@ def test_forward_hooks(name: str, pre: bool) -> None:
     else:
         module.register_forward_hook(double)
     assert_equals_autograd(model, batches())
-
-
-def test_hook_on_a_tensor_inside_the_forward() -> None:
-    assert_equals_autograd(Model(lambda grad: grad * 3), batches())
 
 
 def test_forward_hook_added_and_removed_after_the_capture() -> None:
@@ -269,11 +207,12 @@ def test_hooks_on_inputs_and_outputs() -> None:
     assert log == ["output", "input"] * 2
 
 
-@pytest.mark.parametrize("name", ["", "first"], ids=["root", "submodule"])
 @pytest.mark.parametrize(
-    "register",
-    [nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook],
-    ids=["backward", "backward pre"],
+    ("name", "register"),
+    [
+        ("", nn.Module.register_full_backward_hook),
+        ("first", nn.Module.register_full_backward_pre_hook),
+    ],
 )
 def test_module_backward_hooks_are_refused(name: str, register: Callable[..., Any]) -> None:
     """Also where they are added after the capture. On the split module itself they work."""
@@ -313,15 +252,3 @@ def test_hooks_on_saved_tensors() -> None:
         plain(x).square().sum().backward()
         assert torch.equal(grad, x.grad)
     assert_same_gradients(model, plain)
-
-
-def test_backward_hook_on_the_split_module() -> None:
-    split = autosplit.split(Model())
-    seen: list[Tensor] = []
-    split.register_full_backward_hook(lambda module, grads, outputs: seen.append(grads[0]))
-    for _ in range(2):
-        x = torch.randn(3, 4, requires_grad=True)
-        split(x).sum().backward()
-        assert torch.equal(seen[-1], x.grad)
-    split.backward_weight()
-    assert len(seen) == 2

@@ -19,6 +19,7 @@ from autosplit.dynamo.pending_weights import Deferral
 from autosplit.passes import MEMORY
 from autosplit.passes.memory_policy import Memory
 from tests.gradients import assert_same_gradients
+from tests.microbatches import Twins
 from tests.semantics.against_autograd import assert_equals_autograd
 from tests.zoo import CASES, PlainParameters, SwiGLU
 
@@ -74,8 +75,10 @@ def one_by_one(model: nn.Module, batches: list[Tensor]) -> None:
         model(batch).square().mean().backward()
 
 
-@pytest.mark.parametrize("order", [one_by_one, forwards_first])
-@pytest.mark.parametrize("limit", [1, 2, math.inf])
+@pytest.mark.parametrize(
+    ("order", "limit"),
+    [(one_by_one, 1), (forwards_first, 1), (forwards_first, 2), (one_by_one, math.inf)],
+)
 def test_bound_holds(order: Callable[..., None], limit: float) -> None:
     plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model = split(copy.deepcopy(plain), max_pending=limit)
@@ -99,8 +102,9 @@ def test_in_parts(order: Callable[..., None]) -> None:
     assert "3 microbatch(es) had their weight gradients computed" in model.report()
 
 
-@pytest.mark.parametrize("order", [one_by_one, forwards_first])
-@pytest.mark.parametrize("model", [Broken, lambda: nn.Linear(8, 8)])
+@pytest.mark.parametrize(
+    ("order", "model"), [(one_by_one, Broken), (forwards_first, lambda: nn.Linear(8, 8))]
+)
 def test_backend(order: Callable[..., None], model: Callable[[], nn.Module]) -> None:
     plain = model()
     mine = copy.deepcopy(plain)
@@ -202,26 +206,17 @@ def test_first_stage_with_norms_before_layers(memory: str | int) -> None:
     assert_equals_autograd(model, batches, lambda y: y.square().mean(), memory=memory)
 
 
-@pytest.mark.parametrize("memory", ["lean", 4096])
-@pytest.mark.parametrize("name", ["transformer", "convolutions", "repeated"])
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [("transformer", "lean"), ("transformer", 4096), ("convolutions", 4096), ("repeated", "lean")],
+)
 def test_stage(name: str, memory: str | int) -> None:
-    case = CASES[name]
-    model = case.build()
-    twin = copy.deepcopy(model)
-    batches = [case.batch() for _ in range(3)]
-    stage = Stage(model, [batches[0].clone().requires_grad_()], memory=memory)
-    grads = [torch.randn(stage.output_specs[0][0]) for _ in batches]
-    for m, batch in enumerate(batches):
-        stage.forward(m, [batch.clone()])
-    for m, grad in enumerate(grads):
-        stage.backward_input(m, [grad.clone()])
-    assert memory == "lean" or stage.deferred_bytes <= 3 * 4096
-    for m in range(3):
-        stage.backward_weight(m)
-    stage.publish()
-    for batch, grad in zip(batches, grads, strict=True):
-        twin(batch.clone().requires_grad_()).backward(grad)
-    assert_same_gradients(model, twin)
+    twins = Twins(name, memory=memory)
+    twins.forward()
+    twins.backward()
+    assert memory == "lean" or twins.stage.deferred_bytes <= 3 * 4096
+    twins.weights()
+    twins.assert_alike()
 
 
 def test_fused_accumulation_adds_early_gradients_too() -> None:

@@ -18,12 +18,10 @@ from torch.nn.utils import parametrize
 
 import autosplit
 from autosplit import CaptureError, SplitModule, Stage
-from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import (
     assert_equals_autograd,
     assert_same,
     assert_same_state,
-    both_modes,
     mean_square,
     one_by_one,
 )
@@ -88,41 +86,6 @@ def test_inputs_that_need_no_gradient_and_keyword_inputs() -> None:
     assert_equals_autograd(Nested(), batch)
 
 
-def test_one_tensor_as_two_inputs() -> None:
-    model = nn.Bilinear(4, 4, 3)
-    x = torch.randn(5, 4, requires_grad=True)
-    y = torch.randn(5, 4, requires_grad=True)
-    assert_equals_autograd(model, [(x, y), (y, x)])
-    split, plain = autosplit.split(model), copy.deepcopy(model)
-    split.zero_grad()
-    for module in (split, plain):
-        mean_square(module(x, x)).backward()
-        mean_square(module(x, y)).backward()
-    split.backward_weight()
-    grads = [x.grad, y.grad]
-    assert_same_gradients(model, plain)
-    x.grad = y.grad = None
-    for _ in range(2):
-        mean_square(plain(x, x)).backward()
-        mean_square(plain(x, y)).backward()
-    assert torch.equal(grads[0], x.grad)
-    assert torch.equal(grads[1], y.grad)
-
-
-def test_called_twice_in_one_backward() -> None:
-    """Siamese: one backward is one microbatch, and a parameter gets one sum."""
-    model = nn.Linear(4, 4)
-    split, plain = autosplit.split(model), copy.deepcopy(model)
-    seen: list[int] = []
-    model.weight.register_hook(lambda _: seen.append(1))
-    a, b = torch.randn(3, 4), torch.randn(3, 4)
-    for module in (split, plain):
-        for _ in range(2):
-            (module(a) * module(b)).sum().backward()
-    assert len(seen) == 2
-    assert_same_gradients(model, plain)
-
-
 def test_tied_across_two_stages() -> None:
     """Embedding and head on two real stages: the sum of both is autograd's gradient."""
     embed, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
@@ -155,8 +118,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@both_modes
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "training"), [*((name, True) for name in CASES), ("spectral norm", False)]
+)
 def test_parametrized(name: str, training: bool) -> None:
     batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
     assert_equals_autograd(CASES[name]().train(training), batch)
@@ -209,7 +173,6 @@ def running_mean(module: Any, x: Tensor) -> Tensor:
     return h - module.mean
 
 
-@both_modes
 @pytest.mark.parametrize(
     ("make", "buffers"),
     [
@@ -219,25 +182,17 @@ def running_mean(module: Any, x: Tensor) -> Tensor:
     ],
 )
 def test_buffers_are_as_after_autograd(
-    make: Callable[[Any, Tensor], Tensor], buffers: dict[str, Tensor], training: bool
+    make: Callable[[Any, Tensor], Tensor], buffers: dict[str, Tensor]
 ) -> None:
     model = Buffered(make, **{name: value.clone() for name, value in buffers.items()})
-    assert_equals_autograd(model.train(training), batches())
+    assert_equals_autograd(model, batches())
 
 
-@both_modes
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-        nn.Sequential(nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True)),
-    ],
-    ids=["batch norm", "instance norm"],
-)
-def test_running_statistics(model: nn.Module, training: bool) -> None:
-    shape = (3, 4) if isinstance(model[0], nn.Linear) else (3, 2, 5)
-    batch = [(torch.randn(shape).requires_grad_(),) for _ in range(2)]
-    assert_equals_autograd(copy.deepcopy(model).train(training), batch)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_running_statistics(training: bool) -> None:
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True))
+    batch = [(torch.randn(3, 2, 5).requires_grad_(),) for _ in range(2)]
+    assert_equals_autograd(model.train(training), batch)
 
 
 def test_a_backward_reads_the_value_of_its_own_forward() -> None:
@@ -329,17 +284,6 @@ def test_copy_is_a_split_module_of_its_own(name: str) -> None:
     for mine, theirs in zip(split.parameters(), other.parameters(), strict=True):
         assert mine is not theirs
         assert torch.equal(mine.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("name", COPIES)
-def test_pending_microbatches_stay_with_the_original(name: str) -> None:
-    """As ``.grad`` does, which no copy of a parameter has."""
-    split = autosplit.split(nn.Linear(4, 4), max_pending=math.inf)
-    for _ in range(2):
-        split(torch.randn(3, 4)).sum().backward()
-    other = COPIES[name](split)
-    assert (split.pending, other.pending) == (2, 0)
-    assert other.weight.grad is None
 
 
 def test_state_dict_is_the_models() -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
 import autosplit
 from autosplit import Stage
-from autosplit.errors import CaptureError, ShardedError, SplitError
+from autosplit.errors import CaptureError, ShardedError
 from autosplit.torch_internals.pytree import flatten_named
 from autosplit.torch_internals.state import distinct_storage_bytes, modes_kept, state_bytes
 from tests.fake_ranks import fake_mesh
@@ -62,13 +62,6 @@ def test_stage_that_returns_a_dtensor(mesh: DeviceMesh) -> None:
     layer = parallelize_module(nn.Linear(4, 4), mesh["tp"], plan)
     with pytest.raises(CaptureError, match=r"returns output, a DTensor .*use_local_output=True"):
         Stage(layer, [torch.randn(2, 4)])
-
-
-def test_unknown_overlap() -> None:
-    with pytest.raises(
-        SplitError, match="unknown overlap 'all'; known ones: 'collectives', 'none'"
-    ):
-        autosplit.split(nn.Linear(2, 2), overlap="all")
 
 
 # --- train/eval modes of modules, and bytes of storages -------------------------------------------

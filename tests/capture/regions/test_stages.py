@@ -14,7 +14,8 @@ from autosplit import Stage
 from autosplit.passes.graph import SUBGRAPH, calls
 from autosplit.torch_internals import inductor
 from tests.capture.regions.blocks import WIDTH, Stack, kinds
-from tests.microbatches import reference
+from tests.microbatches import Twins, reference
+from tests.zoo import llama
 
 BATCH = torch.randn(2, 3, WIDTH)
 INDUCTOR: dict[str, Any] = {"backend": "inductor"}
@@ -103,33 +104,21 @@ def assert_gradients_of_two(model: nn.Module) -> None:
 @pytest.mark.parametrize(("depth", "calling"), [(8, 8), (2, 0)], ids=["many", "few"])
 def test_slices_of_w_call_blocks(depth: int, calling: int) -> None:
     """Where they are many: with few, slices of whole blocks would differ too much."""
-    model = Stack(count=depth)
-    twin = copy.deepcopy(model)
-    batches = [torch.randn(2, 3, WIDTH) for _ in range(2)]
-    grads = [torch.randn(2, 3, 3) for _ in batches]
-    stage = Stage(model, [batches[0].clone().requires_grad_()], slices=3)
-    sliced = stage.functions.sliced(3)
+    twins = Twins(Stack(count=depth), [torch.randn(2, 3, WIDTH) for _ in range(2)], slices=3)
+    sliced = twins.stage.functions.sliced(3)
     found = [node for part in sliced.modules for node in calls(part.graph) if SUBGRAPH in node.meta]
     assert len(found) == calling
-    for microbatch, batch in enumerate(batches):
-        stage.forward(microbatch, [batch.clone()])
-        stage.backward_input(microbatch, [grads[microbatch]])
-        for index in range(3):
-            stage.backward_weight(microbatch, slice=index)
-    stage.publish()
-    reference(twin, batches, grads)
-    pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
-    assert not [name for (name, mine), other in pairs if not torch.equal(mine.grad, other.grad)]
+    twins.forward()
+    twins.backward()
+    twins.weights(slices=3)
+    twins.assert_alike()
 
 
 def test_decomposed_results_may_lie_otherwise() -> None:
     """Keys lie otherwise than AOTAutograd has asked of their gradients, once they are decomposed
     for Inductor.
     """
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_key_value_heads=4)
-    model = transformers.LlamaForCausalLM(config)
+    model = llama(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, use_cache=True)
     ids = torch.randint(20, (2, 8))
     split = autosplit.split(model, backend="inductor")
     split.capture(input_ids=ids, labels=ids)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-import autosplit
 from autosplit.capture.workarounds import dynamo as long_loops
+from tests.semantics.against_autograd import assert_equals_autograd, within
 
 
 class Scan(nn.Module):
@@ -44,15 +42,7 @@ class Twice(nn.Module):
 
 def operators(module: nn.Module, x: Tensor) -> set[str]:
     """Of the captured graph; gradients are those of eager mode, which runs the loop."""
-    plain = copy.deepcopy(module)
-    model = autosplit.split(module)
-    mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-    model(mine).square().sum().backward()
-    model.backward_weight()
-    plain(other).square().sum().backward()
-    torch.testing.assert_close(mine.grad, other.grad)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad)
+    model = assert_equals_autograd(module, [(x.requires_grad_(),)], compare=within(1e-5))
     (functions,) = model.functions
     return {str(node.target) for node in functions.graphs.forward.graph.nodes}
 

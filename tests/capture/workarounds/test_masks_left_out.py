@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 
 import autosplit
-
-transformers = pytest.importorskip("transformers")
-
-
-def model() -> Any:
-    """Four heads share two of keys and values."""
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+from tests.zoo import llama
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_gradients_are_those_of_eager_mode(padded: bool) -> None:
-    plain, ids = model(), torch.randint(0, 64, (2, 16))
+    # Four heads share two of keys and values.
+    plain = llama(hidden_size=32, num_attention_heads=4, use_cache=True).bfloat16()
+    ids = torch.randint(0, 32, (2, 16))
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[0, :4] = 0
     given = {"input_ids": ids, "labels": ids}

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import autosplit
 from autosplit.passes import run
 from autosplit.passes.graph import calls
 from autosplit.passes.lowering.buffers import reusable_operands
 from autosplit.passes.lowering.codegen import generate
 from tests.passes.graphs import joint_of
+from tests.semantics.against_autograd import assert_equals_autograd
 
 
 class Call(nn.Module):
@@ -90,17 +90,4 @@ def test_what_is_saved_stays_as_it_was() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x @ self.weight).exp() + x
 
-    module, plain = Saving(), Saving()
-    plain.load_state_dict(module.state_dict())
-    model = autosplit.split(module)
-    batches = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
-    for x in batches:
-        model(x).sum().backward()
-    model.backward_weight()
-    found = [x.grad for x in batches]
-    for x in batches:
-        x.grad = None
-        plain(x).sum().backward()
-    for x, grad in zip(batches, found, strict=True):
-        assert torch.equal(x.grad, grad)
-    assert torch.equal(module.weight.grad, plain.weight.grad)
+    assert_equals_autograd(Saving(), [(torch.randn(3, 4, requires_grad=True),)] * 2)

@@ -6,16 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.passes import SplitGraphs, run
 from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.graph import Kind, outputs
-from tests.passes.graphs import names_in, names_out, ops, program_of
+from tests.passes.graphs import names_in, names_out, ops, split
 
 MAKING = {"mm", "bmm", "addmm", "embedding_dense_backward", "convolution_backward", "sum"}
-
-
-def split(module: nn.Module, *args: Tensor) -> SplitGraphs:
-    return run(program_of(module, *args).joint)
 
 
 class Bottom(nn.Module):

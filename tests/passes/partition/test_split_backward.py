@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from autosplit.passes import SplitGraphs, memory_setting, run
+from autosplit.passes import memory_setting, run
 from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import Kind, outputs
-from tests.passes.graphs import names_in, names_out, ops, program_of
+from tests.passes.graphs import names_in, names_out, ops, program_of, split
 from tests.zoo import RepeatedLayer, SwiGLU, convolutions
-
-
-def split(module: nn.Module, *args: Tensor) -> SplitGraphs:
-    return run(program_of(module, *args).joint)
 
 
 def test_linear() -> None:

@@ -151,8 +151,9 @@ CASES: dict[str, Callable[[Any, Tensor], Any]] = {
 
 # Dynamo makes an instance to trace the context.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("needs", [True, False], ids=["input gradient", "none"])
+@pytest.mark.parametrize(
+    ("name", "needs"), [*((name, True) for name in CASES), ("two gradients", False)]
+)
 def test_equals_autograd(name: str, needs: bool) -> None:
     batch = [(torch.randn(3, 4).requires_grad_(needs),) for _ in range(2)]
     assert_equals_autograd(Uses(CASES[name]), batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +14,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, f
 from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
-from autosplit.dynamo.backend import SplittingBackend
-from autosplit.dynamo.pending_weights import Deferral
 from autosplit.errors import ShardedError
 from autosplit.pipeline import PipelineTrainer
+from tests.autograd.faces import Compiled
 from tests.ranks import ranks
 
 # --- DistributedDataParallel around a split module: a backward that synchronises is a whole one ---
@@ -38,21 +37,6 @@ class Sometimes(nn.Sequential):
     def forward(self, x: Tensor, last: bool = True) -> Tensor:
         h = self[1](self[0](x))
         return self[2](h) if last else h
-
-
-class Compiled:
-    """A module under ``torch.compile(backend="autosplit")``, with the face of a split one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.module = torch.compile(model, backend=SplittingBackend())
-        self.deferral = Deferral(model)
-
-    @property
-    def pending(self) -> int:
-        return self.deferral.pending
-
-    def backward_weight(self, microbatches: int | None = None) -> None:
-        self.deferral.backward_weight(microbatches)
 
 
 def models(kind: type[nn.Sequential] = nn.Sequential) -> tuple[nn.Module, nn.Module]:
@@ -79,7 +63,7 @@ def errors(way: str) -> dict[str, list[float]]:
     pattern, one pattern after the other.
     """
     model, plain = models(nn.Sequential if way == "whole" else Broken)
-    split = Compiled(model) if way == "compiled" else autosplit.split(model)
+    split = Compiled(model, 1) if way == "compiled" else autosplit.split(model)
     wrapped = DistributedDataParallel(split.module if way == "compiled" else split)
     reference = DistributedDataParallel(plain)
     torch.manual_seed(10 + dist.get_rank())
@@ -273,12 +257,12 @@ OTHERS: dict[str, Way] = {
 }
 
 
-def cases() -> Iterator[tuple[str, str, Way]]:
-    for sharding in SHARDINGS:
-        for way, use in (WAYS | FSDP1 if "FSDP1" in sharding else WAYS).items():
-            yield sharding, way, use
-    for way, use in OTHERS.items():
-        yield "", way, use
+CASES = [
+    *(("both", way) for way in WAYS),
+    *(("FSDP1", way) for way in WAYS | FSDP1),
+    *(("nested", "partition"), ("FSDP1, original parameters", "split")),
+    *(("", way) for way in OTHERS),
+]
 
 
 _SAID = {
@@ -289,7 +273,7 @@ _SAID = {
 }
 
 
-@pytest.mark.parametrize(("sharding", "way"), [(s, w) for s, w, _ in cases()])
+@pytest.mark.parametrize(("sharding", "way"), CASES)
 @ranks(2)
 def test_refused_by_name(sharding: str, way: str) -> str:
     torch._dynamo.reset()
