@@ -58,7 +58,7 @@ def read_schedule(
             f"{source!r} is neither a file nor, with --mesh {PIPELINE}=..., one of the schedules "
             f"{', '.join(SCHEDULES)}"
         )
-    cells = read_cells(source)
+    cells = [*read_cells(source)]
     kinds = {cell.strip("0123456789") for row in cells for cell in row}
     listed = "SEND_F" in kinds
     ours = "with_memory" if kinds & {"EVICT", "OFFLOAD", "RECOMPUTE"} else "compute_only"

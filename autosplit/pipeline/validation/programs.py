@@ -33,7 +33,7 @@ from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Progra
 COMMUNICATORS = {
     "pair": "{low}:{high}",
     "group": "pp",
-    "direction": "{way}",
+    "direction": "all {way}",
     "edge": "{source} to {target}",
 }
 """What messages have a communicator for, and its name: two ranks, as unbatched ones of torch have;
@@ -97,13 +97,7 @@ class Host:
     def enqueue(self, cell: str) -> None:
         """A message, the wait for one, or something that is computed."""
         if match := _MESSAGE.fullmatch(cell):
-            stage, what, way, microbatch = match.groups()
-            if what == "WAIT_SEND":
-                self._wait(f"{stage}SEND_{way}{microbatch}")
-            else:
-                step = 1 if (what == "SEND") == (way == "F") else -1
-                peer = self._home(int(stage) + step, int(microbatch))
-                self._posted[cell] = self._post(cell, peer, forward=way == "F")
+            self._message(*match.groups())
             return
         if match := _TAKES.fullmatch(cell):
             stage, kind, microbatch = match.groups()
@@ -119,13 +113,18 @@ class Host:
         if message in self._posted:
             self._before.append(self._posted.pop(message))
 
-    def _post(self, cell: str, peer: int, *, forward: bool) -> int:
-        sends = "SEND" in cell
+    def _message(self, stage: str, what: str, way: str, microbatch: str) -> None:
+        cell, sends = f"{stage}{what.removeprefix('WAIT_')}_{way}{microbatch}", what == "SEND"
+        if what == "WAIT_SEND":
+            self._wait(cell)
+            return
+        step = 1 if sends == (way == "F") else -1
+        peer = self._home(int(stage) + step, int(microbatch))
         source, target = (self._rank, peer) if sends else (peer, self._rank)
         low, high = sorted((source, target))
-        way = "forward" if forward else "backward"
         name = self._name.format(source=source, target=target, low=low, high=high, way=way)
-        return self.put(cell, name, [Part(name, SEND if sends else RECEIVE, (peer,))])
+        part = Part(name, SEND if sends else RECEIVE, (peer,))
+        self._posted[cell] = self.put(cell, name, [part])
 
 
 def of_torch(

@@ -183,36 +183,31 @@ def read_csv(path: str | Path, form: str = "compute_only", *, name: str | None =
     return schedule
 
 
-def read_cells(path: str | Path) -> list[list[str]]:
+def read_cells(path: str | Path) -> Iterator[list[str]]:
     """Per rank the texts of a file's actions, messages and where sends are waited for.
 
     Raises:
         ScheduleError: a file that cannot be read or is no CSV file.
     """
     text = read_text(Path(path), "a schedule", ScheduleError)
-    return [[part for cell in cells for part in _texts(cell)] for cells in _lines(Path(path), text)]
-
-
-def _lines(path: Path, text: str) -> Iterator[list[str]]:
     try:
-        yield from csv.reader(io.StringIO(text, newline=""))
+        for cells in csv.reader(io.StringIO(text, newline="")):
+            yield [part for cell in cells for part in _texts(cell)]
     except csv.Error as error:
         raise ScheduleError(f"{str(path)!r} is no CSV file: {error}") from error
 
 
 def _rows(path: Path, form: str) -> tuple[list[list[Action]], dict[int, int]]:
     """The actions of every line, and what stages move at most."""
-    text = read_text(path, "a schedule", ScheduleError)
     rows: list[list[Action]] = []
     moved: dict[int, int] = {}
     count = 0
-    for cells in _lines(path, text):
+    for cells in read_cells(path):
         if form == "with_memory":
-            found = [match for cell in cells if (match := _MOVED.fullmatch(cell.strip()))]
+            found = [match for cell in cells if (match := _MOVED.fullmatch(cell))]
             moved |= {int(each[1]): int(each[2]) for each in found}
-            cells = [cell for cell in cells if not _MOVED.fullmatch(cell.strip())]
-        texts = (part for cell in cells for part in _texts(cell))
-        rows.append([Action.parse(part) for part in texts if not _LEFT_OUT.fullmatch(part)])
+            cells = [cell for cell in cells if not _MOVED.fullmatch(cell)]
+        rows.append([Action.parse(cell) for cell in cells if not _LEFT_OUT.fullmatch(cell)])
         count += sum(action.kind.is_scheduled for action in rows[-1])
         if count > LARGEST:
             raise ScheduleError(
