@@ -184,8 +184,10 @@ def test_shape_and_the_like_are_known_before() -> None:
     assert split.pending == 2
 
 
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("options", [{}, {"foreach": False}], ids=["foreach", "loop"])
+@pytest.mark.parametrize(
+    ("face", "options"),
+    [("whole", {}), ("whole", {"foreach": False}), ("parts", {"foreach": False}), ("compiled", {})],
+)
 def test_clipping(face: str, options: dict[str, bool]) -> None:
     model = model_for(face)
     plain = copy.deepcopy(model)

@@ -203,11 +203,10 @@ def test_under_hooks_for_saved_tensors_and_twice() -> None:
     assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_microbatches_with_numbers_of_their_own_are_not_concatenated(backend: str) -> None:
+def test_microbatches_with_numbers_of_their_own_are_not_concatenated() -> None:
     model = Reading(FORWARDS["times"])
     inputs = batch(3, 2)
-    stage = Stage(model, inputs[0], accumulation="concatenated", backend=backend)
+    stage = Stage(model, inputs[0], accumulation="concatenated")
     for index, (x, n) in enumerate(inputs):
         (found,) = stage.forward(index, [x.detach().requires_grad_(), n])
         stage.backward_input(index, [torch.ones_like(found)])

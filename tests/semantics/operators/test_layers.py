@@ -190,7 +190,7 @@ def test_states_of_an_lstm(bidirectional: bool, training: bool) -> None:
         torch.testing.assert_close(state, other)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
 def test_bfloat16_is_as_near_as_autograd(name: str) -> None:
     """Autograd's fused kernel rounds once; a product a step would round at every step."""
     wide = layers(name, num_layers=1, dropout=0.0, bidirectional=False).eval().double()

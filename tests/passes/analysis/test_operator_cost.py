@@ -1,4 +1,4 @@
-"""Symbolic sizes are priced by their example and cross a boundary as numbers."""
+"""What operators cost, and which graph makes the products of weight gradients."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import autosplit
 from autosplit.passes import Role
 from autosplit.passes.analysis.aliasing import storage_bytes
-from autosplit.passes.analysis.operator_cost import flops
+from autosplit.passes.analysis.operator_cost import flops, weight_flops
 from autosplit.passes.graph import Kind, ancestors, calls, concrete, is_size, with_concrete_sizes
 from autosplit.passes.partition.reachability import Reachability
 from autosplit.passes.partition.regions import Division
+
+# --- Symbolic sizes are priced by their example and cross a boundary as numbers -------------------
 
 
 def symbolic(function: object, *args: Tensor) -> fx.GraphModule:
@@ -44,3 +47,44 @@ def test_size_crosses_as_a_number() -> None:
     reach = Reachability(forward, {view, late}, {view, late}, set(), set(), [late], [])
     cut = Division(module.graph, reach, recompute=False, release=False).cut()
     assert set(cut.saved) == {nodes["relu"], size}
+
+
+# --- weight_flops: which graph makes the products of weight gradients -----------------------------
+
+
+PRODUCT = 2 * 3 * 4 * 4
+
+
+def found(model: nn.Module, **options: object) -> tuple[int, int]:
+    split = autosplit.split(model, **options)
+    split(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    return weight_flops(split.functions[-1].graphs)
+
+
+def test_products_wait() -> None:
+    assert found(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))) == (2 * PRODUCT, 0)
+
+
+def test_a_tied_weight_has_two_products() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.inner(x).tanh())
+
+    assert found(Tied()) == (2 * PRODUCT, 0)
+
+
+def test_what_a_budget_has_i_do_is_counted_there() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    waiting, early = found(model, memory=1)
+    assert waiting + early == 2 * PRODUCT
+    assert early > 0
+
+
+def test_a_convolution() -> None:
+    split = autosplit.split(nn.Conv2d(2, 3, 3))
+    split(torch.randn(1, 2, 5, 5, requires_grad=True)).sum().backward()
+    assert weight_flops(split.functions[-1].graphs) == (2 * 3 * 3 * 2 * 3 * 3 * 3, 0)

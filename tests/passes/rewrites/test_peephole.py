@@ -1,4 +1,4 @@
-"""fold_transposes: pairs that cancel go, all others stay, and the bits are the same."""
+"""Rewrites of single operators and pairs of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,73 @@ from torch import Tensor, fx, nn
 
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import calls, outputs
-from autosplit.passes.rewrites.peephole import fold_transposes
+from autosplit.passes.rewrites.peephole import (
+    divide_backward_operators,
+    fold_transposes,
+    half_precision_dropout,
+)
 from autosplit.passes.verify import verify
-from tests.passes.graphs import program_of
+from tests.passes.graphs import ops, program_of
 from tests.semantics.against_autograd import assert_equals_autograd
+
+# --- divide: one convolution_backward becomes two by its output mask ------------------------------
+
+
+def masks(module: fx.GraphModule) -> list[list[bool]]:
+    return [
+        list(node.args[10])
+        for node in calls(module.graph)
+        if node.target is torch.ops.aten.convolution_backward.default
+    ]
+
+
+def test_divides_by_the_mask() -> None:
+    program = program_of(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8, requires_grad=True))
+    assert masks(program.joint) == [[True, True, True]]
+    assert divide_backward_operators(program)
+    assert masks(program.joint) == [[True, False, False], [False, True, True]]
+    verify(program)
+    assert not divide_backward_operators(program)
+
+
+def test_without_bias() -> None:
+    program = program_of(
+        nn.Conv2d(3, 4, 3, bias=False), torch.randn(2, 3, 8, 8, requires_grad=True)
+    )
+    divide_backward_operators(program)
+    assert masks(program.joint) == [[True, False, False], [False, True, False]]
+
+
+def test_leaves_alone_what_is_not_fused() -> None:
+    no_input_gradient = program_of(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8))
+    assert not divide_backward_operators(no_input_gradient)
+    frozen = nn.Conv2d(3, 4, 3).requires_grad_(False)
+    assert not divide_backward_operators(
+        program_of(frozen, torch.randn(2, 3, 8, 8, requires_grad=True))
+    )
+
+
+# --- dropout: the backward rounds its noise as autograd's does, in half precision on a CPU --------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_takes_the_steps_of_autograd(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, dtype=dtype, requires_grad=True)
+    program = program_of(nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Dropout(0.1)), x)
+    assert ops(program.joint)["native_dropout_backward"] == 1
+    assert half_precision_dropout(program)
+    assert ops(program.joint)["native_dropout_backward"] == 0
+    verify(program)
+    assert not half_precision_dropout(program)
+
+
+def test_float_stays_one_operator() -> None:
+    program = program_of(nn.Dropout(0.1), torch.randn(2, 3, requires_grad=True))
+    assert not half_precision_dropout(program)
+
+
+# --- fold_transposes: pairs that cancel go, all others stay, and the bits are the same ------------
+
 
 aten = torch.ops.aten
 
