@@ -6,13 +6,11 @@ from ..page import Page, Part
 from . import (
     balance,
     budgets,
-    critics,
     lean,
     limit,
     offload,
     prediction,
     standin,
-    yardstick,
 )
 from .settings import Settings
 
@@ -102,26 +100,6 @@ ranks are the hardest case: with one microbatch running and one arriving, 1F1B's
 two whatever is moved.""",
         limit.measure,
         limit.render,
-    ),
-    "critics": Part(
-        "What balancing buys",
-        f"""\
-**Projected**, from the times and bytes of one measured layer of Llama a rank: fused 1F1B over
-{critics.RANKS} ranks and {critics.SAMPLES} samples, on the CPU's kernels. Within a cap (of what
-plain 1F1B holds with one sample in a microbatch) the best way without moving anything, and the best
-that balances. A *fast* link takes {critics.LINKS["fast"]} of an F for what it saves, a *slow* one
-{critics.LINKS["slow"]}. As arXiv 2401.02088 found, it pays only where what it frees is used: for a
-larger microbatch whose kernels run faster a sample, or in place of recomputation.""",
-        critics.measure_all,
-        critics.render,
-    ),
-    "exact": Part(
-        "The search beside an exact solver",
-        """\
-`search_within` on small random cases beside the best of its single measures, and beside what an
-exact solver proves.""",
-        yardstick.measure_all,
-        yardstick.render,
     ),
 }
 

@@ -34,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         scaling_steps=options.scaling_steps,
         ranks=tuple(options.ranks),
         unit=options.unit,
-        training_steps=options.training_steps,
         profiling=options.profiling,
     )
     chosen = options.tables or [*TABLES]
@@ -69,7 +68,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--profiling", type=float, default=10.0, help="seconds of profiling a model to cut it"
     )
-    parser.add_argument("--training-steps", type=int, default=200)
     parser.add_argument("--pages", action="store_true", help="only write pages anew")
     parser.add_argument("--output", type=pathlib.Path, default=HERE, help="folder to write to")
     return parse(parser, TABLES, "table", arguments)

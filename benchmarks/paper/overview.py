@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 
 from ..results import Results, Rows, table
-from . import scaling, training
+from . import scaling
 from .cells import pair
 from .tables import TABLES, complete
 from .theory import (
@@ -55,13 +55,6 @@ def _verdicts(results: Results) -> Iterator[str]:
     yield verdict()
     if results.rows("scaling"):
         yield from _standins(results.rows("scaling"))
-    if results.rows("training"):
-        found = [training.outcome(row) for row in results.rows("training")]
-        yield (
-            f"Training: in {sum(each.good for each in found)} of {len(found)} families the loss "
-            "falls, and alike with and without split (largest difference "
-            f"{max(each.difference for each in found):.1e})."
-        )
 
 
 def _cells(rows: Rows) -> Iterator[str]:

@@ -33,7 +33,6 @@ class Settings:
     unit: seconds of F + I + W of a stand-in stage, whatever the ranks: shorter ones would measure
         how fast two cores hand on the messages of many ranks.
     profiling: seconds of measuring what a model's blocks cost, to cut it by.
-    training_steps: steps of the training with and without split.
     """
 
     size: str
@@ -44,7 +43,6 @@ class Settings:
     scaling_steps: int
     ranks: tuple[int, ...]
     unit: float
-    training_steps: int
     profiling: float = 10.0
 
     def overrides(self, family: str) -> Mapping[str, object]:

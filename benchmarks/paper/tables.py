@@ -17,7 +17,6 @@ from . import (
     scaling,
     stages,
     throughput,
-    training,
 )
 from .settings import Settings
 
@@ -61,7 +60,6 @@ MEASUREMENTS: Mapping[str, Callable[[Settings, Results], Iterable[dict[str, Any]
     "peers": lambda settings, results: peers.measure(settings),
     "scaling": lambda settings, results: scaling.measure(settings, results.rows("stages")),
     "joined": lambda settings, results: concatenation.measure(settings),
-    "training": lambda settings, results: training.measure(settings),
 }
 """In the order in which they are made: the stand-in stages take the times of real ones."""
 
@@ -121,21 +119,9 @@ Each family in two stages, one a process with one thread, under GPipe with every
 by one*; `"fused"`, where the matrix product adds into the sum; `"concatenated"`, one call of W for
 all microbatches of a stage, with one product for each parameter, as the paper does it. *W of a
 step*: of both ranks together. *Peak*: of the larger rank. *Distance*: the largest of a gradient
-concatenated from one by one, over the norm of all. How W compares by itself, also cut in slices:
-[benchmarks/split](../../split/README.md).""",
+concatenated from one by one, over the norm of all.""",
         ("joined",),
         concatenation.render,
-    ),
-    "training": Table(
-        "The same losses with and without split",
-        """\
-Each family, smaller still, trains twice on the same real data from the same weights with AdamW,
-on two processes under 1F1B-2, once fused and once split, cut each time from estimates of its
-blocks' costs. *First* and *last* are means over a tenth
-of the steps. The split adds the same numbers in the same order; where kernels are divided,
-rounding may differ.""",
-        ("training",),
-        training.render,
     ),
 }
 

@@ -105,11 +105,3 @@ THEIRS = (
     _THEIR_DUAL,
     *map(_flying, (_THEIR_1F1B, _THEIR_ZBV, _THEIR_DUAL)),
 )
-
-ON_MORE_RANKS = (
-    _THEIR_1F1B,
-    _THEIR_INTERLEAVED,
-    _THEIR_ZBV,
-    *(each for each in OURS if each.name in ("1f1b", "interleaved", "zb-v")),
-)
-"""One, two and two stages a rank: three schedules of each side."""

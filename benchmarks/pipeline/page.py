@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..page import Page, Part, option
-from . import compute, engine, fused, memory, more_ranks, peers, standin, yardstick
+from . import engine, fused, peers, standin
 
 TEMPLATE = """\
 # Pipelines: measured against their ideal and against torch's
@@ -32,7 +32,6 @@ class Settings:
     backends: tuple[str, ...] = option(peers.BACKENDS, "of the peers' table", peers.BACKENDS)
     microbatches: tuple[int, ...] = option(peers.COUNTS, "of the peers' table", peers.COUNTS)
     ranks: tuple[int, ...] = option((*standin.UNITS,), "of the stand-ins' table", standin.UNITS)
-    rounds: int = option(5, "turns of each contender in the table of more ranks")
 
 
 PARTS: dict[str, Part[Settings]] = {
@@ -63,38 +62,6 @@ for the same work.""",
         lambda settings: standin.measure_all(settings.ranks),
         standin.render,
     ),
-    "yardstick": Part(
-        "The search against the optimum",
-        f"""\
-Four stages, one a rank; a microbatch keeps 1 from F to I and *deferred* from I to W, and *cap* is
-the most a rank may keep. With *link*, a message takes 0.5 and its link for another 0.5. Steps are
-simulated, as multiples of the shortest there is, which OR-tools' CP-SAT finds and proves; nothing
-is timed. Target for `schedule="auto"`: {yardstick.TARGET}x.""",
-        lambda settings: yardstick.measure_all(),
-        yardstick.render,
-    ),
-    "compute": Part(
-        "Every schedule against its simulation, computing for real",
-        f"""\
-The decoder on two ranks with one thread each, M = {compute.MICROBATCHES}; from the first action's
-start to the last one's end. Each step is compared with simulations of that same step, as a
-machine's speed changes from one to the next: *over simulated* takes its median durations by stage
-and kind of action, *over replayed* every action's own: what the engine and its messages cost.
-Target: {compute.TARGET} if the shortest action takes {1e3 * compute.SHORTEST:.0f} ms or more.""",
-        lambda settings: compute.measure_all(settings.steps),
-        compute.render,
-    ),
-    "memory": Part(
-        "What a rank keeps",
-        f"""\
-Decoder blocks, {memory.LAYERS} on every rank, M = 2P microbatches on P ranks. *Kept* is distinct
-storage between F and W on the fullest rank, weighed after every action; *over simulated* compares
-with `peak_memory` of the stages' own footprints. *Allocated* is the peak of everything that a step
-allocates, gradients and temporaries included. Target: {memory.TARGET} of the formula, which is in
-the docstring of each schedule.""",
-        lambda settings: memory.measure_all(),
-        memory.render,
-    ),
     "peers": Part(
         "Beside torch.distributed.pipelining",
         """\
@@ -109,14 +76,6 @@ are exact, bit for bit those of autograd, but for *fused sums* (`accumulation="f
             settings.steps, settings.backends, settings.microbatches
         ),
         peers.render,
-    ),
-    "ranks": Part(
-        "Beside torch.distributed.pipelining, on 2, 4 and 8 ranks",
-        f"""\
-The decoder with {more_ranks.LAYERS["layers"]} layers for any number of ranks, one process with one
-thread and a core each, M = 2N; contenders take turns as above.""",
-        lambda settings: more_ranks.measure(more_ranks.RANKS, settings.rounds),
-        more_ranks.render,
     ),
     "engine": Part(
         "The engine itself",

@@ -8,7 +8,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,16 +61,6 @@ def interleave(
         gc.enable()
         gc.unfreeze()
     return {name: _by_action(marks[WARMUP:]) for name, marks in found.items()}
-
-
-def elapsed(call: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of one call, on the device where it is CUDA."""
-    _settle(device)
-    first = _stamp(device)
-    call()
-    last = _stamp(device)
-    _settle(device)
-    return _between(first, last)
 
 
 def ratio(mine: Durations, theirs: Durations) -> tuple[float, float]:

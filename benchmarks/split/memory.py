@@ -9,7 +9,6 @@ from ..results import Rows, Target, table, verdicts
 from .contenders import ACTIONS, Contender, eager, microbatch
 from .meter import levels
 from .models import Settings, Subject
-from .operations import MEMORY
 from .reference import autograd_saves, floor
 
 SAVED = {
@@ -21,6 +20,8 @@ SAVED = {
 FLOOR = Target("held at balanced / floor", at_most=1.03, style=".2f")
 TORCH = Target("held at balanced / torch split's", at_most=0.65, style=".2f")
 LEAN = Target("held at lean", at_most=0.60, style=".2f")
+
+MEMORY = ("fast", "balanced", "lean")
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from ..page import Page, Part
 from . import (
-    ablation,
     autograd_overhead,
     memory,
-    operations,
     steps,
 )
 from .models import Settings
@@ -61,14 +59,6 @@ the sequence, as eager mode does. They compute the same function by different al
         steps.measure_inductor,
         lambda rows: steps.render(rows, steps.INDUCTOR_TARGET),
     ),
-    "flops": Part(
-        "Operations",
-        """\
-The operators of each action as they run, by the formulas of `torch.utils.flop_counter`. The
-weight gradients' share of the unsplit operations is what frozen parameters save.""",
-        operations.measure,
-        operations.render,
-    ),
     "memory": Part(
         "Memory",
         """\
@@ -78,17 +68,6 @@ storage once, of the matrix products and convolutions that yield weight gradient
 gradients of parameters out, *peak* counts everything above what was alive before F.""",
         memory.measure,
         memory.render,
-    ),
-    "weights": Part(
-        "Weight gradients of several microbatches",
-        """\
-W of k microbatches after their F and I, where earlier ones have left sums. *One by one*: W
-returns its gradients and the caller adds them. *Accumulated*: W adds each where it is made;
-*fused* lets the matrix product add. *Concatenated*: one product for each parameter over all k,
-as 2BP does it. *Slices*: accumulated, W in parts. All but fused and concatenated are bit for bit
-the same. *MiB on top*: the most alive inside W above what was alive before.""",
-        ablation.measure,
-        ablation.render,
     ),
     "face": Part(
         "The autograd face",

@@ -23,6 +23,5 @@ SMALLEST = Smallest(
     scaling_steps=1,
     ranks=(2,),
     unit=0.004,
-    training_steps=3,
     profiling=0.2,
 )

@@ -15,10 +15,7 @@ from benchmarks.faults.cells import Cell
 from benchmarks.faults.judge import Finding, judge, names
 from tests.interpreters import rank_processes
 
-CELLS = (
-    Cell("stop", "optimizer", 2, "launch"),
-    Cell("kill", "compile", 3, "launch"),
-)
+CELLS = (Cell("kill", "compile", 3, "launch"),)
 
 
 def judged(cell: Cell, pipe: Connection) -> None:

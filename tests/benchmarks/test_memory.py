@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.pipeline import Costs, StageMemory
-from benchmarks.memory import budgets, critics
+from benchmarks.memory import budgets
 from benchmarks.memory.settings import Settings
 from benchmarks.split.models import Subject
 
@@ -32,23 +31,3 @@ def test_budgets_are_measured_on_one_stage(monkeypatch: pytest.MonkeyPatch) -> N
     text = budgets.render(rows)
     assert "| bert" in text
     assert "balanced" in text
-
-
-def test_what_balancing_buys_is_projected_from_one_layer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def layer(attention: str, samples: int, settings: Settings) -> critics.Measured:
-        memory = [StageMemory(samples * 8.0, samples * 6.0, 1.0)] * critics.RANKS
-        return critics.Measured(Costs([(samples**0.9,) * 3] * critics.RANKS, memory), samples)
-
-    monkeypatch.setattr(critics, "RANKS", 4)
-    monkeypatch.setattr(critics, "SAMPLES", 8)
-    monkeypatch.setattr(critics, "ATTENTION", ("sdpa",))
-    monkeypatch.setattr(critics, "_layer", layer)
-    rows = [*critics.measure_all(TINY)]
-    assert len(rows) == len(critics.ATTENTION) * len(critics.LINKS) * len(critics.CAPS)
-    roomy = [row for row in rows if "cap 1.3" in row["name"]]
-    assert all(row["without"] for row in roomy)
-    text = critics.render(rows)
-    assert "It buys something in" in text
-    assert "balanced: " in text

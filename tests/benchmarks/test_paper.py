@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import concatenation, scaling, theory
+from benchmarks.paper import scaling, theory
 from benchmarks.paper.settings import SIZES
 from benchmarks.paper.tables import MEASUREMENTS, TABLES, needed, page
 from benchmarks.results import Results
@@ -58,12 +58,3 @@ def test_cells_make_their_pages(tmp_path: Path) -> None:
     for row in results.rows("scaling"):
         assert row["measured"] >= 0.99 * row["simulated"]
         assert 0.0 < scaling.bubble_of(row) < 1.0
-
-
-def test_w_of_several_microbatches_is_a_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concatenation, "COUNTS", (2,))
-    rows = [*concatenation.measure(SMALLEST)]
-    assert rows[0]["calls"] == {"one by one": 4, "fused": 4, "concatenated": 2}
-    assert 0.0 < rows[0]["gap"]["concatenated"] < 1e-5
-    text = concatenation.render({"joined": rows})
-    assert text.count("bert, 2 microbatches") == 4

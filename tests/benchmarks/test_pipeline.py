@@ -9,9 +9,8 @@ import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from autosplit.pipeline.builders.build import build
-from benchmarks.pipeline import compute, memory, peers, standin
+from benchmarks.pipeline import peers, standin
 from benchmarks.pipeline.contenders import Contender
-from examples.decoder import LlamaConfig
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
@@ -36,16 +35,6 @@ def test_stand_ins_take_their_time_and_steps_in_flight_are_counted() -> None:
     text = standin.render(rows)
     assert "### N=2" in text
     assert "1.000x" in text
-
-
-def test_repeated_steps_follow_each_other_on_every_rank() -> None:
-    once = build("1f1b", 2, 2)
-    twice = standin.repeat(once, 2)
-    assert twice.microbatches == 4
-    for row, longer in zip(once.ranks, twice.ranks, strict=True):
-        assert longer[: len(row)] == row
-        shifted = [dataclasses.replace(a, microbatch=a.microbatch + 2) for a in row]
-        assert list(longer[len(row) :]) == shifted
 
 
 TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "2", "seq": "8"}
@@ -73,25 +62,3 @@ def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row() -> None:
         assert (row.seconds > 0) is not bool(row.error)
         assert len(row.rounds) == (0 if row.schedule == "fails" else 2)
         assert ("this rank only" in row.error) is (row.schedule == "fails")
-
-
-def test_ranks_are_weighed_while_they_run_and_counted_where_they_are_many() -> None:
-    cases = [
-        dataclasses.replace(build("1f1b", 2, 4, split_backward=False), name=memory.BASELINE),
-        dataclasses.replace(build("zb-h2", 2, 4), name="zb-h2", crosses_step=False),
-    ]
-    found = memory.measure(cases, LlamaConfig(dim=16, heads=2, kv_heads=2, hidden=16, seq=8))
-    fused, deep = found
-    assert 0 < fused.kept < deep.kept
-    assert all(abs(row.kept / row.simulated - 1) < 0.05 for row in found)
-    rows = [dataclasses.asdict(row) for row in (*found, *memory.projected(16))]
-    text = memory.render(rows)
-    assert "0.562x" in text  # V-Half of 16 ranks: 9 / 16
-
-
-def test_the_engine_takes_no_less_than_its_replay() -> None:
-    (row,) = compute.measure([compute.Case("1f1b", "1f1b", 1)], TINY, steps=2)
-    assert row.replayed >= 1.0
-    late = {**dataclasses.asdict(row), "simulated": 1.2, "shortest": 0.02}
-    assert "**1.200**" in compute.render([late])
-    assert "**1.200**" not in compute.render([{**late, "shortest": 0.01}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -23,15 +22,9 @@ from benchmarks.torch_pipelining.contenders import (
     UNDONATED,
 )
 from benchmarks.torch_pipelining.ideal import Ideal
-from benchmarks.torch_pipelining.measure import Row, Settings, measure
+from benchmarks.torch_pipelining.measure import Settings, measure
 
 TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "4", "seq": "8"}
-
-
-def row(contender: str, *rounds: float, microbatches: int = 4, **more: Any) -> dict[str, Any]:
-    name = f"ZBVZeroBubble, M={microbatches}: {contender}"
-    found = Row(name, "ZBVZeroBubble", True, microbatches, contender, rounds, **more)
-    return {**dataclasses.asdict(found), "settings": "tiny"}
 
 
 @pytest.mark.usefixtures("launched_on_ranks")

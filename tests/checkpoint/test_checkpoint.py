@@ -109,14 +109,6 @@ def test_a_skeleton_starts_with_the_checkpoints_values(save: Any, tmp_path: Path
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_loader_overwrites_values_that_are_there(tmp_path: Path) -> None:
-    model = whole(1)
-    weight = model[1][0].weight
-    materialise_stage(model, CheckpointValues(model, save_file(tmp_path)))
-    assert model[1][0].weight is weight
-    assert torch.equal(weight, whole(3)[1][0].weight)
-
-
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = meta_model(whole)
     loader = CheckpointValues(model, save_sharded(tmp_path))

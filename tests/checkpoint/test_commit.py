@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -21,7 +19,7 @@ from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.checkpoint.writer import unworried
 from autosplit.pipeline import PipelineTrainer
-from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
+from tests.checkpoint.checkpoint_workers import adam, trainer, whole
 
 
 class Killed(BaseException):
@@ -156,39 +154,6 @@ def test_whatever_a_save_fails_at(
     assert count > 8
 
 
-@contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond ``size`` bytes, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_full_disk_leaves_the_old_checkpoint(there: bool, tmp_path: Path) -> None:
-    path = tmp_path / "it"
-    with trainer(whole(0), 2, ranks=1) as engine:
-        train(engine, 0, 1)
-        expected = named(engine)
-        if there:
-            save_checkpoint(engine, path)
-        train(engine, 1, 2)
-        with room_for(20_000), pytest.raises(CheckpointError, match=r"cannot write to .*save-"):
-            save_checkpoint(engine, path)
-        train(engine, 2, 3)  # the trainer goes on
-    left = {each.name for each in tmp_path.rglob("*") if each.is_dir()}
-    assert left == ({"it", *saves(path)} if there else set())
-    if there:
-        read = read_checkpoint(path)
-        assert all(torch.equal(read[name], value) for name, value in expected.items())
-    else:
-        with pytest.raises(CheckpointError, match="there is no checkpoint at"):
-            read_checkpoint(path)
-
-
 def test_a_save_that_did_not_get_to_its_end_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "save-1").mkdir()
     with pytest.raises(CheckpointError, match="a save that did not get to its end"):
@@ -209,15 +174,6 @@ def test_it_takes_the_place_of_torchs_own(tmp_path: Path) -> None:
         "notes.txt",
         *saves(tmp_path),
     }
-
-
-def test_torchs_own_takes_its_place(tmp_path: Path) -> None:
-    with trainer(whole(0), 2, ranks=1) as engine:
-        save_checkpoint(engine, tmp_path)
-        with unworried(), pytest.warns(UserWarning, match="Detected an existing checkpoint"):
-            dcp.save({"model": whole(5).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-        load_checkpoint(engine, tmp_path)
-        assert torch.equal(named(engine)["1.0.bias"], whole(5)[1][0].bias)
 
 
 def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:

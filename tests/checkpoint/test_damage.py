@@ -94,24 +94,6 @@ def test_a_truncated_file_is_noticed(
     refused(path, "is damaged|is cut off|cannot read")
 
 
-@pytest.mark.parametrize("write", [own, torchs])
-def test_a_missing_file_is_noticed(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    path = write(tmp_path)
-    data(path).unlink()
-    refused(path, "distcp.* is missing")
-
-
-def test_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
-    """As they were left when a save was killed before it replaced what was there."""
-    path = own(tmp_path / "one")
-    other = own(tmp_path / "other")
-    with trainer(whole(7), 2, ranks=1) as engine:
-        train(engine, 0, 1)
-        save_checkpoint(engine, other)
-    data(path).write_bytes(data(other).read_bytes())
-    refused(path, "is damaged: it is not what was written")
-
-
 def test_what_belongs_to_no_manifest_is_noticed(tmp_path: Path) -> None:
     path = own(tmp_path)
     manifest = next(iter(path.rglob("manifest.json")))
@@ -126,17 +108,6 @@ def test_what_belongs_to_no_manifest_is_noticed(tmp_path: Path) -> None:
         refused(path, message)
     manifest.unlink()
     refused(path, "nobody knows whether")
-
-
-def test_metadata_of_another_save_is_noticed(tmp_path: Path) -> None:
-    path = own(tmp_path / "one")
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    first, second = "model.1.0.weight", "model.2.0.weight"
-    places = {index.fqn: info for index, info in metadata.storage_data.items()}
-    a, b = places[first], places[second]
-    a.offset, b.offset = b.offset, a.offset
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(path, r"\.metadata is damaged")
 
 
 def test_parts_that_do_not_cover_a_tensor_are_noticed(tmp_path: Path) -> None:
@@ -201,16 +172,3 @@ def test_files_without_checksums_are_read(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(before)
     assert torch.equal(read_checkpoint(path)["1.0.weight"], whole(3)[1][0].weight)
-
-
-def test_an_optimizer_that_does_not_fit_leaves_weights_alone(tmp_path: Path) -> None:
-    path = own(tmp_path)
-
-    def one_group(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters)
-
-    with trainer(whole(1), 2, ranks=1, optimizer_fn=one_group) as engine:
-        before = named(engine)
-        with pytest.raises(CheckpointError, match=r"in one group.*differ in lr"):
-            load_checkpoint(engine, path)
-        assert all(torch.equal(value, before[name]) for name, value in named(engine).items())

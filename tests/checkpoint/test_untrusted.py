@@ -60,12 +60,6 @@ def refused(path: Path, match: str) -> None:
         read_checkpoint(path)
 
 
-def test_metadata_runs_nothing(tmp_path: Path, payload: Payload) -> None:
-    path = saved(tmp_path / "it")
-    (path / ".metadata").write_bytes(pickle.dumps(payload))
-    refused(path, r"cannot read .*\.metadata: it asks for posix\.system")
-
-
 def test_metadata_runs_nothing_beside_what_belongs_there(tmp_path: Path, payload: Payload) -> None:
     path = saved(tmp_path / "it")
     metadata = dcp.FileSystemReader(path).read_metadata()

@@ -226,7 +226,6 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     expected = Reference(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp")), 1)
     found: dict[str, Any] = {case: exactness(mesh, expected, case) for case in EXACT}
-    found["norms apart"] = beside_torch(mesh, norms_apart)
     found["half"] = beside_torch(mesh, norms_apart, mp_policy=HALF)
     found["split"] = split(mesh)
     found["saved"] = saved(mesh, folder)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from autosplit.errors import AutosplitError
 from autosplit.pipeline import build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -154,9 +151,11 @@ def exactness(mesh: DeviceMesh, stages: int, **options: Any) -> dict[str, bool]:
 
 
 EXACT: dict[str, tuple[int, dict[str, Any]]] = {
-    "lean": (2, {"memory": "lean"}),
     "fused": (2, {"split_backward": False, "sharding": {"reshard_after_forward": False}}),
-    "zb-v": (4, {"schedule": "zb-v", "sharding": {"reshard_after_forward": True}}),
+    "zb-v": (
+        4,
+        {"schedule": "zb-v", "memory": "lean", "sharding": {"reshard_after_forward": True}},
+    ),
 }
 
 
@@ -366,17 +365,3 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     found["saved"] = saved(mesh, folder)
     found["refused"] = refused(mesh)
     return found
-
-
-def with_a_death(folder: Path) -> None:
-    """Rank 3 is killed in a step; the others leave what they saw in a folder."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
-    try:
-        with trainer(mesh, sharded(mesh)) as made:
-            made.step(share_of(mesh))
-            if dist.get_rank() == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            made.step(share_of(mesh))
-    except AutosplitError as error:
-        (folder / f"{dist.get_rank()}.txt").write_text(str(error))
-        raise

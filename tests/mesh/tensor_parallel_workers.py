@@ -165,9 +165,8 @@ def not_a_number(made: PipelineTrainer, given: tuple[Tensor, Tensor]) -> str:
 SLOW = CollectiveCosts(Link(1.0), DeviceSpeed(1e12, 1e11))
 
 EXACT: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "1f1b": (2, FEW, {}),
+    "1f1b": (2, FEW, {"memory": 500, "accumulation": "exact", "weights": "2bp"}),
     "zb-v": (4, MANY, {"schedule": "zb-v", "memory": "lean", "overlap": SLOW}),
-    "recomputed": (2, FEW, {"memory": 500, "accumulation": "exact", "weights": "2bp"}),
 }
 """Stages, blocks, and options."""
 

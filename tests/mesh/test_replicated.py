@@ -68,11 +68,6 @@ def test_a_slice_is_reduced_while_the_next_is_computed(four: Results) -> None:
         assert order.index("W0.0") < order.index("W1.0") < order.index("reduction") < last
 
 
-def test_one_bucket_needs_no_slices(four: Results) -> None:
-    for found in four:
-        assert found["one bucket"] == ["W0.None", "W1.None", "reduction"]
-
-
 def test_what_replicas_share(four: Results) -> None:
     """They start with one model, keep its buffers, and each has its own losses; parameters without
     a gradient stay without, steps accumulate, and all find one schedule.

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from autosplit.errors import PipelineError
 from tests.all_true import assert_all
 from tests.mesh import sharded_workers as workers
 from tests.ranks import Ranks
@@ -70,11 +69,3 @@ def test_what_stages_do_between_steps(four: Results) -> None:
 def test_what_is_refused(four: Results, case: str) -> None:
     for found in four:
         assert SAID[case] in found["refused"][case]
-
-
-def test_a_killed_rank_ends_all(on_ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(PipelineError):
-        on_ranks(workers.with_a_death, 4, (tmp_path,), timeout=60)
-    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)]
-    how = ("rank 3 was killed by SIGKILL", "rank 3 ended without a word")  # once it is reaped
-    assert all(each.startswith(how) for each in said)

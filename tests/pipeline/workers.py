@@ -28,6 +28,18 @@ def block(index: int) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
+class Tied(nn.Module):
+    """One end of a model whose ends share a weight."""
+
+    def __init__(self, index: int, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(50 + index)
+        self.tied = nn.Parameter(torch.randn(width, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.tied))
+
+
 def data(rows: int, seed: int = 100) -> tuple[Tensor, Tensor]:
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,6 +172,7 @@ class Program:
                 found += _outputs_differ(self.output, results)
         for stage in self.stages:
             left = [stage._saved, stage._deferred, stage._losses, stage._roots, stage._waiting]
+            left += [stage.output_chunks] if not stage.is_last else []
             found += [f"{stage.stage_index} kept {each}" for each in left if each]
         return found + self.differences()
 
@@ -193,3 +196,19 @@ def _outputs_differ(output: Any, results: Iterable[Any]) -> list[str]:
         if one.requires_grad:
             found.append(f"output {at} holds a graph")
     return found
+
+
+@contextlib.contextmanager
+def no_leaked_tensors() -> Iterator[None]:
+    """No tensor that is made and dropped inside is held by a cycle of references."""
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield
+        gc.collect()
+        # By type: isinstance would look through weak references.
+        leaked = [[*each.shape] for each in gc.garbage if issubclass(type(each), Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not leaked, f"{len(leaked)} tensors in cycles, such as one of {leaked[0]}"

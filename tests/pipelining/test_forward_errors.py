@@ -96,3 +96,11 @@ def test_an_error_that_is_no_kernels_keeps_its_class() -> None:
     with pytest.raises(IndexError) as raised:
         schedule_of(nn.Embedding(3, 4)).step(torch.full((4,), 7), target=torch.randn(4, 4))
     assert raised.value.__notes__ == ["in F of microbatch 0 of stage 0 (Embedding)"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_weight_gradient_needs_its_input_gradient() -> None:
+    x, schedule = torch.randn(4, 4), schedule_of(nn.Linear(4, 4))
+    schedule.step(x, target=x)
+    with pytest.raises(PipelineError, match="its I comes before its W"):
+        schedule._stage.backward_weight_one_chunk(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.pipeline import Costs, Schedule, StageMemory, build, search
+from autosplit.pipeline import Schedule, build
+from autosplit.pipeline.validation.torch_csv import write_csv
 from autosplit.pipelining import SplitPipelineStage, torch_schedule
 from autosplit.torch_internals.version import TORCH
 from tests.ranks import ranks
 
-from .programs import Program, block, mean_square
+from .programs import Program, block, mean_square, no_leaked_tensors
 
 
 def of_blocks(stages: int, **more: Any) -> Program:
@@ -30,10 +33,11 @@ def of_blocks(stages: int, **more: Any) -> Program:
     return Program(parts, args=[torch.randn(8, 4)], target=torch.randn(8, 4), **more)
 
 
+PART = torch.zeros(2, 4)
 _UNSCALED: dict[str, Any] = {"schedule_options": {"scale_grads": False}}
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "ScheduleGPipe": (2, {}),
-    "Schedule1F1B": (2, _UNSCALED),
+    "Schedule1F1B": (2, {"options": {"input_args": (PART,), "output_args": PART}, **_UNSCALED}),
     "ScheduleInterleaved1F1B": (4, {}),
     "ScheduleLoopedBFS": (4, {"reverse": True, **_UNSCALED}),
     "ScheduleInterleavedZeroBubble": (4, {}),
@@ -46,7 +50,12 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
 @ranks(2)
 def test_gradients_are_those_of_plain_autograd(kind: str) -> list[str]:
     stages, more = SCHEDULES[kind]
-    return of_blocks(stages, kind=kind, **more).run(2)
+    program = of_blocks(stages, kind=kind, **more)
+    found = program.run()
+    with no_leaked_tensors():
+        program.step()
+    program.plain_step()
+    return found + program.differences()
 
 
 @ranks(2)
@@ -101,15 +110,9 @@ class Several(nn.Module):
         return made, made.mT, skip, made > 0
 
 
-class First(nn.Module):
-    def forward(self, *values: Tensor) -> Tensor:
-        return values[0] * values[-1] + values[2]
-
-
 @ranks(2)
 def test_several_outputs() -> list[str]:
-    parts = [Several(), Several(), Several(), nn.Sequential(First(), block())]
-    parts[3] = _Joined(block())
+    parts = [Several(), Several(), Several(), _Joined(block())]
     data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
     return Program(parts, "ScheduleZBVZeroBubble", **data).run()
 
@@ -166,6 +169,25 @@ def test_without_outputs_and_with_losses() -> list[str]:
     if program.last and len(program.losses) != 4:
         found.append("losses are missing")
     return found
+
+
+@ranks(2)
+def test_without_a_loss_there_is_no_backward() -> list[str]:
+    program = of_blocks(2, schedule_options={"loss_fn": None})
+    output = program.schedule.step(*(program.args if 0 in program.mine else ()))
+    if program.last:
+        whole = torch.cat([program.plain_forward(at).detach() for at in range(4)])
+        return [] if torch.equal(output, whole) else ["another output"]
+    return []
+
+
+@ranks(2)
+def test_a_module_exchanged_before_the_first_step() -> list[str]:
+    """As torchtitan does once it has parallelised it."""
+    program = of_blocks(2)
+    for at, stage in zip(program.mine, program.stages, strict=True):
+        program.parts[at] = stage.submod = copy.deepcopy(stage.submod)  # type: ignore[index]
+    return program.run()
 
 
 @ranks(2)
@@ -226,26 +248,13 @@ def test_activation_checkpointing() -> list[str]:
     return Program(parts, "ScheduleInterleavedZeroBubble", **data).run()
 
 
-def _frozen(at: int) -> Program:
+@pytest.mark.parametrize("at", [0, 2, 3])
+@ranks(2)
+def test_a_frozen_stage(at: int) -> list[str]:
     parts = [block() for _ in range(4)]
     parts[at].requires_grad_(False)
     data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
-    return Program(parts, "ScheduleInterleavedZeroBubble", **data)
-
-
-@ranks(2)
-def test_a_frozen_first_stage() -> list[str]:
-    return _frozen(0).run(2)
-
-
-@ranks(2)
-def test_a_frozen_stage_in_between() -> list[str]:
-    return _frozen(2).run(2)
-
-
-@ranks(2)
-def test_a_frozen_last_stage() -> list[str]:
-    return _frozen(3).run(2)
+    return Program(parts, "ScheduleInterleavedZeroBubble", **data).run(2)
 
 
 class Tied(nn.Module):
@@ -410,22 +419,18 @@ def test_schedules_that_take_turns_with_the_same_stages() -> list[str]:
     return found + program.run()
 
 
-def overlapping(path: str, stages: Any, microbatches: int, **given: Any) -> Any:
-    schedule = _PipelineScheduleRuntime(stages, microbatches, **given)
-    schedule._load_csv(path)
-    return schedule
-
-
 @ranks(2)
 def test_a_file_with_overlapping_actions() -> list[str]:
-    path = Path(f"/tmp/autosplit-overlap-{dist.get_rank()}-{torch.initial_seed()}.csv")
+    path = Path(f"/tmp/autosplit-overlap-{dist.get_rank()}-{os.getpid()}.csv")
     path.write_text(
         "0F0,0F1,,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,,0B2,,0I3,0W3\n"
         ",1F0,1I0,1F1,(1F2;1B1)OVERLAP_F_B,1W0,(1F3;1B2)OVERLAP_F_B,1B3\n"
     )
 
     def make(stages: Any, microbatches: int, **given: Any) -> Any:
-        return overlapping(str(path), stages, microbatches, **given)
+        schedule = _PipelineScheduleRuntime(stages, microbatches, **given)
+        schedule._load_csv(str(path))
+        return schedule
 
     program = of_blocks(2, make_schedule=make)
     path.unlink()
@@ -463,15 +468,27 @@ def _ours(schedule: Schedule) -> Program:
     return of_blocks(schedule.stages, mine=mine, make_schedule=make)
 
 
+@pytest.mark.parametrize("name", ["v-half", "1f1b"])
 @ranks(2)
-def test_a_schedule_of_ours() -> list[str]:
-    return _ours(build("v-half", 4, 4)).run(2)
+def test_a_schedule_of_ours(name: str) -> list[str]:
+    """In a V, and with neighbours on each rank."""
+    return _ours(build(name, 4, 4, ranks=2)).run(2)
 
 
 @ranks(2)
-def test_a_searched_schedule() -> list[str]:
-    costs = Costs([(1.0, 1.1, 0.9)] * 4, [StageMemory(1.0, 1.0)] * 4)
-    return _ours(search(costs, 4, ranks=2)).run(2)
+def test_actions_that_reduce_nothing_divide_nothing() -> list[str]:
+    path = Path(f"/tmp/autosplit-comms-{dist.get_rank()}-{os.getpid()}.csv")
+
+    def make(stages: Any, microbatches: int, **given: Any) -> Any:
+        schedule = _PipelineScheduleRuntime(stages, microbatches, **given)
+        write_csv(build("gpipe", 2, 4), path, "compute_comms")
+        schedule._load_csv(str(path), format="compute_comms")
+        schedule.scale_grads = True
+        return schedule
+
+    program = of_blocks(2, make_schedule=make, **_UNSCALED)
+    path.unlink()
+    return program.run(2)
 
 
 class Whole(nn.Module):

@@ -101,17 +101,6 @@ def test_any_number_of_stages_starts_with_the_same_values() -> None:
     torch.testing.assert_close(losses[0], torch.stack(expected))
 
 
-def test_each_stage_has_its_own_parameters_only() -> None:
-    model = meta_model(Model)
-    found = partition(model, 3)
-    found.initialise()
-    own = [sum(p.numel() for p in found.build(index).parameters()) for index in range(3)]
-    tied = model.embed.weight.numel()
-    assert sum(own) == sum(p.numel() for p in model.parameters()) + tied
-    assert max(own) < sum(own) / 2
-    assert all(p.is_meta for p in model.parameters())
-
-
 def test_a_skeleton_needs_values() -> None:
     with pytest.raises(
         PlanError, match=r"embed\.weight.*on the meta device.*load_checkpoint\(path\)"
@@ -130,16 +119,6 @@ def test_stages_load_what_another_cut_saved(tmp_path: Path) -> None:
         assert all(torch.equal(v, named(engine)[n]) for n, v in read_checkpoint(tmp_path).items())
         load_checkpoint(engine, tmp_path, optimizer=True)  # the momentum, and the learning rate
         assert torch.equal(torch.stack([step(engine, 1), step(engine, 2)]), torch.stack(expected))
-
-
-def test_loading_for_a_real_model_overwrites_it(tmp_path: Path) -> None:
-    with trainer(initialised(2)) as engine:
-        save_checkpoint(engine, tmp_path)
-    model = Model()
-    found = partition(model, 2)
-    found.load_checkpoint(tmp_path)
-    found.build(0)
-    assert torch.equal(model.embed.weight, read_checkpoint(tmp_path)["embed.weight"])
 
 
 def test_a_plan_for_a_skeleton_runs(tmp_path: Path) -> None:

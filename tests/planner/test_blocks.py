@@ -9,20 +9,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-import autosplit
 from autosplit.errors import CaptureError, PlanError
 from autosplit.planner import WholeModel, cut, partition
-from autosplit.planner.meta_model import meta_model
 from tests.planner.planned_models import net, tokens
 from tests.planner.whole_models import (
-    bert,
     captured,
     llama,
     llama_of_three,
-    mamba,
-    resnet,
     run_modules,
-    unet,
 )
 
 # Mamba asks through a cached function which torch it runs on.
@@ -56,22 +50,6 @@ def test_equal_blocks_have_equal_signatures() -> None:
     assert signatures[2] != other.blocks[2].signature
 
 
-def test_blocks_of_other_families_end_where_their_layers_do() -> None:
-    names = [block.name for block in captured(bert)[1].blocks]
-    assert names[:4] == [
-        "bert.embeddings",
-        "bert.encoder.layer.0",
-        "bert.encoder.layer.0.intermediate",
-        "bert.encoder.layer.1",
-    ]
-    names = [block.name for block in captured(mamba)[1].blocks]
-    assert names[:3] == ["backbone.embeddings", "backbone.layers.0", "backbone.layers.1"]
-    whole = captured(resnet)[1]
-    assert all(len(tensors) == 1 for tensors in whole.crossing)
-    assert [block.name for block in whole.blocks][-1] == "classifier"
-    assert {"down1", "pool", "pool@1"} <= {block.name for block in captured(unet)[1].blocks}
-
-
 def test_segments_run_by_themselves() -> None:
     _, whole = captured(llama)
     module, examples = whole.segment(1, 3)
@@ -84,19 +62,6 @@ def test_segments_run_by_themselves() -> None:
     assert {name.partition(".layers.")[0] for name, _ in module.named_parameters()} == {"model"}
     with pytest.raises(PlanError, match="blocks first < last of 0 to 6, got 3 to 3"):
         whole.segment(3, 3)
-
-
-def test_a_large_model_is_captured_without_its_parameters() -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=2, use_cache=False
-    )
-    model = meta_model(lambda: transformers.LlamaForCausalLM(config))
-    whole = WholeModel.capture(model, torch.zeros(1, 64, dtype=torch.long))
-    assert [tuple(t.shape) for (t,) in whole.crossing] == [(1, 64, 4096)] * 5
-    assert all(parameter.is_meta for parameter in model.parameters())
-    module, examples = whole.segment(1, 2)
-    assert all(parameter.is_meta for parameter in module.parameters())
-    assert examples[0].device.type == "cpu"
 
 
 class Shared(nn.Module):
@@ -128,19 +93,6 @@ def test_a_cut_through_what_is_written_in_place_is_refused() -> None:
         )
         or split.whole.model.training
     )
-
-
-def test_cut_at_cuts_before_modules() -> None:
-    case = llama()
-    split = autosplit.partition(
-        case.model,
-        case.args,
-        case.kwargs,
-        cut_at=["model.layers.1.mlp", "lm_head"],
-        costs="estimate",
-    )
-    assert split.cuts == ("model.layers.1.mlp", "lm_head")
-    assert split.stages == 3
 
 
 @pytest.mark.parametrize(

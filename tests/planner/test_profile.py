@@ -36,11 +36,6 @@ def test_one_block_of_each_kind_is_profiled() -> None:
     assert min(second.forward, second.backward_input, costs.call) > 0.0
 
 
-def test_a_first_block_of_the_same_kind_is_by_itself() -> None:
-    costs = profile(Chain([Mlp(16), Mlp(16)], X), seconds=0.05)
-    assert costs.blocks[0].backward_input == 0.0 < costs.blocks[1].backward_input
-
-
 def test_blocks_add_up_to_what_a_stage_keeps() -> None:
     chain = _chain()
     costs = profile(chain, seconds=0.05)
@@ -109,15 +104,6 @@ def test_parameters_on_meta_are_made_for_the_block_that_is_timed() -> None:
     assert all(p.is_meta for module in chain.modules for p in module.parameters())
     stage, _ = prepare_blocks(chain, 1, 2, BlockOptions())
     assert not any(p.is_meta for p in stage.module.parameters())
-
-
-def test_what_is_tied_stays_tied() -> None:
-    with torch.device("meta"):
-        tied = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        tied[1].weight = tied[0].weight
-        chain = Chain([tied, nn.Linear(16, 16)], X)
-    module = prepare_blocks(chain, 0, 1, BlockOptions())[0].module
-    assert module.get_parameter("0.0.weight") is module.get_parameter("0.1.weight")
 
 
 def both_of(values: list[float]) -> Rounds:

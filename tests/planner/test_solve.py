@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 from autosplit.planner import cuts as cut_search
 from autosplit.planner.costs import BlockCost, Limits, ModelCosts, average
-from autosplit.planner.cuts import CapError, Solution, weigh
+from autosplit.planner.cuts import CapError, weigh
 from tests.planner.planned import all_tried, even, models, solved, stage_times, tried
 
 # Schedules whose order is the same whatever the stages take.
@@ -118,14 +117,6 @@ def test_a_schedule_built_for_its_stages(costs: ModelCosts, microbatches: int, n
     assert found.step <= 1.2 * min(steps)  # 74 and 63 were seen: cuts are compared under one order
 
 
-def test_equal_blocks_are_dealt_out_evenly() -> None:
-    found = solved(even(16), 4, 8, "gpipe", split_backward=False)
-    assert found.firsts == (4, 8, 12)
-    assert found.parameters == (4.0,) * 4
-    assert found.costs.times[1] == (4.0, 4.0, 4.0)
-    assert found.costs.times[0] == (4.0, 0.0, 4 * 2.0)
-
-
 def test_of_steps_that_noise_makes_equal_the_most_even_wins() -> None:
     blocks = tuple(BlockCost(1, 1, 1, 1, 1, 1, 2.2 if k else 1.2) for k in range(9))
     costs = ModelCosts(blocks, (1.0,) * 8)
@@ -175,17 +166,6 @@ def test_options_change_the_result() -> None:
     assert solved(costs, 8, 8, "interleaved", ranks=4).schedule.placement == (0, 1, 2, 3) * 2
 
 
-def test_a_hundred_blocks_in_seconds() -> None:
-    """A guard against another order of growth, not a measurement."""
-    blocks = tuple(
-        BlockCost(1 + k % 3, 1 + k % 2, 1 + k % 5, 4, 3, 1 + k % 4, 1) for k in range(100)
-    )
-    began = time.process_time()
-    found = solved(ModelCosts(blocks, (1.0,) * 99), 8, 32, limits=Limits(cap=1000.0))
-    assert time.process_time() - began < 20.0
-    assert found.bubble < 0.2
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -209,28 +189,8 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
         solved(even(4), limits=Limits(**offered), **given)
 
 
-def test_a_solution_says_what_it_is_made_of() -> None:
-    found = solved(even(4), 1, 2)
-    assert isinstance(found, Solution)
-    assert (found.firsts, found.bubble) == ((), 0.0)
-    assert found.peaks == (4.0 * 4 + 4 * 4.0,)
-
-
 SMALL = BlockCost(1.0, 2.0, 3.0, 10.0, 20.0, 30.0, 4.0)
 LARGE = BlockCost(5.0, 6.0, 7.0, 50.0, 60.0, 70.0, 8.0)
-
-
-def test_a_call_is_paid_once_a_stage() -> None:
-    costs = ModelCosts((SMALL, LARGE, SMALL), (8.0, 9.0), call=0.5)
-    assert costs.stage(1, 3) == BlockCost(6.5, 8.5, 10.5, 60.0, 80.0, 100.0, 12.5)
-    assert costs.stage(2, 3).times == (1.5, 2.5, 3.5)
-
-
-def test_a_first_stage_has_no_input_gradient_and_keeps_all_until_w() -> None:
-    costs = ModelCosts((SMALL, LARGE, SMALL), (8.0, 9.0), call=0.5)
-    assert costs.stage(0, 2) == BlockCost(6.5, 0.0, 12.5, 60.0, 60.0 + 9.0, 100.0, 12.5)
-    assert costs.stage(0, 3).deferred == 70.0
-    assert replace(costs, returning=(8.0, 3.0)).stage(0, 2).deferred == 60.0 + 3.0
 
 
 def test_the_mean_of_what_ranks_found() -> None:

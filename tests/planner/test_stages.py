@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,8 @@ from autosplit.pipeline.schedule.wiring import Source
 from autosplit.planner import Partition, WholeModel, cut
 from tests.planner.whole_models import (
     Case,
-    bert,
     captured,
     checkpointed,
-    gpt2,
     llama,
     llama_of_three,
     llama_with_hidden_states,
@@ -34,7 +31,7 @@ from tests.planner.whole_models import (
 
 # Mamba asks through a cached function which torch it runs on.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
-CASES = [llama_with_hidden_states, bert, gpt2, mamba, resnet, unet, mixed, checkpointed]
+CASES = [llama_with_hidden_states, mamba, resnet, unet, mixed, checkpointed]
 
 
 def split_of(whole: WholeModel, stages: int) -> Partition:
@@ -87,7 +84,7 @@ def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("make", [llama_with_hidden_states, resnet, unet, checkpointed])
+@pytest.mark.parametrize("make", [llama_with_hidden_states, unet, checkpointed])
 def test_through_stage_every_gradient_is_autograds(make: Callable[[], Case]) -> None:
     case, captured_model = captured(make)
     case.model.train().zero_grad()
@@ -113,12 +110,6 @@ def test_what_is_tied_is_named_in_both_stages() -> None:
     first, last = split.build(0), split.build(2)
     assert "lm_head.weight" not in first.state_dict()
     assert first.model.embed_tokens.weight is last.lm_head.weight
-
-
-def test_a_stage_holds_only_its_own_parameters() -> None:
-    split = split_of(captured(resnet)[1], 2)
-    names = [{name for name, _ in split.build(index).named_parameters()} for index in range(2)]
-    assert not names[0] & names[1]
 
 
 def test_skips_go_straight_to_where_they_are_read() -> None:
@@ -209,15 +200,6 @@ def test_a_stage_refuses_another_batch_size() -> None:
         stage(torch.randn(2, 4))
     with pytest.raises(PlanError, match="takes 1 tensors, got 2"):
         stage(torch.randn(6, 4), torch.randn(6, 4))
-
-
-def test_a_last_stage_can_be_copied() -> None:
-    """Under warnings as errors: torch warns when a spec that has leaves is made anew."""
-    case, whole = captured(resnet)
-    split = split_of(whole, 2)
-    modules = [split.build(0), copy.deepcopy(split.build(1))]
-    result = run_modules(split, modules, case.args)
-    assert result.logits.shape[0] == 2
 
 
 def test_cuts_that_are_none_are_refused() -> None:

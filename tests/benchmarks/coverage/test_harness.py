@@ -177,16 +177,6 @@ def test_rounding_passes_and_more_than_rounding_does_not() -> None:
     assert out_of_tolerance(names, near, theirs, elsewhere) != []
 
 
-def test_noise_where_everything_cancels_is_rounding() -> None:
-    wide = torch.tensor([100.0], dtype=torch.float64)
-    exact = {"output": wide, "gradient": wide * 0}
-    theirs = {"output": wide.float(), "gradient": torch.tensor([3e-6])}
-    mine = {"output": wide.float(), "gradient": torch.tensor([-9e-6])}
-    assert out_of_tolerance(["gradient"], mine, theirs, exact) == []
-    wrong = {**mine, "gradient": torch.tensor([3e-3])}
-    assert out_of_tolerance(["gradient"], wrong, theirs, exact) != []
-
-
 def test_missing_values_and_nan() -> None:
     nan = {"a": torch.tensor([1.0, float("nan")])}
     assert differences(nan, {"a": nan["a"].clone()}) == []

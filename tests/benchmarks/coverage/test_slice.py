@@ -11,16 +11,15 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from benchmarks.coverage.examine import Verdict, examine
-from benchmarks.coverage.generated.functions import BINARY, UNARY
-from benchmarks.coverage.generated.layers import LAYERS
-from benchmarks.coverage.generated.plan import Plan, Step
+from benchmarks.coverage.generated.functions import BINARY
+from benchmarks.coverage.generated.plan import Plan
 from benchmarks.coverage.generated.strategies import plans
 from benchmarks.coverage.generated.sweep import sweep
 from benchmarks.coverage.results import tally
 from benchmarks.coverage.subject import Subject
 
 GOOD = {Verdict.EQUAL, Verdict.CLOSE}
-ENTRIES = ["nn.BatchNorm2d", "nn.MultiheadAttention", "nn.LSTMCell", "nn.CrossEntropyLoss"]
+ENTRIES = ["nn.BatchNorm2d", "nn.LSTMCell"]
 
 
 @functools.cache
@@ -80,28 +79,6 @@ def test_generated_modules(plan: Plan) -> None:
     assert finding.verdict not in {Verdict.WRONG, Verdict.CRASHED}, f"{finding.detail}\n{plan}"
 
 
-def test_a_plan_reads_as_code() -> None:
-    plan = Plan(
-        (Step("linear"), Step("linear", (1,)), Step("add", (0, 1)), Step("dropout", frozen=True)),
-        outputs=(("value", 0), ("view", 2)),
-        tied=True,
-    )
-    assert str(plan) == (
-        "def forward(x, y):  # torch.float32, train, gradient wanted: ['x']\n"
-        "    v0 = linear_0(x)\n"
-        "    v1 = linear_0(x)\n"
-        "    v2 = add(v1, v0)\n"
-        "    v3 = dropout_0(v2)  # frozen\n"
-        "    return tuple of value(v3), view(v1)\n"
-        "    # tied weights"
-    )
-
-
-def test_names_of_layers_and_functions_do_not_clash() -> None:
-    names = [*LAYERS, *UNARY, *BINARY]
-    assert len(names) == len(set(names))
-
-
 def test_a_failing_plan_shrinks_to_the_step_that_fails() -> None:
     """A splitter that fails at every step of two operands: the plan reported has no other."""
 
@@ -118,7 +95,7 @@ def test_a_failing_plan_shrinks_to_the_step_that_fails() -> None:
     assert len(plan.splitlines()) == 3
 
 
-OPERATORS = ["sgn", "cat", "linalg.det", "custom NumpySortCustomOp"]
+OPERATORS = ["linalg.det", "custom NumpySortCustomOp"]
 OPERATORS += ["function NumpyCubeNotComposableAutogradFunction"]
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.results import Results, Target, verdicts
-from benchmarks.split import clock, memory, operations, reference, steps
-from benchmarks.split.contenders import Autograd, Autosplit, ByHand, Contender, TorchSplit, eager
+from benchmarks.split import clock, memory, reference, steps
+from benchmarks.split.contenders import Autograd, Contender, eager
 from benchmarks.split.meter import levels
 from benchmarks.split.models import BUILDERS, SIZES, Subject, build
 from benchmarks.split.page import PAGE
@@ -98,25 +98,12 @@ def test_contenders_take_turns() -> None:
     assert [len(each.step) for each in found.values()] == [2, 2]
 
 
-def test_ratio_is_taken_within_a_round() -> None:
-    slow = clock.Durations({"F": [1.0, 10.0, 100.0], "I": [1.0, 10.0, 100.0]})
-    fast = clock.Durations({"F": [1.0, 10.0, 50.0], "I": [0.0, 0.0, 0.0]})
-    assert clock.ratio(slow, fast) == (2.0, 1.0)
-
-
 def test_what_autograd_saves_and_the_floor(subject: Subject) -> None:
     tensor = 64 * 256 * 4
     # x, the hidden values (which relu saves as its result), and no weights.
     assert reference.autograd_saves(subject) == 2 * tensor
     # x and the hidden values, the gradient of the output and that of the first product.
     assert reference.floor(subject) == 4 * tensor
-
-
-def test_floor_of_a_convolution() -> None:
-    x, y = torch.randn(1, 2, 8, 8), torch.randn(1, 4, 8, 8)
-    convolution = nn.Conv2d(2, 4, 3, padding=1)
-    subject = Subject("convolution", convolution, x, y)
-    assert reference.floor(subject) == x.nbytes + y.nbytes
 
 
 @pytest.mark.parametrize("model", BUILDERS)
@@ -151,29 +138,6 @@ def test_missing_gradient_is_noticed(subject: Subject) -> None:
         steps.difference({"weight": torch.ones(2)}, expected)
 
 
-def test_deferral_by_hand_computes_weights_late(subject: Subject) -> None:
-    by_hand = ByHand(subject.module)
-    by_hand.forward(subject.x.clone())
-    by_hand.backward_input(subject.grad)
-    assert by_hand.gradients() == {}
-    by_hand.backward_weight()
-    assert list(by_hand.gradients()) == ["first.weight", "second.weight"]
-
-
-def test_deferral_by_hand_refuses_what_it_was_not_written_for() -> None:
-    with pytest.raises(ValueError, match="without bias"):
-        ByHand(nn.Sequential(nn.Conv2d(1, 1, 3)))
-
-
-@pytest.mark.parametrize("kind", [Autograd, TorchSplit, ByHand, Autosplit])
-def test_operations_of_every_action(kind: type, subject: Subject) -> None:
-    product = 2 * 64 * 256 * 256
-    options = (subject.x, "eager", "fast") if kind is Autosplit else ()
-    found = operations.flops(kind(subject.module, *options), subject)
-    late = 0 if kind is Autograd else 2 * product
-    assert found == {"F": 2 * product, "I": 4 * product - late, "W": late}
-
-
 def test_targets() -> None:
     ratio = Target("time", at_most=1.03)
     share = Target("deferred", at_least=0.95, style=".1%")
@@ -189,16 +153,15 @@ def test_targets() -> None:
 
 
 def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "MEMORY", ("fast", "lean"))
     monkeypatch.setattr(memory, "MEMORY", ("balanced", "lean"))
-    words = "flops memory --models resnet --threads 1 --rounds 2 --size tiny --output"
+    words = "memory --models resnet --threads 1 --rounds 2 --size tiny --output"
     PAGE.main([*words.split(), str(tmp_path / "new")])
     found = Results.read(tmp_path / "new" / "results.json")
-    assert list(found.parts) == ["flops", "memory"]
+    assert list(found.parts) == ["memory"]
     text = (tmp_path / "new" / "README.md").read_text()
     assert text == PAGE.render(found)
     assert "| resnet" in text
-    assert "benchmarks.split flops --models resnet --threads 1 --rounds 2 --size tiny" in text
+    assert "benchmarks.split memory --models resnet --threads 1 --rounds 2 --size tiny" in text
     row = next(row for row in found.rows("memory") if row["way"] == "autosplit balanced")
     assert row["held"]["I"] <= 1.03 * row["floor"]
 

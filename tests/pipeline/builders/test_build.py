@@ -14,7 +14,7 @@ from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.validate import validate
-from tests.pipeline.tables import most_alive, rows_of, schedule_of, seconds
+from tests.pipeline.tables import rows_of, schedule_of, seconds
 
 FUSED: dict[str, Any] = {"split_backward": False}
 PAPER: dict[str, Any] = {"weights": "2bp"}
@@ -23,31 +23,9 @@ NAMES = st.sampled_from(list(SCHEDULES))
 LINEAR = st.sampled_from(["naive", "gpipe", "1f1b"])
 
 TABLES: list[tuple[str, int, int, dict[str, Any], list[str]]] = [
-    ("naive", 1, 1, FUSED, ["0F0 0B0"]),
-    ("naive", 1, 1, FILL, ["0F0 0I0 0W0"]),
-    ("naive", 2, 2, FUSED, ["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"]),
     ("naive", 2, 2, PAPER, ["0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]),
     ("naive", 2, 2, FILL, ["0F0 0I0 0F1 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"]),
     ("gpipe", 2, 2, FUSED, ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]),
-    ("gpipe", 2, 2, PAPER, ["0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1F1 1I0 1I1 1W0 1W1"]),
-    ("gpipe", 2, 2, FILL, ["0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1F1 1I0 1I1 1W0 1W1"]),
-    ("1f1b", 1, 2, FUSED, ["0F0 0B0 0F1 0B1"]),
-    ("1f1b", 1, 2, PAPER, ["0F0 0I0 0F1 0I1 0W0 0W1"]),
-    ("1f1b", 1, 2, FILL, ["0F0 0I0 0W0 0F1 0I1 0W1"]),
-    ("1f1b", 2, 2, FUSED, ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]),
-    ("1f1b", 2, 2, PAPER, ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]),
-    ("1f1b", 2, 2, FILL, ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]),
-    (
-        "1f1b",
-        3,
-        4,
-        FUSED,
-        [
-            "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-            "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
-            "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
-        ],
-    ),
     (
         "1f1b",
         3,
@@ -68,30 +46,6 @@ TABLES: list[tuple[str, int, int, dict[str, Any], list[str]]] = [
             "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
             "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
             "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
-        ],
-    ),
-    (
-        "1f1b",
-        4,
-        4,
-        FILL,
-        [
-            "0F0 0F1 0F2 0F3 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3",
-            "1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3",
-            "2F0 2F1 2I0 2F2 2I1 2F3 2I2 2W0 2I3 2W1 2W2 2W3",
-            "3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 3W1 3W2 3W3",
-        ],
-    ),
-    (
-        "1f1b",
-        4,
-        2,
-        PAPER,
-        [
-            "0F0 0F1 0I0 0W0 0I1 0W1",
-            "1F0 1F1 1I0 1W0 1I1 1W1",
-            "2F0 2F1 2I0 2W0 2I1 2W1",
-            "3F0 3I0 3F1 3I1 3W0 3W1",
         ],
     ),
 ]
@@ -115,16 +69,6 @@ def test_a_block_of_stages_runs_as_one() -> None:
         "0F0 1F0 2F0 0F1 1F1 2F1 2I0 1I0 0I0 2W0 1W0 0W0 2I1 1I1 0I1 2W1 1W1 0W1",
         "3F0 4F0 4I0 3I0 3F1 4F1 4I1 3I1 4W0 3W0 4W1 3W1",
     ]
-
-
-def test_all_stages_in_one_process() -> None:
-    schedule = build("gpipe", 2, 2, ranks=1, split_backward=False)
-    assert rows_of(schedule) == ["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"]
-    assert schedule.placement == (0, 0)
-
-
-def test_fill_is_the_default_placement() -> None:
-    assert build("1f1b", 3, 4) == build("1f1b", 3, 4, weights="fill")
 
 
 def admitted(name: str) -> list[dict[str, Any]]:
@@ -171,48 +115,6 @@ def test_microbatches_ascend_in_every_kind(schedule: Schedule) -> None:
             assert order == sorted(order)
 
 
-def peaks(schedule: Schedule) -> list[int]:
-    """Per stage, the most microbatches whose F has run and whose W or B has not."""
-    highest = [0] * schedule.stages
-    for stage, rank in enumerate(schedule.placement):
-        flying = 0
-        for action in schedule.ranks[rank]:
-            if action.stage == stage:
-                flying += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind.value]
-                highest[stage] = max(highest[stage], flying)
-    return highest
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 6), st.integers(1, 12), st.data())
-def test_activations_are_bounded(stages: int, microbatches: int, data: st.DataObject) -> None:
-    fused = build("1f1b", stages, microbatches, split_backward=False)
-    assert peaks(fused) == [min(stages - stage, microbatches) for stage in range(stages)]
-    bound = min(stages, microbatches)
-    assert max(peaks(build("1f1b", stages, microbatches))) == bound
-    times = data.draw(
-        st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=stages, max_size=stages)
-    )
-    assert max(peaks(build("1f1b", stages, microbatches, times=times))) <= bound
-    ranks = data.draw(st.integers(1, stages))
-    assert max(peaks(build("1f1b", stages, microbatches, ranks=ranks))) == min(ranks, microbatches)
-    assert max(peaks(build("naive", stages, microbatches, weights="fill"))) <= max(
-        2, microbatches if stages == 1 else 0
-    )
-
-
-@settings(deadline=None, max_examples=60)
-@given(LINEAR, st.integers(1, 6), st.integers(1, 10))
-def test_filling_leaves_the_order_of_f_and_i_alone(
-    name: str, stages: int, microbatches: int
-) -> None:
-    fused = build(name, stages, microbatches, split_backward=False)
-    filled = build(name, stages, microbatches, weights="fill")
-    for before, after in zip(fused.ranks, filled.ranks, strict=True):
-        kept = [a for a in after if a.kind is not ActionKind.BACKWARD_WEIGHT]
-        assert [str(a).replace("B", "I") for a in before] == [str(a) for a in kept]
-
-
 @settings(deadline=None, max_examples=60)
 @given(LINEAR, st.integers(1, 6), st.integers(1, 10))
 def test_filling_leaves_no_gap_while_a_weight_waits(
@@ -224,23 +126,6 @@ def test_filling_leaves_no_gap_while_a_weight_waits(
         assert span.start == free_at[span.rank] or not pending[span.rank], span
         free_at[span.rank] = span.end
         pending[span.rank] += {"F": 0, "I": 1, "W": -1}[span.action.kind.value]
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 4), st.integers(1, 8), st.data())
-def test_times_never_make_the_step_longer(
-    stages: int, microbatches: int, data: st.DataObject
-) -> None:
-    times = data.draw(
-        st.lists(st.tuples(*[st.integers(0, 4)] * 3), min_size=stages, max_size=stages)
-    )
-    kinds = "FIW"
-    durations = lambda a: float(times[a.stage][kinds.index(a.kind.value)])  # noqa: E731
-    suited = build("1f1b", stages, microbatches, times=times)
-    validate(suited)
-    assert max(most_alive(suited)) <= min(stages, microbatches)
-    plain = build("1f1b", stages, microbatches)
-    assert simulate(suited, durations).makespan <= simulate(plain, durations).makespan
 
 
 def test_times_move_weights_into_the_gaps_of_uneven_stages() -> None:
@@ -259,15 +144,6 @@ def test_times_move_weights_into_the_gaps_of_uneven_stages() -> None:
     assert rows_of(suited)[1] == "1F0 1F1 1I0 1I1 1W0 1W1"
     assert simulate(plain, durations).makespan == 14.0
     assert simulate(suited, durations).makespan == 13.0
-
-
-def test_times_of_a_block_are_those_of_its_stages() -> None:
-    """Stages 0 and 1 form a block with the times (1, 1, 2) of the test above."""
-    times = [(0.5, 0.5, 1), (0.5, 0.5, 1), (2, 2, 2), (1, 1, 1)]
-    assert rows_of(build("1f1b", 4, 2, ranks=3))[1] == "2F0 2F1 2I0 2W0 2I1 2W1"
-    assert rows_of(build("1f1b", 4, 2, ranks=3, times=times))[1] == "2F0 2F1 2I0 2I1 2W0 2W1"
-    with pytest.raises(ScheduleError, match="one such triple for each of the 4 stages"):
-        build("1f1b", 4, 2, ranks=3, times=times[1:])
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))

@@ -23,15 +23,7 @@ from tests.pipeline.tables import most_alive, rows_of, schedule_of, seconds, sma
 # --- interleaved 1F1B, ZB-H1 and ZB-H2: what they run, and their bubble and memory as published ---
 
 
-TIMES = [(1.0, 1.0, 1.0), (18.5, 18.1, 9.3), (29.7, 29.4, 19.9), (1.0, 2.0, 1.0)]
-
-
-def test_zb_h1() -> None:
-    assert rows_of(build("zb-h1", 3, 4)) == [
-        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
-        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
-        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
-    ]
+TIMES = [(1.0, 1.0, 1.0), (18.5, 18.1, 9.3), (1.0, 2.0, 1.0)]
 
 
 def test_zb_h2() -> None:
@@ -45,7 +37,7 @@ def test_zb_h2() -> None:
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 2), (4, 4), (4, 9), (8, 16)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (4, 9), (8, 16)])
 def test_zb_h1_bubble_and_memory(
     times: tuple[float, float, float], ranks: int, microbatches: int
 ) -> None:
@@ -58,7 +50,7 @@ def test_zb_h1_bubble_and_memory(
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 3), (4, 7), (4, 9), (8, 16)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (4, 7), (8, 16)])
 def test_zb_h2_bubble_and_memory(
     times: tuple[float, float, float], ranks: int, microbatches: int
 ) -> None:
@@ -69,17 +61,6 @@ def test_zb_h2_bubble_and_memory(
     assert timeline.step_time == pytest.approx(microbatches * sum(times) + bubble)
     assert timeline.bubble_ratio() == pytest.approx(bubble / timeline.step_time)
     assert max(most_alive(schedule)) == 2 * ranks - 1
-
-
-def test_zb_h2_gains_only_where_steps_overlap() -> None:
-    """With a wait for all ranks between steps, F = I = W costs N-1 units, as ZB-H1 does."""
-    schedule = build("zb-h2", 4, 8)
-    unit = seconds(1, 1, 1)
-    assert simulate(schedule, unit).step_time == 24
-    assert simulate(schedule, unit).makespan == 27
-    waiting = dataclasses.replace(schedule, crosses_step=False)
-    assert simulate(waiting, unit).step_time == 27
-    assert simulate(build("zb-h1", 4, 8), unit).step_time == 27
 
 
 def test_a_step_that_crosses_fits_into_the_last_one() -> None:
@@ -96,15 +77,6 @@ def test_a_step_that_crosses_fits_into_the_last_one() -> None:
     durations = seconds(18.5, 18.1, 9.3)
     one, two = simulate(once, durations), simulate(twice, durations)
     assert two.makespan - one.makespan == pytest.approx(one.step_time)
-
-
-def test_interleaved_in_two_rounds() -> None:
-    schedule = build("interleaved", 4, 4, ranks=2, split_backward=False)
-    assert schedule.placement == (0, 1, 0, 1)
-    assert rows_of(schedule) == [
-        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
-        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
-    ]
 
 
 def test_interleaved_split() -> None:
@@ -152,15 +124,6 @@ def test_one_copy_in_a_v() -> None:
     assert rows_of(schedule) == [
         "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3",
         "1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
-    ]
-
-
-def test_two_copies() -> None:
-    schedule = build("dualpipe", 2, 4)
-    assert (schedule.placement, schedule.mirror) == ((0, 1), (1, 0))
-    assert rows_of(schedule) == [
-        "0F0 1F1 0F2 1B1 1F3 0B0 1B3 0I2 0W2",
-        "0F1 1F0 0F3 1B0 1F2 0B1 1B2 0I3 0W3",
     ]
 
 
@@ -233,25 +196,6 @@ def test_counts_that_do_not_fit_chimera() -> None:
 # --- ZB-V, V-Half and V-Min: what they run, and their bubble and memory as published --------------
 
 
-def test_zb_v() -> None:
-    schedule = build("zb-v", 4, 4)
-    assert schedule.placement == (0, 1, 1, 0)
-    assert rows_of(schedule) == [
-        "0F0 0F1 3F0 3I0 0F2 3W0 3F1 3I1 0I0 3W1 0F3 0W0 "
-        "3F2 3I2 0I1 3W2 3F3 3I3 0I2 0W1 0I3 3W3 0W2 0W3",
-        "1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 "
-        "2W1 1F3 1W1 2F3 2I2 1I2 2I3 1I3 2W2 1W2 2W3 1W3",
-    ]
-
-
-def test_v_half() -> None:
-    assert rows_of(build("v-half", 6, 3)) == [
-        "0F0 0F1 5F0 5I0 0F2 5W0 5F1 5I1 5W1 0I0 0W0 5F2 5I2 0I1 5W2 0W1 0I2 0W2",
-        "1F0 4F0 1F1 4I0 4F1 4W0 1F2 1I0 4I1 1W0 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2",
-        "2F0 3F0 2F1 3F1 3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2",
-    ]
-
-
 def test_v_min() -> None:
     assert rows_of(build("v-min", 6, 3)) == [
         "0F0 5F0 0F1 5I0 5W0 5F1 0F2 0I0 5I1 0W0 5W1 5F2 0I1 5I2 0W1 5W2 0I2 0W2",
@@ -266,7 +210,7 @@ def bubble(name: str, ranks: int, microbatches: int) -> float:
     return simulate(schedule, seconds(1, 1, 1)).makespan - 6 * microbatches
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 6, 8, 9])
+@pytest.mark.parametrize("ranks", [2, 5, 6])
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_bubbles(ranks: int, rounds: int) -> None:
     count = rounds * ranks
@@ -275,7 +219,7 @@ def test_bubbles(ranks: int, rounds: int) -> None:
     assert bubble("v-min", ranks, count) == 4 * (ranks - 1) + (1 if ranks % 3 == 0 else -1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8, 9, 12])
+@pytest.mark.parametrize("ranks", [1, 3, 4, 8])
 def test_memory(ranks: int) -> None:
     """In pairs of a stage and a microbatch, of which 1F1B has 2P on its first rank."""
     for name, most in (
@@ -287,15 +231,6 @@ def test_memory(ranks: int) -> None:
         assert max(most_alive(schedule)) == most
         uneven = build(name, 2 * ranks, 3 * ranks, times=(18.5, 18.1, 9.3))
         assert max(most_alive(uneven)) <= most
-
-
-def test_zb_v_keeps_its_bubble_when_weights_are_short() -> None:
-    """W is half of F: idle stays near a fifth of 1F1B's, whatever M."""
-    times = (18.5, 18.1, 9.3)
-    for microbatches in (8, 24):
-        step = simulate(build("zb-v", 16, microbatches, times=times), seconds(*times)).makespan
-        idle = step - 2 * microbatches * sum(times)
-        assert idle < 0.23 * 2 * 7 * sum(times)
 
 
 def test_distances_that_do_not_repeat_are_refused() -> None:
@@ -310,15 +245,6 @@ def test_distances_that_do_not_repeat_are_refused() -> None:
 
 
 SPLIT = schedule_of("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1")
-
-
-def test_all_pairs() -> None:
-    assert rows_of(fuse_adjacent(SPLIT)) == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
-
-
-def test_only_pairs_of_one_microbatch_and_stage() -> None:
-    apart = schedule_of("0F0 0I0 0F1 0W0 0I1 1F0 1I0 1W0 0W1 1F1 1I1 1W1", placement=(0, 0))
-    assert rows_of(fuse_adjacent(apart)) == ["0F0 0I0 0F1 0W0 0I1 1F0 1B0 0W1 1F1 1B1"]
 
 
 def alike(stages: int, *times: float) -> Costs:

@@ -2,98 +2,373 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from autosplit.errors import SplitError
-from autosplit.pipeline.engine.first_error import (
-    ActionError,
-    Board,
-    Fault,
-    Guard,
-    LostPeerError,
-    RankError,
-)
-from autosplit.pipeline.schedule.action import Action
-from tests.pipeline import failing_workers
+from autosplit.errors import PipelineError, SplitError
+from autosplit.pipeline.engine.first_error import Board, Fault, Guard, LostPeerError, RankError
+from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.workers import ENDS, WIDTH, Tied, block, data, equal, outcomes, sgd, trainer
 from tests.ranks import Ranks
 
 Texts = list[tuple[dict[str, tuple[str, str]], dict[str, Any]]]
-TIMEOUT = 120.0  # of the trainers in failing_workers it is 60
+TIMEOUT = 120.0  # of the trainers below it is 60
 
-# Scenario -> the rank that fails, or None where every rank sees the fault itself; the first line.
-SAID: dict[str, tuple[int | None, str]] = {
-    "forward": (1, "rank 1 failed in 1F2: ValueError: bad weather"),
-    "memory": (1, "rank 1 failed in 1F1: RuntimeError: "),
+
+class Trip(nn.Module):
+    """A block whose forward does ``then`` at microbatch ``at``."""
+
+    def __init__(self, at: int, then: Callable[[], None]) -> None:
+        super().__init__()
+        self.block = block(1)
+        # Shared by deep copies, and -1 because building the stage runs the module once.
+        self._calls = itertools.count(-1)
+        self._at = at
+        self._then = then
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trip:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if next(self._calls) == self._at:
+            self._then()
+        output: Tensor = self.block(x)
+        return output
+
+
+class Vanishing(nn.Module):
+    """Puts out nothing after the second microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = block(0)
+        self._calls = itertools.count(-1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Vanishing:
+        return self
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x) if next(self._calls) < 2 else ()
+
+
+class Widening(Vanishing):
+    """Puts out float64 after the second microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        return x if next(self._calls) < 2 else x.double()
+
+
+class WeightTrip(ReferenceStage):
+    """Raises in the second weight gradient of stage 0."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        if self.index == 0 and microbatch == 1:
+            raise RuntimeError("no weight today")
+        super().backward_weight(microbatch)
+
+
+def _factory_fails(index: int) -> nn.Module:
+    if index == 1:
+        raise OSError("no such checkpoint")
+    return block(index)
+
+
+def _optimizer_fails(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if dist.get_rank() == 0:
+        raise ValueError("negative learning rate")
+    return sgd(parameters)
+
+
+def _optimizer_of_others(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return sgd([*parameters, *block(7).parameters()])
+
+
+def _code_around_fails() -> None:
+    with trainer() as engine:
+        engine.step(data(8))
+        if engine.rank == 1:
+            raise OSError("disk full")
+        engine.step(data(8))
+
+
+def _step(batch: Any = None, **options: Any) -> None:
+    trainer(**options).step(data(8) if batch is None else batch)
+
+
+def _evaluate() -> None:
+    """The third microbatch of the second evaluation fails; none has run the module before."""
+    engine = trainer(second(6, "raise"))
+    for _ in range(2):
+        engine.evaluate(data(8))
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.scale * (output - target) ** 2).mean()
+
+
+def _unfrozen() -> None:
+    with trainer([block(0).requires_grad_(False), block(1)]) as engine:
+        engine.step(data(8))
+        if 0 in engine.modules:
+            engine.modules[0].get_parameter("0.bias").requires_grad_()
+        engine.step(data(8))
+
+
+def _replaced() -> None:
+    with trainer() as engine:
+        engine.step(data(8))
+        for index, module in engine.modules.items():
+            module.load_state_dict(block(index).state_dict(), assign=True)
+        engine.step(data(8))
+
+
+def _leaves_early() -> None:
+    """Rank 1's batches end before those of rank 0."""
+    with trainer() as engine:
+        engine.step(data(8))
+        if engine.rank == 0:
+            engine.step(data(8))
+
+
+def _different(**options: tuple[Any, Any]) -> None:
+    _step(**{name: values[dist.get_rank()] for name, values in options.items()})
+
+
+def _tied(names: list[tuple[int, str]], width: int = WIDTH) -> None:
+    trainer(lambda index: Tied(index, WIDTH + index * (width - WIDTH)), shared_parameters=[names])
+
+
+def _tied_with_hook() -> None:
+    with trainer(Tied, shared_parameters=[[(0, "tied"), (1, "tied")]]) as engine:
+        if 1 in engine.modules:
+            engine.modules[1].get_parameter("tied").register_hook(lambda grad: 0 * grad)
+        engine.step(data(8))
+
+
+def _late_hook(index: int) -> nn.Module:
+    module = block(index)
+    if index == 0:
+        module.get_parameter("0.weight").register_post_accumulate_grad_hook(lambda _: None)
+    return module
+
+
+Scenario = tuple[Callable[[], Any], int | None, str]
+OWN: dict[str, Any] = {"stage_factory": None}
+ONE_SCALAR = "loss_fn(output, target) must give one scalar that depends on the parameters"
+
+
+def step(**options: Any) -> Callable[[], None]:
+    return functools.partial(_step, **options)
+
+
+def second(at: int, how: str) -> Callable[[int], nn.Module]:
+    return lambda index: Trip(at, ENDS[how]) if index == 1 else block(index)
+
+
+# What is done; the rank that fails, or None where every rank sees the fault itself; the first line.
+SCENARIOS: dict[str, Scenario] = {
+    "forward": (step(model=second(2, "raise")), 1, "rank 1 failed in 1F2: ValueError: bad weather"),
+    "memory": (step(model=second(1, "exhaust")), 1, "rank 1 failed in 1F1: RuntimeError: "),
     "dtype between stages": (
+        step(model=lambda index: Widening() if index == 0 else block(1)),
         0,
         "rank 0 failed in 0F2: PipelineError: output 0 of stage 0 in microbatch 2 is "
         "float64[2, 6], but float32[2, 6] was agreed on",
     ),
-    "weight": (0, "rank 0 failed in 0W1: RuntimeError: no weight today"),
-    "factory": (1, "rank 1 failed in building the model: OSError: no such checkpoint"),
-    "optimizer": (0, "rank 0 failed in building the model: ValueError: negative learning rate"),
-    "code around": (1, "disk full"),
-    "shape between stages": (
-        0,
-        "rank 0 failed in 0F2: PipelineError: output 0 of stage 0 in microbatch 2 is "
-        "float32[2, 12], but float32[2, 6] was agreed on",
-    ),
     "fewer outputs": (
+        step(model=lambda index: Vanishing() if index == 0 else block(1)),
         0,
         "rank 0 failed in 0F2: PipelineError: stage 0 put out 0 tensors for microbatch 2, but 1 ",
     ),
-    "loss": (1, "loss_fn(output, target) must give one scalar that depends on the parameters"),
-    "loss is a number": (1, "got no tensor: return it as it is, without .item() or float()"),
-    "loss is an item": (1, "got no tensor: return it as it is, without .item() or float()"),
-    "loss is nothing": (1, "got no tensor: return it as it is, without .item() or float()"),
-    "wants a closure": (None, "LBFGS runs the model again in its step(closure), which a pipeline"),
-    "loss without gradient": (1, "loss_fn(output, target) must give one scalar that depends"),
-    "tied name": (1, "stage 1 has no parameter 'weight' to share; it has: tied"),
-    "evaluation": (1, "rank 1 failed in 1F3: ValueError: bad weather"),
-    "tied stage": (None, "shared parameter 'tied' is said to be on stage 2; the stages are 0 to 1"),
-    "tied alone": (None, "a shared parameter needs two or more holders (stage, name); got [(0, "),
-    "tied twice": (None, "parameter 'tied' of stage 0 is named twice in shared_parameters"),
+    "weight": (step(stage_factory=WeightTrip), 0, "rank 0 failed in 0W1: RuntimeError: no weight"),
+    "factory": (
+        step(model=_factory_fails),
+        1,
+        "rank 1 failed in building the model: OSError: no such checkpoint",
+    ),
+    "optimizer": (
+        step(optimizer_fn=_optimizer_fails),
+        0,
+        "rank 0 failed in building the model: ValueError: negative learning rate",
+    ),
+    "code around": (lambda: _code_around_fails(), 1, "disk full"),
+    "loss": (step(loss_fn=lambda output, target: output - target), 1, ONE_SCALAR),
+    "loss without gradient": (step(loss_fn=lambda output, target: target.mean()), 1, ONE_SCALAR),
+    "loss is an item": (
+        step(loss_fn=lambda output, target: (output - target).mean().item(), **OWN),
+        1,
+        "got no tensor: return it as it is, without .item() or float()",
+    ),
+    "loss with a parameter": (
+        step(loss_fn=Weighted()),
+        1,
+        "loss_fn (Weighted) has a parameter 'scale', which no optimizer",
+    ),
+    "wants a closure": (
+        step(optimizer_fn=torch.optim.LBFGS),
+        None,
+        "LBFGS runs the model again in its step(closure), which a pipeline",
+    ),
+    "foreign parameters": (
+        step(optimizer_fn=_optimizer_of_others),
+        None,
+        "optimizer_fn built an optimizer of 4 parameters, 2 of which it was not given",
+    ),
+    "no optimizer": (
+        step(optimizer_fn=lambda parameters: None),
+        None,
+        "optimizer_fn must return a torch.optim.Optimizer; got a NoneType",
+    ),
+    "evaluation": (lambda: _evaluate(), 1, "rank 1 failed in 1F3: ValueError: bad weather"),
+    "tied name": (
+        lambda: _tied([(0, "tied"), (1, "weight")]),
+        1,
+        "stage 1 has no parameter 'weight' to share; it has: tied",
+    ),
+    "tied stage": (
+        lambda: _tied([(0, "tied"), (2, "tied")]),
+        None,
+        "shared parameter 'tied' is said to be on stage 2; the stages are 0 to 1",
+    ),
+    "tied alone": (
+        lambda: _tied([(0, "tied")]),
+        None,
+        "a shared parameter needs two or more holders (stage, name); got [(0, ",
+    ),
+    "tied twice": (
+        lambda: _tied([(0, "tied"), (1, "tied"), (0, "tied")]),
+        None,
+        "parameter 'tied' of stage 0 is named twice in shared_parameters",
+    ),
     "tied shapes": (
+        lambda: _tied([(0, "tied"), (1, "tied")], width=8),
         None,
         "shared parameters must have one shape and dtype and be all trained or all frozen; got "
         "'tied' of stage 0: [6, 6] torch.float32; 'tied' of stage 1: [8, 6] torch.float32",
     ),
-    "tied with a hook": (1, "parameter 'tied' of stage 1 has a hook of register_hook, and other "),
-    "late hook": (0, "parameter 0.weight has a hook of register_post_accumulate_grad_hook, which"),
-    "loss with a parameter": (1, "loss_fn (Weighted) has a parameter 'scale', which no optimizer"),
-    "unfrozen": (0, "parameter '0.bias' of stage 0 was unfrozen, added or replaced after the tr"),
-    "replaced": (None, "was unfrozen, added or replaced after the trainer was built, and its opt"),
-    "other norm": (None, "but max_grad_norm is None on rank 0 and 1.0 on rank 1"),
-    "other count": (None, "but microbatches is 2 on rank 0 and 4 on rank 1"),
-    "other schedule": (None, "but schedule is '1f1b' (split_backward=True, order "),
-    "other accumulation": (None, "but accumulation is 'fused' on rank 0 and 'exact' on rank 1"),
-    "other backend": (None, "but backend is 'eager' on rank 0 and 'inductor' on rank 1"),
-    "other gradients": (None, "but grad_dtype is None on rank 0 and torch.float64 on rank 1"),
-    "other factory": (None, "but stage_factory is 'given' on rank 0 and None on rank 1"),
+    "tied with a hook": (
+        lambda: _tied_with_hook(),
+        1,
+        "parameter 'tied' of stage 1 has a hook of register_hook, and other ",
+    ),
+    "late hook": (
+        step(model=_late_hook, **OWN),
+        0,
+        "parameter 0.weight has a hook of register_post_accumulate_grad_hook, which",
+    ),
+    "unfrozen": (
+        lambda: _unfrozen(),
+        0,
+        "parameter '0.bias' of stage 0 was unfrozen, added or replaced after the tr",
+    ),
+    "replaced": (
+        lambda: _replaced(),
+        None,
+        "was unfrozen, added or replaced after the trainer was built, and its opt",
+    ),
+    "other norm": (
+        lambda: _different(max_grad_norm=(None, 1.0)),
+        None,
+        "but max_grad_norm is None on rank 0 and 1.0 on rank 1",
+    ),
+    "other schedule": (
+        lambda: _different(schedule=("1f1b", "gpipe")),
+        None,
+        "but schedule is '1f1b' (split_backward=True, order ",
+    ),
+    "other factory": (
+        lambda: _different(stage_factory=(ReferenceStage, None)),
+        None,
+        "but stage_factory is 'given' on rank 0 and None on rank 1",
+    ),
     "other tied": (
+        lambda: _different(shared_parameters=([], [[(0, "0.bias"), (1, "0.bias")]])),
         None,
         "but shared_parameters is [] on rank 0 and [[(0, '0.bias'), (1, ",
     ),
-    "no timeline": (None, "there is no recorded step: set record=True before a step, then ask"),
-    "foreign parameters": (
+    "no timeline": (
+        lambda: trainer().timeline(),
         None,
-        "optimizer_fn built an optimizer of 4 parameters, 2 of which it was not given",
+        "there is no recorded step: set record=True before a step, then ask",
     ),
-    "no optimizer": (None, "optimizer_fn must return a torch.optim.Optimizer; got a NoneType"),
-    "no module": (None, "must be an nn.Module; got a int"),
-    "world size": (None, "2 processes cannot hold 1 stages: each needs at least one stage"),
-    "ranks": (None, "ranks=3 but the process group has 2 processes"),
+    "no module": (step(model=lambda index: index), None, "must be an nn.Module; got a int"),
+    "world size": (
+        step(model=[block(0)]),
+        None,
+        "2 processes cannot hold 1 stages: each needs at least one stage",
+    ),
+    "ranks": (step(stages=3, ranks=3), None, "ranks=3 but the process group has 2 processes"),
+    "slow": (step(model=second(1, "nap"), timeout=2.0), None, ""),
+    "leaves early": (lambda: _leaves_early(), None, ""),
 }
+ALIKE = [name for name, (_, _, text) in SCENARIOS.items() if text]
+
+
+def after_a_failure() -> dict[str, Any]:
+    """What a failed step leaves: optimizers untouched, a trainer that says it has ended."""
+    engine = trainer(second(2, "raise"))
+    before = copy.deepcopy(engine.state_dict())
+    for attempt in range(2):
+        try:
+            engine.step(data(8))
+        except PipelineError as error:
+            last = f"{attempt} {error}"
+    same = equal(engine.state_dict(), before)
+    engine.close()
+    with trainer() as another:
+        return {"same": same, "last": last, "next": another.step(data(8)).shape}
+
+
+def other_values() -> dict[str, list[str]]:
+    """What is said of batches of other values, by what of them differs; training goes on."""
+    inputs, targets = data(8)
+    rank = dist.get_rank()
+    batches = {
+        "same": (inputs.clone(), targets.clone()),
+        "all": data(8, seed=rank),
+        "inputs": (inputs + rank, targets),
+        "last sample": (inputs, torch.cat([targets[:-1], targets[-1:] + rank])),
+        "left out": (inputs, None) if rank == 0 else (None, targets),
+    }
+    return {name: _warned(batch) for name, batch in batches.items()}
+
+
+def _warned(batch: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught, trainer() as engine:
+        warnings.simplefilter("always")
+        engine.evaluate(batch)
+        engine.step(batch)
+        engine.step(batch)
+    return [f"{each.category.__name__}: {each.message}" for each in caught]
+
+
+def all_that_fails() -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
+    acts = {name: act for name, (act, _, _) in SCENARIOS.items()}
+    return outcomes(acts), {**after_a_failure(), "other values": other_values()}
 
 
 @pytest.fixture(scope="module")
 def texts(on_ranks: Ranks) -> Texts:
     started = time.monotonic()
-    found = on_ranks(failing_workers.all_that_fails, 2, timeout=TIMEOUT)
+    found = on_ranks(all_that_fails, 2, timeout=TIMEOUT)
     # One rank waiting out its timeout in one scenario would take 60 s.
     assert time.monotonic() - started < 60
     on_ranks.end()  # nobody else has ranks in which so much has failed
@@ -101,12 +376,12 @@ def texts(on_ranks: Ranks) -> Texts:
 
 
 def test_every_scenario_is_here(texts: Texts) -> None:
-    assert [set(found) for found, _ in texts] == [{*SAID, "slow", "leaves early"}] * 2
+    assert [set(found) for found, _ in texts] == [{*SCENARIOS}] * 2
 
 
-@pytest.mark.parametrize("scenario", SAID)
+@pytest.mark.parametrize("scenario", ALIKE)
 def test_every_rank_says_the_first_cause(texts: Texts, scenario: str) -> None:
-    failed, text = SAID[scenario]
+    _, failed, text = SCENARIOS[scenario]
     for rank, (found, _) in enumerate(texts):
         kind, message = found[scenario]
         assert text in message
@@ -178,16 +453,6 @@ def _board() -> Board:
     return Board(dist.HashStore())  # type: ignore[attr-defined]  # documented, not in __all__
 
 
-def test_only_the_first_fault_stays() -> None:
-    board = _board()
-    assert board.first() is None
-    first, second = Fault(1, "1F0", "ValueError: a", "trace"), Fault(0, "0F1", "KeyError: b")
-    assert board.post(first) == first
-    assert board.post(second) == first
-    assert board.first() == first
-    assert first.report == "rank 1 failed in 1F0: ValueError: a\ntrace"
-
-
 class _DeadStore:
     """What a store does once the process that served it is gone."""
 
@@ -215,25 +480,6 @@ def _guard(rank: int, board: Board | None, closed: list[int]) -> Guard:
     return Guard(rank, board, lambda: closed.append(rank))
 
 
-def test_guard_posts_before_it_closes() -> None:
-    board = _board()
-    standing: list[Fault | None] = []
-    guard = Guard(2, board, lambda: standing.append(board.first()))
-    with pytest.raises(RankError) as caught, guard("the optimizer step"):
-        raise KeyError("lr")
-    assert str(caught.value) == "rank 2 failed in the optimizer step: KeyError: 'lr'"
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert standing == [caught.value.fault]
-
-
-def test_guard_names_the_action_and_its_own_error() -> None:
-    cause = ZeroDivisionError("one by none")
-    text = r"^rank 0 failed in 1W2: ZeroDivisionError: one by none$"
-    with pytest.raises(RankError, match=text) as caught, _guard(0, None, [])("the step"):
-        raise ActionError(Action.parse("1W2")) from cause
-    assert caught.value.__cause__ is cause
-
-
 def test_guard_lets_errors_pass_that_say_all() -> None:
     closed: list[int] = []
     board = _board()
@@ -245,18 +491,6 @@ def test_guard_lets_errors_pass_that_say_all() -> None:
     first = board.first()
     assert first is not None
     assert first.headline == "rank 1 failed in building: SplitError: cannot split"
-
-
-def test_lost_peer_gives_way_to_the_cause_on_the_board() -> None:
-    board = _board()
-    cause = board.post(Fault(1, "1F0", "ValueError: a", "the trace"))
-    closed: list[int] = []
-    with pytest.raises(RankError) as caught, _guard(0, board, closed)("a step"):
-        raise LostPeerError("lost rank 1: Connection closed by peer")
-    assert str(caught.value) == "rank 1 failed in 1F0: ValueError: a\nthe trace"
-    assert caught.value.fault == cause
-    assert caught.value.__suppress_context__
-    assert closed == [0]
 
 
 def test_lost_peer_without_a_cause_becomes_one_for_all() -> None:

@@ -15,16 +15,32 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.first_error import Board, Fault, Guard, LostPeerError
 from autosplit.pipeline.engine.groups import Groups, abort, await_device
 from autosplit.pipeline.schedule.routes import pairs_of
-from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.training.options import choose_device
-from tests.pipeline.engine import transport_workers
-from tests.ranks import Ranks
+from tests.ranks import ranks
 
-CUDA = torch.device("cuda", 1)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
-def test_each_direction_of_a_pair_has_a_group(on_ranks: Ranks) -> None:
-    assert on_ranks(transport_workers.pairwise, 3, timeout=90) == [[10, 20], [1, 21], [2, 12]]
+@ranks(3)
+def test_each_direction_of_a_pair_has_a_group() -> None:
+    """As under NCCL."""
+    groups, rank = Groups(3, CPU, 30.0), dist.get_rank()
+    groups.pairwise = True
+    groups.connect([(0, 1), (1, 2)])
+    groups.connect([(0, 1), (0, 2)])
+    with mock.patch.object(groups, "isend", wraps=groups.isend) as isend:
+        groups.connect([(0, 1)], "memory")  # before a step, too, there goes a message each way
+    assert isend.call_count == (rank != 2)
+    others = [peer for peer in range(3) if peer != rank]
+    buffers = [torch.zeros(1) for _ in others]
+    works = [groups.irecv(buffer, peer) for buffer, peer in zip(buffers, others, strict=True)]
+    works += [groups.isend(torch.tensor([10.0 * rank + peer]), peer) for peer in others]
+    for each in works:
+        assert each is not None
+        each.wait()
+    groups.destroy()
+    assert [float(buffer) for buffer in buffers] == [10.0 * peer + rank for peer in others]
 
 
 @pytest.mark.parametrize(
@@ -41,12 +57,6 @@ def test_pairs_between_which_something_travels(
 ) -> None:
     schedule = build(name, stages, 8, ranks=4)
     assert pairs_of(schedule, Feeds(stages)) == pairs
-
-
-def test_what_skips_a_stage_connects_its_ranks() -> None:
-    first, second = Source(0, 0), Source(1, 0)
-    wiring = Wiring(((Source(None, 0),), (first,), (first, second)), (1, 1))
-    assert pairs_of(build("1f1b", 3, 3), Feeds(3, wiring)) == {(0, 1), (0, 2), (1, 2)}
 
 
 def test_groups_are_aborted_all_at_once() -> None:
@@ -109,16 +119,12 @@ def test_one_rank_goes_to_the_default_device(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_device(None, layout) == CUDA
 
 
-def test_control_stays_on_the_cpu_under_another_default_device(on_ranks: Ranks) -> None:
-    assert on_ranks(_met, 2, timeout=60) == [True, True]
-
-
-def _met() -> bool:
-    groups = Groups(2, torch.device("cpu"), 30.0)
+@ranks(2)
+def test_control_stays_on_the_cpu_under_another_default_device() -> None:
+    groups = Groups(2, CPU, 30.0)
     with torch.device("meta"):
         groups.meet()
     groups.destroy()
-    return True
 
 
 class _Stream:

@@ -2,71 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
+from autosplit.pipeline.engine.first_error import LostPeerError
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import Parcel, routes_of
-from tests.pipeline.engine import transport_workers
-from tests.ranks import Ranks
+from tests.ranks import ranks
 
 CPU = torch.device("cpu")
 F0, I0 = Action.parse("0F0"), Action.parse("1I0")
 
 
-@pytest.fixture(scope="module")
-def found(on_ranks: Ranks) -> list[dict[str, Any]]:
-    return on_ranks(transport_workers.everything, 2, timeout=90)
-
-
-def test_what_was_sent_is_let_go_as_soon_as_a_message_proves_it(found: list[Any]) -> None:
-    """1F1B, 8 microbatches: never more than the schedule has under way, never all of them."""
-    assert max(found[0]["alive"]) <= 2
-    assert max(found[1]["alive"]) <= 2
-    assert len(found[0]["alive"]) == len(found[1]["alive"]) == 8
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "posted"), [(0, [0, 1]), (1, [1, 2]), (2, [2, 3]), (9, [4, 4])]
-)
-def test_receives_are_posted_ahead(found: list[Any], prefetch: int, posted: list[int]) -> None:
-    assert found[1]["posted"][prefetch] == posted
-
-
-def test_shapes_are_learned_from_the_first_message(found: list[Any]) -> None:
-    assert found[1]["learned"] == {0: [("float32[3]", False), ("int64[2]", False)]}
-    assert found[1]["values"] == [[0.0, 0.0, 0.0], [7, 7]]
-
-
-def test_tensors_travel_as_bytes_whatever_they_hold(found: list[Any]) -> None:
+@ranks(2)
+def test_tensors_travel_as_bytes_whatever_they_hold() -> None:
     """NCCL (of torch 2.13) sends neither int16 nor complex64."""
-    assert all(found[0]["kinds"])
-    assert all(found[1]["kinds"])
-    assert len(found[1]["kinds"]) == 16
+    groups, rank = Groups(2, CPU, 30.0), dist.get_rank()
+    lane = mock.Mock()
+    with mock.patch.object(groups, "_towards", return_value=lane):
+        groups.isend(torch.ones(2, dtype=torch.int16), 1 - rank)
+    (given,), *_ = lane.send.call_args.args
+    assert given.dtype is torch.uint8
+    for dtype in (torch.int16, torch.uint16, torch.complex64, torch.bool, torch.float8_e5m2):
+        for shape in ([3, 2], [], [0, 4]):
+            tensor = torch.ones(shape).to(dtype)
+            buffer = torch.zeros(shape).to(dtype)
+            work = groups.isend(tensor, 1) if rank == 0 else groups.irecv(buffer, 0)
+            assert work is not None
+            work.wait()
+            expected, came = (each.to(torch.complex64) for each in (tensor, buffer))
+            assert rank == 0 or torch.equal(came, expected)
+    groups.destroy()
 
 
-def test_negotiation_brings_everything_that_matters(found: list[Any]) -> None:
+@ranks(2)
+def test_negotiation_brings_everything_that_matters() -> None:
+    groups = Groups(2, CPU, 30.0)
+    negotiation = Negotiation("negotiated", groups, lambda: None)
     meta = TensorMeta(torch.Size([4, 0]), torch.bfloat16, True)
-    assert found[0]["negotiated"] == found[1]["negotiated"] == (meta, meta)
+    agreed = negotiation.publish(0, [meta, meta]) if dist.get_rank() == 0 else negotiation.learn(0)
+    groups.destroy()
+    assert agreed == (meta, meta)
 
 
-def test_a_stage_that_is_never_built_ends_the_wait(found: list[Any]) -> None:
-    assert "waited 0.2 s for stage 0 to be built" in found[1]["never"]
+@ranks(2)
+def test_a_stage_that_is_never_built_ends_the_wait() -> None:
+    groups = Groups(2, CPU, 30.0)
+    groups.timeout = 0.2
+    if dist.get_rank() == 1:
+        with pytest.raises(LostPeerError, match=r"waited 0.2 s for stage 0 to be built"):
+            Negotiation("never", groups, lambda: None).learn(1)
+    dist.barrier()
+    groups.destroy()
 
 
-def test_connections_end_when_a_trainer_is_closed(found: list[dict[str, Any]]) -> None:
+@ranks(2)
+def test_connections_end_when_a_trainer_is_closed() -> None:
     """Not when the garbage collector comes, which would hold up whatever runs then."""
-    assert [each["ended"] for each in found] == [
-        (True, "this trainer was closed: build a new one")
-    ] * 2
+    groups = Groups(2, CPU, 30.0)
+    groups.meet()
+    group = weakref.ref(groups.group)
+    dist.barrier()
+    groups.destroy()
+    with pytest.raises(PipelineError, match=r"^this trainer was closed: build a new one$"):
+        groups.meet()
+    assert group() is None
 
 
 # --- on one rank --------------------------------------------------------------------------

@@ -86,24 +86,6 @@ def test_ranks_hold_alike_at_no_cost(ranks: int, share: float) -> None:
     assert after.step_time <= 1.03 * before.step_time
 
 
-def test_only_as_much_of_each_microbatch_travels_as_is_asked_for() -> None:
-    plain = build("1f1b", 4, 8, split_backward=False)
-    a_little, much = (balance(plain, share * 4e6, costs=costs_of(4)) for share in (0.9, 0.65))
-    assert 0 < a_little.moved[0] < much.moved[0] < 1e6
-
-
-def test_what_is_evicted_is_the_latest() -> None:
-    """The first to go is what the rank made last and uses last."""
-    balanced = balance(build("1f1b", 4, 8, split_backward=False))
-    row = balanced.ranks[0]
-    for journey in journeys_of(balanced):
-        if journey.rank == 0:
-            flying = {
-                a.microbatch for a in row[: journey.leaves] if a.kind is ActionKind.FORWARD
-            } - {a.microbatch for a in row[: journey.leaves] if a.kind is ActionKind.BACKWARD}
-            assert journey.microbatch == max(flying)
-
-
 def test_deferred_tensors_travel_too() -> None:
     """With 2BP's placement most of what is held waits for W."""
     costs = costs_of(4, deferred=1.2)
@@ -112,11 +94,6 @@ def test_deferred_tensors_travel_too() -> None:
     balanced = balance(plain, [0.85 * peaks[0], 0.85 * peaks[1], 1e8, 1e8], costs=costs)
     validate(balanced)
     assert any(journey.deferred for journey in journeys_of(balanced))
-
-
-def test_a_bound_that_holds_anyway_changes_nothing() -> None:
-    plain = build("1f1b", 4, 8, split_backward=False)
-    assert balance(plain, 4e6, costs=costs_of(4)) == plain
 
 
 def test_a_bound_that_cannot_be_kept_says_what_can() -> None:
@@ -132,14 +109,6 @@ def test_what_evicts_is_not_balanced_again() -> None:
     balanced = balance(build("1f1b", 4, 8, split_backward=False))
     with pytest.raises(ScheduleError, match="evicts already"):
         balance(balanced)
-
-
-def test_by_order_it_is_a_bound() -> None:
-    costs = costs_of(4)
-    balanced = balance(build("1f1b", 4, 8, split_backward=False), 2.7e6, costs=costs)
-    bounds = peak_memory(balanced, costs.memory)
-    peaks = costs.peaks(balanced, costs.timeline(balanced))
-    assert all(peak <= bound * 1.0001 for peak, bound in zip(peaks, bounds, strict=True))
 
 
 # --- what holds for every pass: legal stays legal, bounds are kept, memory comes back to nothing
@@ -200,29 +169,6 @@ def test_half_is_offloaded_for_nothing_where_bandwidth_allows() -> None:
     assert max(fast.peaks(free, after)) <= 0.5 * max(fast.peaks(plain, before))
     stuck = measures.offload(plain, slow)
     assert max(slow.peaks(stuck, slow.timeline(stuck))) > 0.9 * max(slow.peaks(plain, before))
-
-
-def test_half_of_1f1b_is_offloaded_though_it_holds_two_microbatches() -> None:
-    """A rank that holds two has to wait until one has left before it makes another."""
-    plain, costs = build("1f1b", 2, 4), costs_of(2, took=0.05)
-    before = costs.timeline(plain)
-    most = max(peak_memory(plain, costs.memory))
-    found = measures.offload(plain, costs, 0.55 * most)
-    validate(found)
-    assert max(peak_memory(found, costs.memory)) <= 0.55 * most
-    assert costs.timeline(found).step_time <= 1.1 * before.step_time
-
-
-def test_what_lives_longest_is_offloaded_first() -> None:
-    plain, costs = build("gpipe", 2, 6, split_backward=False), costs_of(2)
-    found = measures.offload(plain, costs, 5.1e6)
-    timeline = costs.timeline(plain)
-    times = {(span.rank, str(span.action)): span for span in timeline.spans}
-    lives = {m: times[0, f"0B{m}"].start - times[0, f"0F{m}"].end for m in range(6)}
-    away = {a.microbatch for a in found.ranks[0] if a.kind is ActionKind.OFFLOAD}
-    assert len(away) == 1
-    # What is made right before the one too much has no time to leave.
-    assert lives[min(away)] == max(lives[m] for m in range(4))
 
 
 def test_recomputation_runs_while_its_rank_waits() -> None:

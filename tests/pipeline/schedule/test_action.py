@@ -79,18 +79,6 @@ def test_bad_text_is_refused(text: str) -> None:
     )
 
 
-def test_what_computes_and_what_moves_is_scheduled() -> None:
-    compute = ["F", "I", "W", "B", "RECOMPUTE"]
-    moves = ["EVICT", "ACCEPT", "LOAD", "RETURN", "OFFLOAD", "RELOAD"]
-    assert [kind.value for kind in ActionKind if kind.is_compute] == compute
-    assert [kind.value for kind in ActionKind if kind.is_move] == moves
-    sharding = ["UNSHARD", "RESHARD"]
-    scheduled = {*compute, *moves, *sharding, "AWAIT"}
-    assert {kind.value for kind in ActionKind if kind.is_scheduled} == scheduled
-    assert [kind.value for kind in ActionKind if kind.is_sharding] == sharding
-    assert [kind.value for kind in ActionKind if kind.is_memory] == [*moves, "AWAIT", "RECOMPUTE"]
-
-
 # --- UNSHARD and RESHARD in schedules -------------------------------------------------------------
 
 
@@ -104,16 +92,6 @@ def test_a_stage_is_gathered_from_its_first_action_to_its_last() -> None:
     assert first.count("UNSHARD") == last.count("UNSHARD") == 1
     assert without_sharding(schedule) == plain
     assert with_sharding(plain, [1]).ranks == (plain.ranks[0], schedule.ranks[1])
-    assert with_sharding(schedule) is schedule
-
-
-def test_a_schedule_may_free_between_forwards_and_backwards() -> None:
-    schedule = schedule_of(
-        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0I0 0W0 0RESHARD",
-        "1UNSHARD 1F0 1B0 1RESHARD",
-        microbatches=1,
-    )
-    validate(schedule)
     assert with_sharding(schedule) is schedule
 
 

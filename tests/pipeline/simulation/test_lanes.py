@@ -40,14 +40,6 @@ def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
     return {str(span.action): (span.start, span.end) for span in timeline.spans}
 
 
-def test_a_journey_goes_on_beside_computation() -> None:
-    timeline = Costs([(1, 1, 1)] * 2, SIZES, LINKS).timeline(evicting())
-    times = spans(timeline)
-    assert times["0F1"] == (1.0, 2.0)
-    assert times["0EVICT0"] == times["0ACCEPT0"] == (1.0, 1.25)
-    assert times["0LOAD0"] == times["0RETURN0"] == (2.0, 2.25)
-
-
 def test_what_is_away_is_counted_where_it_is_tensor_by_tensor() -> None:
     timeline = Costs([(1, 1, 1)] * 2, SIZES, LINKS).timeline(evicting())
     owner, holder = (memory_over_time(timeline, SIZES, rank) for rank in (0, 1))
@@ -133,16 +125,6 @@ def _alone(row: str, microbatches: int = 2) -> Schedule:
 
 def _starts(timeline: Timeline) -> dict[str, float]:
     return {str(span.action): span.start for span in timeline.spans}
-
-
-def test_a_rank_begins_departures_and_puts_back_itself() -> None:
-    links = replace(COPYING, moves=MoveCosts(0.125, 0.25))
-    starts = _starts(
-        Costs([(1, 1, 1)], COPIED, links).timeline(_alone("0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0"))
-    )
-    assert starts["0OFFLOAD0"] == starts["0F1"] == 1.125
-    assert starts["0RELOAD0"] == starts["0B1"] == 2.125
-    assert starts["0B0"] == 4.125
 
 
 def test_what_is_copied_beside_computation_takes_its_time() -> None:

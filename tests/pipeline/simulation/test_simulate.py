@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
@@ -18,7 +15,7 @@ from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.auto_schedule import usual_times
-from tests.pipeline.tables import chain_of, schedule_of, seconds, small
+from tests.pipeline.tables import chain_of, schedule_of, seconds
 
 UNIT = seconds(1, 1, 1)
 FUSED: dict[str, Any] = {"split_backward": False}
@@ -40,20 +37,6 @@ def test_the_timeline_of_one_microbatch() -> None:
         "1: 1W0 4-8",
         "0: 0W0 6-10",
     ]
-
-
-def test_a_transfer_takes_time_between_ranks_only() -> None:
-    apart = schedule_of("0F0 0B0", "1F0 1B0", microbatches=1, split_backward=False)
-    together = schedule_of(
-        "0F0 1F0 1B0 0B0", microbatches=1, placement=(0, 0), split_backward=False
-    )
-    assert as_text(simulate(apart, UNIT, transfer=0.5)) == [
-        "0: 0F0 0-1",
-        "1: 1F0 1.5-2.5",
-        "1: 1B0 2.5-4.5",
-        "0: 0B0 5-7",
-    ]
-    assert simulate(together, UNIT, transfer=0.5).makespan == 6.0
 
 
 def test_a_link_carries_one_message_after_the_other() -> None:
@@ -81,39 +64,6 @@ FUSED_CHAIN = schedule_of(
 )
 
 
-def test_a_skip_connection_has_a_message_of_its_own() -> None:
-    """Stage 2 takes 4 bytes of stage 0, which are there 4 s after 0F0, and gives as many back."""
-    skip = Wiring(((Source(None, 0),), (Source(0, 0),), (Source(0, 1), Source(1, 0))), (2, 1))
-    links = Transfer(bandwidth=1.0, message_bytes={0: (1.0, 4.0), 1: 1.0})
-    assert as_text(simulate(FUSED_CHAIN, UNIT, transfer=links, wiring=skip)) == [
-        "0: 0F0 0-1",
-        "1: 1F0 2-3",
-        "2: 2F0 5-6",
-        "2: 2B0 6-8",
-        "1: 1B0 9-11",
-        "0: 0B0 12-14",
-    ]
-    # A chain takes everything over every boundary.
-    assert simulate(FUSED_CHAIN, UNIT, transfer=links).makespan == 9 + 2 * (5 + 1)
-
-
-def test_what_two_stages_of_a_rank_take_goes_over_the_link_once() -> None:
-    both = Wiring(((Source(None, 0),), (Source(0, 0),), (Source(0, 0), Source(1, 0))), (1, 1))
-    schedule = schedule_of(
-        "0F0 0B0", "1F0 2F0 2B0 1B0", stages=3, microbatches=1, placement=(0, 1, 1)
-    )
-    links = Transfer(bandwidth=1.0, message_bytes=4.0)
-    assert as_text(simulate(schedule, UNIT, transfer=links, wiring=both)) == [
-        "0: 0F0 0-1",
-        "1: 1F0 5-6",
-        "1: 2F0 6-7",
-        "1: 2B0 7-9",
-        "1: 1B0 9-11",
-        # Each gradient travels by itself: 2I0's from 9 to 13, 1I0's behind it.
-        "0: 0B0 17-19",
-    ]
-
-
 def test_an_output_without_a_gradient_sends_nothing_back() -> None:
     """Stage 2 takes 4 bytes of a mask of stage 0, of which no gradient comes back."""
     skip = Wiring(((Source(None, 0),), (Source(0, 0),), (Source(0, 1), Source(1, 0))), (2, 1))
@@ -131,18 +81,6 @@ def test_an_output_without_a_gradient_sends_nothing_back() -> None:
         simulate(FUSED_CHAIN, UNIT, transfer=unknown)
 
 
-def test_a_stage_waits_for_those_that_feed_it_only() -> None:
-    fork = Wiring(((Source(None, 0),), (Source(0, 0),), (Source(0, 0),)), (1, 1))
-    assert as_text(simulate(FUSED_CHAIN, UNIT, wiring=fork)) == [
-        "0: 0F0 0-1",
-        "1: 1F0 1-2",
-        "2: 2F0 1-2",
-        "1: 1B0 2-4",
-        "2: 2B0 2-4",
-        "0: 0B0 4-6",
-    ]
-
-
 def test_a_wiring_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"'table' has 3 stages, but the wiring that of 2"):
         simulate(FUSED_CHAIN, UNIT, wiring=chain_of((1,)))
@@ -152,30 +90,6 @@ def test_a_wiring_that_does_not_fit_is_refused() -> None:
         links = Transfer(bandwidth=1.0, message_bytes=sizes)
         with pytest.raises(ScheduleError, match=r"stage 0 puts out 2 tensors, .* of each, got"):
             simulate(FUSED_CHAIN, UNIT, transfer=links, wiring=two)
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 6))
-def test_a_wired_chain_is_a_chain(name: str, ranks: int, microbatches: int) -> None:
-    schedule = small(name, ranks, microbatches)
-    links = Transfer(latency=0.25, bandwidth=2.0, message_bytes=3.0)
-    wiring = chain_of((1,) * (schedule.stages - 1))
-    wired = simulate(schedule, seconds(3, 2, 1), transfer=links, wiring=wiring)
-    assert wired == simulate(schedule, seconds(3, 2, 1), transfer=links)
-
-
-def test_a_pair_of_ranks_may_have_a_link_of_its_own() -> None:
-    """In both directions; other pairs have the common one."""
-    schedule = build("1f1b", 3, 1, split_backward=False)
-    links = Transfer(0.25, 4.0, 4.0, pairs={(1, 2): Link(3.0, 2.0)})
-    assert as_text(simulate(schedule, UNIT, transfer=links)) == [
-        "0: 0F0 0-1",
-        "1: 1F0 2.25-3.25",
-        "2: 2F0 8.25-9.25",
-        "2: 2B0 9.25-11.25",
-        "1: 1B0 16.25-18.25",
-        "0: 0B0 19.5-21.5",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -195,30 +109,17 @@ def test_impossible_links_are_refused(options: dict[str, Any], message: str) -> 
         Transfer(**options)
 
 
-def test_durations_may_be_a_mapping() -> None:
-    schedule = build("1f1b", 2, 2)
-    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-    mapping = {(stage, kind): float(1 + stage) for stage in range(2) for kind in kinds}
-    assert simulate(schedule, mapping) == simulate(schedule, lambda action: 1.0 + action.stage)
-    assert simulate(schedule, mapping).makespan == 13.0  # stage 1: 12 busy after 1 for 0F0
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("stages", [1, 3, 8])
 @pytest.mark.parametrize(
     ("name", "per_stage", "options", "ratio"),
     [
-        ("naive", 0, FUSED, lambda n: (n - 1) / n),
         ("naive", 1, FUSED, lambda n: (n - 1) / n),
-        ("naive", 0, PAPER, lambda n: 2 * (n - 1) / (2 * n + 1)),
         ("naive", 1, PAPER, lambda n: 2 * (n - 1) / (2 * n + 1)),
         ("gpipe", 1, FUSED, lambda n: (n - 1) / (2 * n - 1)),
         ("gpipe", 1, PAPER, lambda n: 2 * (n - 1) / (5 * n - 2)),
-        ("gpipe", 1, FILL, lambda n: 2 * (n - 1) / (5 * n - 2)),
         ("1f1b", 1, FUSED, lambda n: (n - 1) / (2 * n - 1)),
         ("1f1b", 1, PAPER, lambda n: (n - 1) / (4 * n - 1)),
-        ("1f1b", 1, FILL, lambda n: (n - 1) / (4 * n - 1)),
         ("1f1b", 2, FUSED, lambda n: (n - 1) / (3 * n - 1)),
-        ("1f1b", 2, PAPER, lambda n: (n - 1) / (7 * n - 1)),
         ("1f1b", 2, FILL, lambda n: (n - 1) / (7 * n - 1)),
     ],
 )
@@ -230,20 +131,12 @@ def test_published_bubble_ratios(
     assert simulate(schedule, UNIT).bubble_ratio() == pytest.approx(ratio(stages))
 
 
-@pytest.mark.parametrize(("microbatches", "fused", "split"), [(2, 9.0, 7.0), (4, 15.0, 13.0)])
-def test_two_stages_gain_two_units(microbatches: int, fused: float, split: float) -> None:
-    assert simulate(build("1f1b", 2, microbatches, **FUSED), UNIT).makespan == fused
-    assert simulate(build("1f1b", 2, microbatches, **FILL), UNIT).makespan == split
-
-
 @pytest.mark.parametrize("weights", ["2bp", "fill"])
 @pytest.mark.parametrize(
     "times",
     [(1.0, 1.0, 1.0), (1.0, 1.13, 0.83), (18.5, 18.1, 9.3), (1.0, 1.0, 2.0), (3.0, 1.0, 2.0)],
 )
-@pytest.mark.parametrize(
-    ("stages", "microbatches"), [(1, 1), (2, 2), (2, 5), (3, 7), (4, 4), (6, 13)]
-)
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (6, 13)])
 def test_1f1b_has_the_bubble_of_zb_h1(
     weights: str, times: tuple[float, float, float], stages: int, microbatches: int
 ) -> None:
@@ -254,23 +147,8 @@ def test_1f1b_has_the_bubble_of_zb_h1(
     assert makespan == pytest.approx(microbatches * sum(times) + bubble)
 
 
-@pytest.mark.parametrize("weights", ["2bp", "fill"])
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (4, 1), (4, 3), (6, 2)])
-def test_1f1b_with_too_few_microbatches(weights: str, stages: int, microbatches: int) -> None:
-    """For M < N only the last W of stage 0 is left over."""
-    schedule = build("1f1b", stages, microbatches, weights=weights)
-    makespan = simulate(schedule, seconds(1.0, 1.13, 0.83)).makespan
-    assert makespan == pytest.approx((microbatches + stages - 1) * 2.13 + 0.83)
-
-
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 4), (3, 3), (5, 2)])
-def test_naive_fill_leaves_one_weight_over(stages: int, microbatches: int) -> None:
-    schedule = build("naive", stages, microbatches, weights="fill")
-    assert simulate(schedule, UNIT).makespan == 2 * stages * microbatches + 1
-
-
 @pytest.mark.parametrize("name", [n for n, family in SCHEDULES.items() if "fill" in family.weights])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 4), (4, 4), (4, 8)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 8)])
 def test_a_first_stage_without_an_i_makes_no_step_longer(
     name: str, ranks: int, microbatches: int
 ) -> None:
@@ -309,29 +187,6 @@ def test_each_action_is_timed_once() -> None:
     timeline = simulate(schedule, duration)
     assert len(calls) == len(timeline.spans) == 16 * 128 * 3
     assert timeline.makespan == 3 * 128 + 15
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_spans_respect_lists_and_needs(data: st.DataObject) -> None:
-    stages, microbatches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
-    schedule = build(data.draw(st.sampled_from(["naive", "gpipe", "1f1b"])), stages, microbatches)
-    lengths = data.draw(
-        st.lists(st.integers(0, 5), min_size=3 * stages, max_size=3 * stages), label="durations"
-    )
-    kinds = [ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT]
-    timeline = simulate(
-        schedule, lambda a: float(lengths[3 * a.stage + kinds.index(a.kind)]), transfer=1.0
-    )
-    times = {str(s.action): (s.start, s.end) for s in timeline.spans}
-    assert len(times) == 3 * stages * microbatches
-    for row in schedule.ranks:
-        for before, after in itertools.pairwise(row):
-            assert times[str(before)][1] <= times[str(after)][0]
-    for stage in range(stages - 1):
-        for m in range(microbatches):
-            assert times[f"{stage}F{m}"][1] + 1.0 <= times[f"{stage + 1}F{m}"][0]
-            assert times[f"{stage + 1}I{m}"][1] + 1.0 <= times[f"{stage}I{m}"][0]
 
 
 def test_a_deadlock_names_every_wait() -> None:

@@ -45,30 +45,10 @@ MEASURED = Timeline(
 )
 
 
-def test_makespan_runs_from_first_start_to_last_end() -> None:
-    assert MEASURED.makespan == 8.0
-
-
-def test_busy_counts_computing_only() -> None:
-    assert MEASURED.busy(0) == 2.0
-    assert MEASURED.busy(1) == 5.5
-
-
 def test_bubble_ratio_of_a_rank_and_of_all() -> None:
     assert MEASURED.bubble_ratio(0) == 0.75
     assert MEASURED.bubble_ratio(1) == 0.3125
     assert MEASURED.bubble_ratio() == (0.75 + 0.3125) / 2
-
-
-def test_a_rank_without_spans_idles() -> None:
-    timeline = Timeline(2, (span(0, "0F0", 0.0, 1.0),))
-    assert timeline.bubble_ratio(1) == 1.0
-    assert timeline.bubble_ratio() == 0.5
-
-
-def test_an_empty_timeline_has_no_bubble() -> None:
-    assert Timeline(2, ()).makespan == 0.0
-    assert Timeline(2, ()).bubble_ratio() == 0.0
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
@@ -89,21 +69,6 @@ def test_the_slices_of_a_weight_gradient_are_one_action_of_their_step() -> None:
     }
 
 
-def test_through_both_ranks() -> None:
-    schedule = schedule_of("0F0 0I0 0W0", "1F0 1I0 1W0", microbatches=1)
-    path = critical_path(simulate(schedule, seconds(1, 2, 4), transfer=0.5))
-    assert [str(span.action) for span in path] == ["0F0", "1F0", "1I0", "0I0", "0W0"]
-
-
-def test_a_busy_rank_is_its_own_path() -> None:
-    path = critical_path(simulate(build("1f1b", 1, 2), seconds(1, 1, 1)))
-    assert [str(span.action) for span in path] == ["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]
-
-
-def test_nothing_ran() -> None:
-    assert critical_path(Timeline(1, ())) == ()
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 6), st.booleans())
 def test_its_actions_and_transfers_fill_the_step(
@@ -120,16 +85,6 @@ def test_its_actions_and_transfers_fill_the_step(
 
 
 # --- what a rank keeps, over an order and over time -----------------------------------------------
-
-
-def test_each_kind_of_action() -> None:
-    """F adds what it saves; I swaps that for what it defers; W and B let go."""
-    schedule = schedule_of("0F0 0I0 0F1 0W0 0B1", stages=1, microbatches=2)
-    sizes = [StageMemory(saved=4.0, deferred=3.0)]
-    timeline = simulate(schedule, seconds(1, 1, 1))
-    steps = [(0.0, 0.0), (0.0, 4.0), (2.0, 3.0), (2.0, 7.0), (4.0, 4.0), (6.0, 0.0)]
-    assert memory_over_time(timeline, sizes, 0) == steps
-    assert peak_memory(schedule, sizes) == [7.0]
 
 
 def test_what_is_deferred_may_be_larger_than_what_was_saved() -> None:
@@ -168,14 +123,6 @@ def test_impossible_sizes_are_refused(value: float) -> None:
         StageMemory(value, 0.0)
     with pytest.raises(ScheduleError, match="deferred must be a finite number >= 0, got"):
         StageMemory(0.0, value)
-
-
-def test_a_size_for_each_stage() -> None:
-    schedule = build("1f1b", 2, 2)
-    with pytest.raises(
-        ScheduleError, match="expected the memory of each of 2 stages, got that of 1"
-    ):
-        peak_memory(schedule, [StageMemory(1.0, 1.0)])
 
 
 # --- reductions over replicas in simulated steps, and the order of last Ws that lets them start ---

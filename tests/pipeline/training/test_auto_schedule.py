@@ -110,10 +110,6 @@ def test_a_b_that_is_measured_short_is_used_where_others_wait_for_its_gradient()
     assert kinds(tuned(whole=2.0)) > set("FIW")
 
 
-def test_a_b_that_is_measured_longer_than_its_halves_counts_as_both() -> None:
-    assert tuned(whole=9.0) == tuned(whole=2.0)
-
-
 def test_slices_of_a_w_count_as_one() -> None:
     assert tuned(whole=1.75, parts=4) == tuned(whole=1.75)
 

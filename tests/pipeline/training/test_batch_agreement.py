@@ -2,113 +2,151 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.errors import BatchError
+from autosplit.errors import BatchError, PipelineError
 from autosplit.pipeline.engine.first_error import AROUND
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline import workers
-from tests.pipeline.training import batch_workers
-from tests.ranks import Ranks
+from tests.pipeline.workers import data, trainer
+from tests.ranks import ranks
 
-Found = list[dict[str, Any]]
-
+X, Y = data(16)
 FEWER = "the batch's inputs has 16 samples along dimension 0, but its targets has 4"
 ODD = "the batch's inputs has shape [15, 6]: 15 samples along dimension 0 cannot be cut into 4"
-ODD_TARGETS = "the batch's targets has shape [15, 6]: 15 samples along"
 DIFFERENT = "the ranks were given different batches: "
-# What the first rank says of it, and the last; of a shape that the trainer knows, too.
-SAID: dict[str, tuple[str, str]] = {
-    "targets of fewer samples": (FEWER, FEWER),
-    "indivisible": (ODD, ODD),
-    "of no samples": ("0 samples along dimension 0 cannot be cut",) * 2,
-    "no pair": ("a batch is a pair (inputs, targets); got a tensor of shape [16, 6]",) * 2,
-    "an array": ("found a ndarray: torch.from_numpy(array) makes a tensor of an array",) * 2,
-    "nothing": ("takes the batch's inputs; got None", "takes the batch's targets; got None"),
-    "indivisible, a part each": (ODD, ODD_TARGETS),
-    "indivisible on the first": (ODD, f"rank 0 refuses its batch: {ODD}"),
-    "indivisible on the last": (f"rank 1 refuses its batch: {ODD}", ODD),
-    "no inputs": (
-        "this rank holds a stage that takes the batch's inputs; got None",
-        "rank 0 refuses its batch: this rank holds a stage that takes the batch's inputs; got None",
+NOTHING = "this rank holds a stage that takes the batch's inputs; got None"
+
+# What each rank is given, or both, and what the first rank says of it, and the last.
+BATCHES: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "targets of fewer samples": (((X, Y[:4]),), (FEWER,)),
+    "of no samples": (((X[:0], Y[:0]),), ("0 samples along dimension 0 cannot be cut",)),
+    "no pair": ((X,), ("a batch is a pair (inputs, targets); got a tensor of shape [16, 6]",)),
+    "an array": (((X.numpy(), Y),), ("found a ndarray: torch.from_numpy(array) makes a tensor",)),
+    "nothing": ((None,), (NOTHING, "takes the batch's targets; got None")),
+    "indivisible, a part each": (
+        ((X[:15], None), (None, Y[:15])),
+        (ODD, "the batch's targets has shape [15, 6]: 15 samples along"),
     ),
-    "no targets": (
-        "rank 1 refuses its batch: this rank holds a stage that takes the batch's targets; got",
-        "this rank holds a stage that takes the batch's targets; got None",
+    "indivisible on the last": (
+        ((X, Y), (X[:15], Y[:15])),
+        (f"rank 1 refuses its batch: {ODD}", ODD),
     ),
+    "no inputs": (((None, Y), (X, Y)), (NOTHING, f"rank 0 refuses its batch: {NOTHING}")),
 }
-COLD: dict[str, tuple[str, str]] = {
-    "targets of fewer samples, a part each": (
-        f"{DIFFERENT}inputs of 16 samples on rank 0 and targets of 4 samples on rank 1; give every",
-    )
-    * 2,
+COLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "fewer targets, a part each": (
+        ((X, None), (None, Y[:4])),
+        (f"{DIFFERENT}inputs of 16 samples on rank 0 and targets of 4 samples on rank 1; give ev",),
+    ),
     "other samples": (
-        f"{DIFFERENT}the inputs are float32[8, 6] on rank 0 and float32[16, 6] on rank 1; give",
-    )
-    * 2,
+        ((X[:8], Y[:8]), (X, Y)),
+        (f"{DIFFERENT}the inputs are float32[8, 6] on rank 0 and float32[16, 6] on rank 1; give",),
+    ),
     "other targets": (
-        f"{DIFFERENT}the targets are float32[16, 6] on rank 0 and float64[16, 6] on rank 1; give",
-    )
-    * 2,
+        ((X, Y), (X, Y.double())),
+        (f"{DIFFERENT}the targets are float32[16, 6] on rank 0 and float64[16, 6] on rank 1; giv",),
+    ),
     "more inputs": (
-        f"{DIFFERENT}the inputs are float32[16, 6] on rank 0 and float32[16, 6], float32[16, 6] on",
-    )
-    * 2,
+        ((X, Y), ((X, X), Y)),
+        (f"{DIFFERENT}the inputs are float32[16, 6] on rank 0 and float32[16, 6], float32[16, 6]",),
+    ),
 }
 """What ranks say only of shapes that they do not know."""
 
-
-@pytest.fixture(scope="module")
-def ranks(on_ranks: Ranks) -> Found:
-    return on_ranks(batch_workers.on_two_ranks, 2, timeout=90)
+SOME = ("targets of fewer samples", "other samples")
 
 
-@pytest.mark.parametrize("name", [*SAID, *COLD])
-def test_every_rank_refuses_a_batch(ranks: Found, name: str) -> None:
-    for rank, found in enumerate(ranks):
-        text = {**SAID, **COLD}[name][rank]
-        first, later = found["any shape"]["said"][name]
-        assert text in first
-        assert text in later or name in COLD
-        first, later = found["one shape"]["said"][name]
-        assert text in first
-        assert later, "static shapes"
+class Counting(nn.Module):
+    """A block that counts its forwards, also those of its copies."""
+
+    def __init__(self, index: int, calls: Iterator[int]) -> None:
+        super().__init__()
+        self.block = workers.block(index)
+        self.calls = calls
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counting:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        next(self.calls)
+        return self.block(x)
 
 
-@pytest.mark.parametrize("call", ["any shape", "one shape", *batch_workers.CALLS])
-def test_nothing_has_run_and_the_trainer_goes_on(ranks: Found, call: str) -> None:
-    for found in ranks:
-        assert found[call]["ran"] == 0
-        assert found[call]["phase"] == AROUND
-        assert found[call]["same"]
+def called(engine: PipelineTrainer, call: str, batch: Any) -> None:
+    more = [lambda output, target: {"zero": 0.0}] if call == "measure" else []
+    found = getattr(engine, call)(batch, *more)
+    if call == "step_async":
+        found.wait()
 
 
-@pytest.mark.parametrize("name", batch_workers.BY_EVERY_CALL)
-@pytest.mark.parametrize("call", batch_workers.CALLS)
-def test_every_call_refuses(ranks: Found, call: str, name: str) -> None:
-    """Before its first step, and behind it."""
-    for rank, found in enumerate(ranks):
-        for text in found[call]["said"][name]:
-            assert {**SAID, **COLD}[name][rank] in text
+def refused(names: Any, call: str = "step", *, ranks: int = 2, static: bool = False) -> None:
+    """Each before the first step of a trainer, and behind each of the next; nothing runs meanwhile,
+    and its steps are those of one that was given no such batch.
+    """
+    rank = dist.get_rank() if ranks > 1 else 0
+    calls, losses = itertools.count(), []
+
+    def refuse(engine: PipelineTrainer, name: str, later: bool) -> None:
+        given, said = {**BATCHES, **COLD}[name]
+        before = next(calls)
+        with pytest.raises(BatchError) as caught:
+            called(engine, call, given[rank % len(given)])
+        assert next(calls) == before + 1
+        # Of a shape that is static, something else is said then.
+        assert said[rank % len(said)] in str(caught.value) or (later and (static or name in COLD))
+
+    limit = {"memory_limit": "1GiB"} if static else {}
+    with trainer(lambda index: Counting(index, calls), ranks=ranks, **limit) as engine:
+        for name in names:
+            refuse(engine, name, later=False)
+        assert engine._groups.place.phase == AROUND
+        for name in names:
+            losses.append(engine.step((X, Y)))
+            refuse(engine, name, later=True)
+        losses.append(engine.step((X, Y)))
+        evaluated = engine.evaluate((X, Y))
+    with trainer(ranks=ranks) as engine:
+        assert all(torch.equal(each, engine.step((X, Y))) for each in losses)
+        assert torch.equal(evaluated, engine.evaluate((X, Y)))
 
 
-def test_ranks_that_do_not_wait_have_run(ranks: Found) -> None:
+@pytest.mark.parametrize("static", [False, True])
+@ranks(2)
+def test_every_rank_refuses_a_batch(static: bool) -> None:
+    refused([*BATCHES, *COLD], static=static)
+
+
+@pytest.mark.parametrize(
+    "call", ["forward_backward", "evaluate", "measure", "step_async", "predict_memory"]
+)
+@ranks(2)
+def test_every_call_refuses(call: str) -> None:
+    refused(SOME, call)
+
+
+def test_on_one_rank() -> None:
+    refused(["targets of fewer samples", "of no samples", "an array"], ranks=1)
+
+
+@ranks(2)
+def test_ranks_that_do_not_wait_have_run() -> None:
     """A step that does not wait for others cannot be refused by one that comes later."""
-    (kind, first), (other, last) = (found["without waits"] for found in ranks)
-    assert (kind, other) == ("RankError", "PipelineError")
-    assert FEWER in last
-    assert FEWER in first
-
-
-@pytest.mark.parametrize("call", ["step", *batch_workers.CALLS])
-def test_on_one_rank(call: str) -> None:
-    found = batch_workers.refused(batch_workers.ALIKE, call, ranks=1)
-    assert found.pop("said").keys() == batch_workers.ALIKE.keys()
-    assert found == {"ran": 0, "phase": AROUND, "same": True}
+    with trainer() as engine:
+        engine.step_async((X, Y)).wait()
+        batch = (X, Y if engine.rank == 0 else Y[:4])
+        with pytest.raises(
+            PipelineError, match=r"has 16 samples along .* its targets has 4"
+        ) as seen:
+            engine.step_async(batch).wait()
+        assert type(seen.value).__name__ == ("PipelineError" if engine.rank else "RankError")
 
 
 class Scaled(nn.Module):
@@ -117,8 +155,7 @@ class Scaled(nn.Module):
         self.block = workers.block(0)
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        made: Tensor = self.block(x) * scale
-        return made
+        return self.block(x) * scale
 
 
 def test_tensors_without_dimensions_go_whole_to_each_microbatch() -> None:
@@ -128,17 +165,12 @@ def test_tensors_without_dimensions_go_whole_to_each_microbatch() -> None:
         return (output - target + shift).square().mean()
 
     model = Scaled()
-    x, y = batch_workers.X, batch_workers.Y
-    expected = [loss(model(a, scale), b, bias) for a, b in zip(x.chunk(4), y.chunk(4), strict=True)]
+    expected = [loss(model(a, scale), b, bias) for a, b in zip(X.chunk(4), Y.chunk(4), strict=True)]
     with PipelineTrainer(
         [Scaled()], lambda output, targets: loss(output, *targets), workers.sgd, microbatches=4
     ) as engine:
-        found = engine.forward_backward(((x, scale), (y, bias)))
+        found = engine.forward_backward(((X, scale), (Y, bias)))
         assert torch.equal(found, torch.stack(expected).detach())
         torch.stack(expected).mean().backward()
         weight = engine.gradients()[0]["block.0.weight"]
         torch.testing.assert_close(weight, model.block[0].weight.grad)
-        with pytest.raises(
-            BatchError, match=r"inputs\[0\] has 16 .* its targets\[0\] has 4: every"
-        ):
-            engine.step(((x, scale), (y[:4], bias)))

@@ -42,10 +42,6 @@ def test_only_what_the_rank_needs_is_cut() -> None:
     assert _values(_splitter(targets=False)((torch.arange(2), None))[0]) == [[[0]], [[1]]]
 
 
-def test_no_targets() -> None:
-    assert _values(_splitter()((torch.arange(2), ()))[1]) == [[], []]
-
-
 NAMED = torch.arange(2), torch.arange(2) + 2, torch.arange(2) + 4
 
 
@@ -80,14 +76,6 @@ def test_inputs_that_are_missing_or_unknown(inputs: Any, text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_unnamed_inputs_come_without_names() -> None:
-    unnamed = BatchSplitter(2, CPU, inputs=frozenset([1]), targets=False)
-    with pytest.raises(PipelineError, match="takes the batch's input number 1, which is not there"):
-        unnamed((NAMED[0], None))
-    with pytest.raises(PipelineError, match="a tensor or a tuple of tensors; found a dict"):
-        unnamed(({"a": NAMED[0]}, None))
-
-
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
@@ -120,11 +108,6 @@ def test_bad_batches(batch: Any, text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_parts_that_a_rank_does_not_need_are_checked_too() -> None:
-    with pytest.raises(PipelineError, match="5 samples"):
-        _splitter(inputs=False)((torch.zeros(5), torch.zeros(4)))
-
-
 @pytest.mark.parametrize(
     ("later", "text"),
     [
@@ -149,8 +132,3 @@ def test_a_batch_that_others_refuse_binds_no_later_one() -> None:
     splitter((torch.zeros(4), torch.zeros(4)))
     splitter.accept()
     assert [str(each) for each in splitter.agreed["inputs"]] == ["float32[4]"]
-
-
-def test_a_named_input_is_called_so() -> None:
-    with pytest.raises(PipelineError, match=r"inputs\['a'\] has 2 samples .* inputs\['c'\] has 4"):
-        _named(0)(({**dict(zip("ab", NAMED, strict=False)), "c": torch.zeros(4)}, None))

@@ -2,46 +2,153 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import autosplit
+from autosplit.checkpoint import save_checkpoint
 from autosplit.errors import PipelineError
-from tests.pipeline.training import limit_workers
-from tests.ranks import Ranks
+from autosplit.pipeline import RunOptions
+from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.stage import Stage
+from tests.pipeline.trainer_options import grouped
+from tests.pipeline.workers import equal
+from tests.ranks import Ranks, ranks
+
+VOCABULARY, LENGTH, MICROBATCHES = 64, 16, 2
+SETTLED = 6  # steps
 
 
-def test_the_limit_that_a_refusal_advises_is_kept(on_ranks: Ranks) -> None:
+class Logits(nn.Module):
+    """A language model as people wrap it for a pipeline: token ids in, logits out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return Logits(GPT2LMHeadModel(config))
+
+
+def tokens(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (4 * MICROBATCHES, LENGTH + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def least(error: PipelineError) -> int:
+    return int(re.findall(r"memory_limit=(\d+)", str(error))[0])
+
+
+@ranks(2)
+def test_the_limit_that_a_refusal_advises_is_kept() -> None:
     """On a transformer as people wrap it, whose kernels take memory for themselves."""
-    found, other = on_ranks(limit_workers.advised, 2, ("gpt2",), timeout=120.0)
-    assert found == other
-    assert len(found["advice"]) == 1, found
-    assert max(found["held"]) <= found["advice"][0], found
+    example = (tokens(0)[0][:4],)
+    options: dict[str, Any] = {"stages": 2, "microbatches": MICROBATCHES, "costs": "estimate"}
+    plan = autosplit.partition(gpt2(), example, **options)
+
+    def trainer(limit: int) -> PipelineTrainer:
+        torch.manual_seed(dist.get_rank())
+        run = RunOptions(timeout=60.0)
+        return plan.trainer(cross_entropy, adam, memory_limit=limit, run_options=run)
+
+    with pytest.raises(PipelineError) as caught, trainer(1024) as refused:
+        refused.step(tokens(0))
+    advised = least(caught.value)
+    with trainer(advised) as made:
+        for step in range(SETTLED):
+            made.record = "memory" if step == SETTLED - 1 else False
+            made.step(tokens(step))
+        memory = made.memory()
+    held = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
+    assert max(held) <= advised
+
+
+class Hungry(Stage):
+    """A stage whose forward takes memory that no graph tells of."""
+
+    def forward(self, *args: Any, **options: Any) -> list[Tensor]:
+        torch.empty(4_000_000, dtype=torch.uint8)
+        return super().forward(*args, **options)
+
+
+def vectors(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    one, other = torch.randn(2, 64 * MICROBATCHES, 48, generator=generator)
+    return one.clone(), other.clone()
+
+
+def stages(**options: Any) -> PipelineTrainer:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    return PipelineTrainer(
+        [nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(2)],
+        F.mse_loss,
+        adam,
+        microbatches=MICROBATCHES,
+        **grouped(timeout=60.0, **options),
+    )
+
+
+def refused_after_measuring(folder: Path) -> None:
+    """Before the optimizer moves in that step: weights are those of the steps before it."""
+    with stages(stage_factory=Hungry) as plain:
+        plain.step(vectors(0))
+        plain.step(vectors(1))
+        expected = plain.state_dict()
+    trainer = stages(stage_factory=Hungry, memory_limit="3MB")
+    trainer.step(vectors(0))
+    trainer.step(vectors(1))
+    with pytest.raises(PipelineError, match="nothing was found that keeps 3,000,000 byt") as heard:
+        trainer.step(vectors(2))
+    assert equal(trainer.state_dict(), expected)
+    ended = "this trainer has ended and cannot go on; build a new one"
+    with pytest.raises(PipelineError, match=ended):
+        trainer.step(vectors(2))
+    with pytest.raises(PipelineError, match=ended):
+        save_checkpoint(trainer, folder, names=lambda stage, name: f"{stage}.{name}")
+    trainer.close()
+    with stages(stage_factory=Hungry, memory_limit=least(heard.value)) as again:
+        for step in range(SETTLED):
+            again.step(vectors(step))
 
 
 def test_a_limit_that_is_refused_after_measuring(on_ranks: Ranks, tmp_path: Path) -> None:
-    """Before the optimizer moves in that step: weights are those of the steps before it."""
-    for found in on_ranks(limit_workers.refused_after_measuring, 2, (tmp_path,), timeout=60.0):
-        assert found["done"] == 2
-        assert "memory_limit: nothing was found that keeps 3,000,000 bytes" in found["heard"]
-        assert found["same"]
-        assert "this trainer has ended and cannot go on; build a new one" in found["step"]
-        assert "this trainer has ended and cannot go on; build a new one" in found["checkpoint"]
-        assert len(found["again"]) == limit_workers.SETTLED
+    on_ranks(refused_after_measuring, 2, (tmp_path,), timeout=60.0)
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_batch_that_no_step_could_take_ends_no_trainer(on_ranks: Ranks) -> None:
-    for said in on_ranks(limit_workers.refused_batches, 2, timeout=60.0):
-        odd, different, first, small, other, again = said
-        assert "inputs of 2 samples on rank 0 and targets of 128 samples on rank 1" in different
-        assert first == again == ""
-        assert "127 samples along dimension 0 cannot be cut into 2 equal microbatches" in odd
-        assert "the batch's inputs are float32[2, 48], but were float32[128, 48]" in small
-        assert "are float32[8, 48], but were float32[128, 48] at first" in other
 
 
 @pytest.mark.parametrize("store", [5, "", b"/tmp"])
 def test_a_store_that_is_no_folder(store: object) -> None:
     with pytest.raises(PipelineError, match="store is the folder for what is offl"):
-        limit_workers.stages(store=store, memory_limit="1GiB", ranks=1)
+        stages(store=store, memory_limit="1GiB", ranks=1)

@@ -4,177 +4,399 @@ from __future__ import annotations
 
 import copy
 import inspect
+import time
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ScheduleError, SplitError
 from autosplit.passes.graph import calls
 from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.engine import stages
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
-from tests.all_true import assert_all
 from tests.pipeline import workers
-from tests.pipeline.failing_workers import trip_stage
-from tests.pipeline.training import training_workers
-from tests.ranks import Ranks
+from tests.pipeline.engine.test_first_error import second
+from tests.pipeline.reference_stage import ReferenceStage
+from tests.pipeline.workers import Tied
+from tests.ranks import ranks
 
 ROW = tuple(map(Action.parse, ["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]))
 WHOLE = Schedule("mine", 2, 1, (ROW,), (0, 0), True)
 HALF = Schedule("mine", 2, 4, (ROW[:3] + ROW[4:],), (0, 0), True)
 
-Results = list[dict[str, Any]]
+
+def named(grads: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{stage}.{name}": g for stage, own in grads.items() for name, g in own.items()}
 
 
-@pytest.fixture(scope="module")
-def reference(on_ranks: Ranks) -> Results:
-    return on_ranks(training_workers.with_reference_stage, 2, timeout=90)
+def assert_gradients(engine: PipelineTrainer, model: nn.Module, times: int = 1) -> None:
+    """Those of the whole model, but for the order of sums."""
+    for name, grad in named(engine.gradients()).items():
+        torch.testing.assert_close(grad, times * model.get_parameter(name).grad)
 
 
-@pytest.fixture(scope="module")
-def split(on_ranks: Ranks) -> Results:
-    return on_ranks(training_workers.with_split_stage, 2, timeout=90)
+def assert_state(engine: PipelineTrainer, model: nn.Sequential) -> None:
+    for index, state in engine.state_dict().items():
+        for name, value in model[index].state_dict().items():
+            torch.testing.assert_close(state[name], value, atol=1e-6, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def three(on_ranks: Ranks) -> Results:
-    return on_ranks(training_workers.three_ranks, 3, timeout=90)
+OWN: dict[str, Any] = {"stage_factory": None}
+FUSED, PAPER = {"split_backward": False}, {"weights": "2bp"}
 
 
-def _cases(*counts: int, part: tuple[int, int] = (0, 1)) -> dict[str, str]:
-    names = training_workers.one_part(
-        part, ("naive", "gpipe", "1f1b"), ("False", "2bp", "fill"), [f"M={each}" for each in counts]
-    )
-    found = {" ".join(name): "equal" for name in names}
-    assert len(found) >= 4
-    return found
+def one_step(stages: int, count: int, **options: Any) -> None:
+    """Losses and gradients are those of one process, bit for bit."""
+    inputs, targets = workers.data(2 * count)
+    model = workers.whole(stages)
+    expected = workers.single_process(model, inputs, targets, count)
+    with workers.trainer(stages=stages, microbatches=count, **options) as engine:
+        assert torch.equal(engine.forward_backward((inputs, targets)), expected)
+        assert workers.gradients_equal(engine.gradients(), model)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_gradients_and_losses_equal_those_of_one_process(reference: Results, stages: int) -> None:
-    """Of two and three stages, and of three on three ranks, each a third of all cases."""
-    cases = _cases(1, 2, 5, part=(stages - 2, 3))
-    assert [found[f"grid {stages}"] for found in reference] == [cases] * 2
+@pytest.mark.parametrize(
+    ("stages", "count", "options"),
+    [
+        (2, 1, {"schedule": "naive", **FUSED}),
+        (2, 5, {"schedule": "gpipe"}),
+        (3, 2, {"schedule": "1f1b", **PAPER}),
+        (3, 5, {"schedule": "1f1b", **FUSED}),
+        (2, 3, {"schedule": "naive", **PAPER, **OWN}),
+        (4, 2, {"schedule": "1f1b", "backend": "eager", **OWN}),
+        (4, 3, {"schedule": "gpipe", **FUSED, **OWN}),
+    ],
+)
+@ranks(2)
+def test_gradients_and_losses_equal_those_of_one_process(
+    stages: int, count: int, options: dict[str, Any]
+) -> None:
+    one_step(stages, count, **options)
 
 
-def test_split_stages_give_the_gradients_of_one_process(split: Results) -> None:
-    assert [found["grid 2"] for found in split] == [_cases(3, part=(0, 2))] * 2
-    assert [found["grid 4"] for found in split] == [_cases(2, part=(1, 2))] * 2
+@pytest.mark.parametrize(
+    ("stages", "count", "options"),
+    [
+        (3, 1, {"schedule": "gpipe", **PAPER}),
+        (3, 5, {"schedule": "1f1b"}),
+        (4, 2, {"schedule": "naive", **FUSED}),
+    ],
+)
+@ranks(3)
+def test_three_ranks(stages: int, count: int, options: dict[str, Any]) -> None:
+    one_step(stages, count, **options)
 
 
-def test_three_ranks(three: Results) -> None:
-    assert [found["grid 3"] for found in three] == [_cases(1, 2, 5, part=(2, 3))] * 3
-    assert [found["grid 4"] for found in three] == [_cases(2)] * 3
-    assert all(value for found in three for value in found["shared 3"].values())
+@pytest.mark.parametrize(
+    ("stages", "norm", "options"), [(3, 0.1, {}), (2, 100.0, {}), (2, 0.1, OWN)]
+)
+@ranks(2)
+def test_clipped_steps(stages: int, norm: float, options: dict[str, Any]) -> None:
+    model = workers.whole(stages)
+    optimizer = workers.sgd(list(model.parameters()))
+    with workers.trainer(stages=stages, microbatches=2, max_grad_norm=norm, **options) as engine:
+        for step in range(3):
+            inputs, targets = workers.data(8, seed=step)
+            expected = workers.single_process(model, inputs, targets, 2)
+            total = torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(engine.step((inputs, targets)), expected)
+            assert engine.grad_norm == pytest.approx(float(total), abs=1e-5)
+            assert not any(engine.gradients().values())
+        assert_state(engine, model)
 
 
-@pytest.mark.parametrize("case", ["clip 0.1", "clip 100", "shared 2", "shared 4", "several"])
-def test_same_as_one_process(reference: Results, case: str) -> None:
-    for found in reference:
-        assert_all(found[case])
-    names = [name for found in reference for name in found[case]]
-    assert {"losses", "losses 0"} & set(names)
-
-
-def test_modules_of_a_list_may_have_a_parameter_in_common(reference: Results) -> None:
-    for found in reference:
-        assert found["tied in a list"] == dict.fromkeys(found["tied in a list"], True)
-
-
-def test_gradients_of_what_no_optimizer_moves_do_not_add_up(reference: Results) -> None:
-    for found in reference:
-        norms, expected = found["not moved"]
-        assert norms == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("case", ["clip 0.1", "shared 3", "several", "frozen 0", "frozen 1"])
-def test_same_as_one_process_with_split_stages(split: Results, case: str) -> None:
-    for found in split:
-        assert_all(found[case])
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_frozen_stage(reference: Results, stage: int) -> None:
-    expected = {"losses": True, "none": True, "grads": True}
-    assert [found[f"frozen {stage}"] for found in reference] == [expected] * 2
-
-
-def test_hooks_of_parameters_change_gradients_of_microbatches(split: Results) -> None:
-    assert [found["hooked"] for found in split] == [[True, True]] * 2
-
-
-def test_evaluate_runs_in_eval_mode_and_leaves_everything_as_it_was(reference: Results) -> None:
-    first, second = (found["evaluate"] for found in reference)
+def shared(stages: int, **options: Any) -> None:
+    """Stage 0 and the last one share their weight; held against a model with one weight."""
+    last = stages - 1
     inputs, targets = workers.data(8)
-    expected = [
-        nn.functional.mse_loss(x, y)
-        for x, y in zip((4 * inputs).chunk(4), targets.chunk(4), strict=True)
+    ends = Tied(0)
+    model = nn.Sequential(ends, *[workers.block(index) for index in range(1, last)], ends)
+    expected = workers.single_process(model, inputs, targets, 4)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    with workers.trainer(
+        lambda index: Tied(index) if index in (0, last) else workers.block(index),
+        stages=stages,
+        shared_parameters=[[(0, "tied"), (last, "tied")]],
+        max_grad_norm=1e9,
+        **options,
+    ) as engine:
+        assert torch.equal(engine.forward_backward((inputs, targets)), expected)
+        assert engine.grad_norm == pytest.approx(float(norm), abs=1e-5)
+        # A second pass without a step in between adds the same again, and once.
+        engine.forward_backward((inputs, targets))
+        assert_gradients(engine, model, 2)
+
+
+@pytest.mark.parametrize(("stages", "options"), [(2, {}), (4, {}), (3, OWN)])
+@ranks(2)
+def test_shared_parameters(stages: int, options: dict[str, Any]) -> None:
+    shared(stages, **options)
+
+
+@ranks(3)
+def test_shared_parameters_of_ranks_that_are_no_neighbours() -> None:
+    shared(3)
+
+
+@ranks(2)
+def test_modules_of_a_list_may_have_a_parameter_in_common() -> None:
+    """Nobody says so."""
+
+    def build() -> list[nn.Module]:
+        ends = Tied(0), Tied(2)
+        ends[1].tied = ends[0].tied
+        return [ends[0], workers.block(1), ends[1]]
+
+    model = nn.Sequential(*build())
+    optimizer = workers.sgd(list(model.parameters()))
+    with workers.trainer(build()) as engine:
+        for step in range(2):
+            inputs, targets = workers.data(8, seed=step)
+            expected = workers.single_process(model, inputs, targets, 4)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(engine.step((inputs, targets)), expected)
+        assert_state(engine, model)
+
+
+@ranks(2)
+def test_gradients_of_what_no_optimizer_moves_do_not_add_up() -> None:
+    """In three clipped steps whose optimizer leaves biases alone."""
+
+    def matrices(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return workers.sgd([p for p in parameters if p.dim() > 1])
+
+    model = workers.whole(2)
+    optimizer = matrices(list(model.parameters()))
+    with workers.trainer(optimizer_fn=matrices, max_grad_norm=0.1) as engine:
+        for step in range(3):
+            inputs, targets = workers.data(8, seed=step)
+            workers.single_process(model, inputs, targets, 4)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            model.zero_grad()
+            engine.step((inputs, targets))
+            assert engine.grad_norm == pytest.approx(float(norm), rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, OWN])
+@pytest.mark.parametrize("stage", [0, 1])
+@ranks(2)
+def test_a_frozen_stage_of_three(stage: int, options: dict[str, Any]) -> None:
+    """Nothing comes back to the first, but through the others."""
+    inputs, targets = workers.data(8)
+    model, stages = workers.whole(3), list(workers.whole(3))
+    model[stage].requires_grad_(False)
+    stages[stage].requires_grad_(False)
+    expected = workers.single_process(model, inputs, targets, 4)
+    with workers.trainer(stages, **options) as engine:
+        assert torch.equal(engine.forward_backward((inputs, targets)), expected)
+        grads = engine.gradients()
+        assert not grads.pop(stage, {})
+        assert workers.gradients_equal(grads, model)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@ranks(2)
+def test_hooks_of_parameters_change_gradients_of_microbatches(split: bool) -> None:
+    model, stages = workers.whole(2), [workers.block(0), workers.block(1)]
+    for module in (*model, *stages):
+        module.get_parameter("0.weight").register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    inputs, targets = workers.data(8)
+    workers.single_process(model, inputs, targets, 4)
+    with workers.trainer(stages, split_backward=split, **OWN) as engine:
+        engine.forward_backward((inputs, targets))
+        assert workers.gradients_equal(engine.gradients(), model)
+
+
+class Dropping(nn.Module):
+    """Tells training from evaluation: doubles its input in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(workers.WIDTH))
+        self.frozen = nn.Dropout(0.5).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * (2 if self.training else 1)
+
+
+@ranks(2)
+def test_evaluate_runs_in_eval_mode_and_leaves_everything_as_it_was() -> None:
+    inputs, targets = workers.data(8)
+
+    def losses(rows: int, factor: int) -> Tensor:
+        pairs = zip((factor * inputs)[:rows].chunk(4), targets[:rows].chunk(4), strict=True)
+        return torch.stack([nn.functional.mse_loss(x, y) for x, y in pairs])
+
+    with workers.trainer(lambda _: Dropping(), optimizer_fn=no_step) as engine:
+        assert torch.equal(engine.step((inputs, targets)), losses(8, 4))
+        for _ in range(2):
+            assert torch.equal(engine.evaluate((inputs[:4], targets[:4])), losses(4, 1))
+        assert torch.equal(engine.step((inputs, targets)), losses(8, 4))
+        for module in engine.modules.values():
+            assert [part.training for part in module.modules()] == [True, False]
+            assert module.get_parameter("weight").grad is None
+
+
+def no_step(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+class TwoWays(nn.Module):
+    """Puts out two tensors that need a gradient and one that cannot have any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(workers.WIDTH, workers.WIDTH), nn.Linear(workers.WIDTH, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.left(x).t(), x.argmax(dim=1), self.right(x)
+
+
+class Joined(nn.Module):
+    """Uses one of its two differentiable inputs, so the other's gradient is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(workers.WIDTH, workers.WIDTH)
+
+    def forward(self, left: Tensor, chosen: Tensor, right: Tensor) -> Tensor:
+        return self.last(left.t()) * (chosen[:, None] + 1)
+
+
+@pytest.mark.parametrize("options", [{}, OWN])
+@ranks(2)
+def test_several_tensors_between_stages(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    stages = [TwoWays(), Joined()]
+    twins = copy.deepcopy(stages)
+    inputs, targets = workers.data(8)
+    expected = []
+    for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
+        loss = nn.functional.mse_loss(twins[1](*twins[0](x)), y)
+        (loss / 4).backward()
+        expected.append(loss.detach())
+    with workers.trainer(stages, **options) as engine:
+        # A view travels contiguous, which may take another kernel.
+        losses = engine.forward_backward((inputs, targets))
+        torch.testing.assert_close(losses, torch.stack(expected))
+        for name, grad in named(engine.gradients()).items():
+            wanted = nn.ModuleList(twins).get_parameter(name).grad
+            wanted = torch.zeros_like(grad) if wanted is None else wanted
+            torch.testing.assert_close(grad, wanted, atol=1e-6, rtol=0)
+
+
+@ranks(2)
+def test_autocast_reaches_modules_loss_and_messages() -> None:
+    inputs, targets = workers.data(8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = workers.single_process(workers.whole(2), inputs, targets, 4)
+    with workers.trainer(autocast=torch.bfloat16, **OWN) as engine:
+        assert torch.equal(engine.forward_backward((inputs, targets)), expected)
+        assert {g.dtype for g in named(engine.gradients()).values()} == {torch.float32}
+        assert torch.equal(engine.evaluate((inputs, targets)), expected)
+
+
+@ranks(2)
+def test_the_timeline_holds_what_all_ranks_ran() -> None:
+    with workers.trainer(microbatches=2, record=True) as engine:
+        engine.step(workers.data(8))
+        spans = engine.timeline().spans
+    assert [" ".join(str(s.action) for s in spans if s.rank == rank) for rank in (0, 1)] == [
+        "0F0 0F1 0I0 0W0 0I1 0W1",
+        "1F0 1I0 1F1 1I1 1W0 1W1",
     ]
-    assert torch.equal(first["first"], torch.stack(expected))
-    for name in ("first", "evaluated", "again", "trained"):
-        assert torch.equal(first[name], second[name])
-        assert first[name].shape == (4,)
-    assert torch.equal(first["evaluated"], first["again"])
-    # In training each stage doubles its input; in evaluation none does.
-    assert first["modes"] == second["modes"] == [True, False]
-    assert first["grads"] == second["grads"] == [None]
+    assert all(span.start <= span.end for span in spans)
 
 
-def test_autocast_reaches_modules_loss_and_messages(split: Results) -> None:
-    for found in split:
-        losses, evaluated, expected, dtypes = found["autocast"]
-        assert torch.equal(losses, expected)
-        assert torch.equal(evaluated, expected)
-        assert set(dtypes) == {torch.float32}
+class SlowWeight(ReferenceStage):
+    """Stage 1 takes 50 ms for a weight gradient."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        if self.index == 1:
+            time.sleep(0.05)
+        super().backward_weight(microbatch)
 
 
-def test_timeline_holds_what_all_ranks_ran(reference: Results) -> None:
-    rank0 = ["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]
-    rank1 = ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]
-    for found in reference:
-        assert found["recorded"] == (rank0, rank1, True)
-
-
-def test_steps_in_flight_give_the_same_losses_and_weights(reference: Results) -> None:
+@ranks(2)
+def test_steps_in_flight_give_the_same_losses_and_weights() -> None:
     """And rank 0 does not wait for the weight gradients that rank 1 has left."""
-    expected = {"losses": True, "weights": True, "ahead": True}
-    assert [found["async"] for found in reference] == [expected] * 2
+    batches = [workers.data(8, seed=step) for step in range(5)]
+    options: dict[str, Any] = {"weights": "2bp", "stage_factory": SlowWeight, "microbatches": 2}
+    with workers.trainer(**options) as engine:
+        expected = [engine.step(batch) for batch in batches]
+        state = engine.state_dict()
+    ends, steps = [], []
+    with workers.trainer(**options) as engine:
+        for batch in batches:
+            steps.append(engine.step_async(batch))
+            ends.append(time.monotonic())
+        assert all(map(torch.equal, [step.wait() for step in steps], expected))
+        assert workers.equal(engine.state_dict(), state)
+    rows: list[Any] = [None, None]
+    dist.all_gather_object(rows, ends)
+    assert all(first < second - 0.04 for first, second in zip(*rows, strict=True))
 
 
-def test_auto_measures_then_changes_the_schedule(split: Results) -> None:
-    for found in split:
-        auto = found["auto"]
-        assert auto.pop("names") == ["zb-v"] * 2 + ["auto"] * 4
-        assert auto.pop("wholes") == 4, "one to measure at each stage"
-        assert auto == {"losses": True, "states": True, "same": True}
+@ranks(2)
+def test_auto_measures_then_changes_the_schedule() -> None:
+    """In six steps, which are those of a single process."""
+    model = workers.whole(4)
+    optimizer = workers.sgd(list(model.parameters()))
+    names = []
+    with workers.trainer(stages=4, schedule="auto", **OWN) as engine:
+        kinds = [action.kind for row in engine.schedule.ranks for action in row]
+        assert kinds.count(ActionKind.BACKWARD) == 4, "one to measure at each stage"
+        for step in range(6):
+            inputs, targets = workers.data(8, seed=step)
+            expected = workers.single_process(model, inputs, targets, 4)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(engine.step((inputs, targets)), expected)
+            names.append(engine.schedule.name)
+        assert_state(engine, model)
+        rows: list[Any] = [None, None]
+        dist.all_gather_object(rows, engine.schedule)
+    assert names == ["zb-v"] * 2 + ["auto"] * 4
+    assert rows[0] == rows[1]
 
 
-def test_batches_of_any_shape(split: Results) -> None:
-    """A rank that takes none of the batch's inputs need not be given them."""
-    for found in split:
-        assert found["any shape"].pop("captures") == [2]
-        assert found["any shape"] == {"losses": True, "grads": True, "evaluated": True}
+@ranks(2)
+def test_batches_of_any_shape() -> None:
+    """A rank that takes none of the batch's inputs need not be given them; two captures a stage."""
+    with workers.trainer(microbatches=2, **OWN) as engine:
+        for step, rows in enumerate((8, 4, 12, 16, 8, 20)):
+            inputs, targets = workers.data(rows, seed=step)
+            model = workers.whole(2)
+            expected = workers.single_process(model, inputs, targets, 2)
+            batch = (inputs, targets) if engine.rank == 0 or step < 2 else (None, targets)
+            assert torch.equal(engine.forward_backward(batch), expected)
+            assert workers.gradients_equal(engine.gradients(), model)
+            assert torch.equal(engine.evaluate(batch), expected)
+            for module in engine.modules.values():
+                module.zero_grad()
+        assert [len(stage.captured) for stage in engine.stages.values()] == [2]
 
 
-def test_one_rank_of_many_can_hold_all_stages(reference: Results) -> None:
-    assert reference[0]["one rank"]
+@ranks(2)
+def test_one_rank_of_many_can_hold_all_stages() -> None:
+    """And talks to nobody."""
+    if dist.get_rank() == 0:
+        one_step(3, 4, ranks=1)
 
 
 def test_one_process_without_a_process_group() -> None:
-    inputs, targets = workers.data(8)
-    model = workers.whole(3)
-    expected = workers.single_process(model, inputs, targets, 4)
-    engine = workers.trainer(stages=3, ranks=1)
-    assert torch.equal(engine.forward_backward((inputs, targets)), expected)
-    assert sorted(engine.modules) == [0, 1, 2]
-    assert workers.gradients_equal(engine.gradients(), model)
-    one = workers.trainer(stages=1)
-    assert one.step((inputs, targets)).shape == (4,)
+    one_step(3, 4, ranks=1)
+    assert workers.trainer(stages=1).step(workers.data(8)).shape == (4,)
 
 
 @pytest.mark.parametrize(("weights", "computes"), [("fill", False), ("2bp", True)])
@@ -248,7 +470,7 @@ def test_a_schedule_of_ones_own() -> None:
 
 
 def test_failures_in_one_process_name_the_action() -> None:
-    engine = workers.trainer(trip_stage, ranks=1)
+    engine = workers.trainer(second(2, "raise"), ranks=1)
     with pytest.raises(PipelineError, match=r"^rank 0 failed in 1F2: ValueError: bad weather$"):
         engine.step(workers.data(8))
     with pytest.raises(PipelineError, match=r"^this trainer has ended .*in 1F2: ValueError"):

@@ -21,14 +21,14 @@ from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.trainer import PipelineTrainer
-from tests.all_true import assert_all
 from tests.pipeline import rendezvous, workers
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.rendezvous import Port, Wire
 from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.tables import chain_of
-from tests.pipeline.training import wired, wired_workers
-from tests.ranks import Ranks
+from tests.pipeline.trainer_options import grouped
+from tests.pipeline.training import wired
+from tests.ranks import ranks
 
 CPU = torch.device("cpu")
 ROWS = 3
@@ -243,26 +243,88 @@ def test_a_whole_module_is_cut_by_the_trainer() -> None:
         torch.testing.assert_close(found[name], gradient)
 
 
-@pytest.fixture(scope="module")
-def found(on_ranks: Ranks) -> list[dict[str, Any]]:
-    return on_ranks(wired_workers.everything, 2, timeout=120)
+def trainer_of(model: Any, **options: Any) -> PipelineTrainer:
+    """Whose last stage puts out the loss."""
+    loss_fn = options.pop("loss_fn", lambda output, targets: output)
+    options = grouped(timeout=60.0, **options)
+    return PipelineTrainer(model, loss_fn, workers.sgd, microbatches=4, **options)
 
 
-@pytest.mark.parametrize("case", [*wired_workers.CASES, "reference"])
-def test_a_u_net_over_two_ranks(found: list[dict[str, Any]], case: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "zb-v"},
+        {"schedule": "interleaved"},
+        {"schedule": "gpipe", "split_backward": False},
+        {"weights": "2bp", "stage_factory": ReferenceStage},
+    ],
+)
+@ranks(2)
+def test_a_u_net_over_two_ranks(options: dict[str, Any]) -> None:
     """Skips over stages, a mask used late, labels in the last stage, and inputs by name."""
-    for rank in found:
-        assert rank[case] == {"losses": True, "evaluated": True, "differences": []}
+    batch = wired.unet_batch(8)
+    expected, grads = wired.reference(wired.UNet(), list(batch.values()), None, 4)
+    with trainer_of(wired.UNet(), **options) as engine:
+        # Each rank only gives what its stages take.
+        own = [wired.UNet.wiring.inputs[stage] for stage in engine.modules]
+        taken = {s.position for sources in own for s in sources if s.stage is None}
+        some = {n: t for at, (n, t) in enumerate(batch.items()) if at in taken}
+        assert torch.equal(engine.forward_backward((some, ())), expected)
+        assert torch.equal(engine.evaluate((tuple(batch.values()), ())), expected)
+        assert wired.differences(engine.gradients(), grads) == []
 
 
-def test_steps_of_a_u_net(found: list[dict[str, Any]]) -> None:
-    """``step``, ``step_async``, ``schedule="auto"`` and batches of two shapes go the same way."""
-    for rank in found:
-        assert_all(rank["steps"])
-        assert set(rank["steps"]) == {"step", "step_async", "auto", "shapes"}
+@pytest.mark.parametrize("way", ["step_async", "auto", "shapes"])
+@ranks(2)
+def test_steps_of_a_u_net(way: str) -> None:
+    """Five steps in ways that should make no difference."""
+    batches = [wired.unet_batch(4 if way == "shapes" and n == 1 else 8, n) for n in range(5)]
+    modules = [wired.UNet().build(index) for index in range(4)]
+    optimizer = workers.sgd([p for module in modules for p in module.parameters()])
+    expected = []
+    for batch in batches:
+        pieces = [each.chunk(4) for each in batch.values()]
+        losses = [
+            wired.forward(modules, wired.UNet.wiring, [piece[m] for piece in pieces])
+            for m in range(4)
+        ]
+        torch.autograd.backward([loss / 4 for loss in losses])
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(torch.stack(losses).detach())
+    options = {"schedule": "auto"} if way == "auto" else {}
+    with trainer_of(wired.UNet(), stage_factory=ReferenceStage, **options) as engine:
+        call = engine.step_async if way == "step_async" else engine.step
+        results: list[Any] = [call((batch, ())) for batch in batches]
+        found = [each if isinstance(each, Tensor) else each.wait() for each in results]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
-def test_tied_parameters_of_a_partition(found: list[dict[str, Any]]) -> None:
+class Ends(wired.Wired):
+    """The scale of the first stage's input is that of the last one's second input."""
+
+    shared = (((0, "scales.0"), (2, "scales.1")),)
+
+    def __init__(self) -> None:
+        ends = ((Source(None, 0),), (Source(0, 0),), (Source(0, 0), Source(1, 0)))
+        super().__init__(Wiring(ends, outputs=(1, 1)))
+
+
+@ranks(2)
+def test_tied_parameters_of_a_partition() -> None:
     """They are summed over their stages and counted once by the norm."""
-    for rank in found:
-        assert_all(rank["tied"])
+    inputs, targets = workers.data(8)
+    model = Ends()
+    modules = nn.ModuleList([model.build(index) for index in range(3)])
+    modules[2].scales[1] = modules[0].scales[0]  # type: ignore[index, union-attr]
+    model.build = modules.__getitem__  # type: ignore[method-assign, assignment]
+    expected, grads = wired.reference(model, [inputs], targets, 4)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in modules.parameters()])
+    options = {"loss_fn": F.mse_loss, "max_grad_norm": 1e9, "stage_factory": ReferenceStage}
+    with trainer_of(Ends(), **options) as engine:
+        assert torch.equal(engine.forward_backward((inputs, targets)), expected)
+        assert engine.grad_norm == pytest.approx(float(norm), abs=1e-6)
+        for index, own in engine.gradients().items():
+            for name, gradient in own.items():
+                torch.testing.assert_close(gradient, grads[index][name])

@@ -32,14 +32,6 @@ def faults(schedule: Schedule) -> list[str]:
     return re.findall(r"^\d+\. (.*)$", refusal(schedule), flags=re.MULTILINE)
 
 
-def test_a_legal_schedule_passes() -> None:
-    validate(schedule_of("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"))
-
-
-def test_a_stage_may_split_some_microbatches_only() -> None:
-    validate(schedule_of("0F0 0F1 0B0 0I1 0W1", "1F0 1I0 1F1 1B1 1W0"))
-
-
 def test_the_error_shows_the_grid() -> None:
     schedule = schedule_of("0F0 0I0 0F1 0I1 0W0 0W1", "1F0 1F1 1I0 1I1 1W0 1W1")
     assert refusal(schedule) == "\n".join(
@@ -205,19 +197,6 @@ def test_grid_of_a_schedule() -> None:
     )
 
 
-def test_grid_cells_widen_with_their_text() -> None:
-    assert format_grid(
-        [{0: "a", 2: "long"}, {0: "b"}], {(1, 0): "^1,2", (1, 2): "^3"}
-    ) == "\n".join(
-        [
-            "slot    0     1  2",
-            "rank 0  a     .  long",
-            "rank 1  b     .  .",
-            "        ^1,2     ^3    <-- ERROR HERE",
-        ]
-    )
-
-
 def test_of_a_billion_microbatches_the_first_faults_are_told() -> None:
     schedule = dataclasses.replace(build("1f1b", 2, 2), microbatches=10**9)
     text = refusal(schedule)
@@ -368,25 +347,3 @@ def test_damage_is_found_exactly_where_there_is_some(schedule: Schedule) -> None
         assert simulate(schedule, seconds(1, 2, 3)).makespan > 0
     else:
         assert "<-- ERROR HERE" in refusal(schedule)
-
-
-@pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
-@pytest.mark.parametrize("split", [True, False])
-def test_no_action_can_be_left_out(name: str, split: bool) -> None:
-    schedule = build(name, 3, 2, split_backward=split)
-    for rank, row in enumerate(schedule.ranks):
-        for place in range(len(row)):
-            ranks = list(schedule.ranks)
-            ranks[rank] = row[:place] + row[place + 1 :]
-            message = refusal(dataclasses.replace(schedule, ranks=tuple(ranks)))
-            assert f"stage {row[place].stage} never runs" in message
-            assert message.count("<-- ERROR HERE") == 1
-
-
-def test_stage_and_microbatch_below_zero() -> None:
-    schedule = schedule_of("0F0 0B0", **ONE)
-    extra = Action(-1, ActionKind.FORWARD, 0), Action(0, ActionKind.FORWARD, -1)
-    assert faults(dataclasses.replace(schedule, ranks=(schedule.ranks[0] + extra,))) == [
-        "-1F0: no stage -1; expected 0 to 0",
-        "0F-1: no microbatch -1; expected 0 to 0",
-    ]
