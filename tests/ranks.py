@@ -101,9 +101,8 @@ def ranks(count: int, *, timeout: float = 150.0) -> Callable[[Callable[..., Any]
                 and getattr(item.function, "ranks", None) == count
             }
             found = _outcomes_of(on_ranks, request.module.__name__, count, timeout, cases)
-            for number, rank in enumerate(found):
-                said = rank.get(request.node.name, "an earlier one failed")
-                assert not said, f"rank {number}: {said}"
+            said = [rank.get(request.node.name, "an earlier one failed") for rank in found]
+            assert not any(said), "\n".join(f"rank {at}: {each}" for at, each in enumerate(said))
 
         parameters = [*inspect.signature(body).parameters.values()]
         own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _ASKED]
@@ -137,8 +136,8 @@ def _run_cases(module: str, cases: dict[str, tuple[str, Any]]) -> dict[str, Any]
         torch.manual_seed(0)
         try:
             found[name] = getattr(importlib.import_module(module), test).body(**given)
+            dist.barrier()
         except Exception:
             found[name] = traceback.format_exc()
             break  # ranks are not at one place any more
-        dist.barrier()
     return found

@@ -201,14 +201,18 @@ def _outputs_differ(output: Any, results: Iterable[Any]) -> list[str]:
 @contextlib.contextmanager
 def no_leaked_tensors() -> Iterator[None]:
     """No tensor that is made and dropped inside is held by a cycle of references."""
-    gc.collect()
+    earlier = {*map(id, filter(_is_tensor, gc.get_objects()))}
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         yield
         gc.collect()
-        # By type: isinstance would look through weak references.
-        leaked = [[*each.shape] for each in gc.garbage if issubclass(type(each), Tensor)]
+        made = (each for each in gc.garbage if _is_tensor(each) and id(each) not in earlier)
+        leaked = [[*each.shape] for each in made]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
     assert not leaked, f"{len(leaked)} tensors in cycles, such as one of {leaked[0]}"
+
+
+def _is_tensor(value: object) -> bool:
+    return issubclass(type(value), Tensor)  # isinstance would look through weak references

@@ -71,6 +71,17 @@ def test_evaluation_captures_once_for_all_stages(captures: list[bool]) -> None:
     assert captures == [True, False]
 
 
+def test_a_mode_that_is_set_without_a_call_is_captured_when_it_runs(captures: list[bool]) -> None:
+    case = noisy()
+    split, modules = halves_of(case)
+    for module in modules:
+        module.training = False
+    assert captures == [True]
+    case.model.eval()
+    assert torch.equal(run_modules(split, modules, case.tensors()), case.model(*case.args))
+    assert captures == [True, False]
+
+
 def test_evaluation_may_begin_in_inference_mode_and_under_autocast() -> None:
     case = noisy()
     split, modules = halves_of(case)

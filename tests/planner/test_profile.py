@@ -96,16 +96,6 @@ def test_the_model_stays_as_it_is() -> None:
     assert norm.num_batches_tracked == 0
 
 
-def test_parameters_on_meta_are_made_for_the_block_that_is_timed() -> None:
-    with torch.device("meta"):
-        chain = _chain()
-    costs = profile(chain, seconds=0.05)
-    assert costs.blocks[1].forward > 0.0
-    assert all(p.is_meta for module in chain.modules for p in module.parameters())
-    stage, _ = prepare_blocks(chain, 1, 2, BlockOptions())
-    assert not any(p.is_meta for p in stage.module.parameters())
-
-
 def both_of(values: list[float]) -> Rounds:
     return {"forward": values, "backward": values}
 

@@ -100,6 +100,12 @@ def test_each_step_has_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert {span.action.stage for span in spans} == {0, 1}
 
 
+def test_full_backwards_are_shared_out_as_planned() -> None:
+    seen = _rehearsed(net(), tokens(), split=False)
+    assert seen.times[0][1] == 0.0 < seen.times[0][2]
+    assert seen.times[1][1] == pytest.approx(seen.times[1][2])
+
+
 def test_what_cannot_be_run_here_is_not_rehearsed() -> None:
     whole = WholeModel.capture(net(), tokens())
     assert not can_run_trial(whole, build("1f1b", 2, 2))  # two ranks, and one process

@@ -33,6 +33,8 @@ class Forwards:
     def backward_input(self, microbatch: int, grads: list[Tensor | None]) -> list[Tensor | None]:
         return []
 
+    backward = backward_input
+
     def backward_weight(self, microbatch: int) -> None:
         pass
 

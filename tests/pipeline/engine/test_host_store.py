@@ -84,9 +84,3 @@ def test_a_store_is_measured_with_what_stages_hold(tmp_path: Path, piece: int) -
     assert measure_store(store, piece).bandwidth > 0
     assert {*store.sizes} == {1, min(piece, 2**23)}
     assert len(store.sizes) < 120
-
-
-def test_a_store_is_measured(tmp_path: Path) -> None:
-    latency, bandwidth = measure_store(HostFileStore(tmp_path))
-    assert 0 < latency < 1
-    assert bandwidth > 0

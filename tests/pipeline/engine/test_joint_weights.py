@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 import autosplit
 from autosplit.errors import PipelineError
 from autosplit.passes import manager
-from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.executor import join_adjacent_weights
 from autosplit.pipeline.engine.stages import compile_stages
@@ -224,37 +223,6 @@ def test_other_options_beside_it(options: dict[str, Any]) -> None:
     assert worst < (4 * 2**-8 if bf16 else 1e-5)
 
 
-def test_clipping_and_steps() -> None:
-    """Weights after three clipped steps, of which each adds two batches."""
-    torch.manual_seed(0)
-    modules = [_linear(), _linear()]
-    twin = nn.Sequential(*copy.deepcopy(modules))
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
-    with PipelineTrainer(
-        modules,
-        nn.functional.mse_loss,
-        lambda p: torch.optim.AdamW(p, lr=0.01),
-        microbatches=4,
-        ranks=1,
-        schedule="gpipe",
-        max_grad_norm=0.1,
-        stage_options=StageOptions(accumulation="concatenated"),
-        run_options=RunOptions(weights="2bp"),
-    ) as engine:
-        for step in range(3):
-            batches = [batch(2 * step + each) for each in range(2)]
-            for inputs, targets in batches:
-                mean_loss(twin, inputs, targets, 4).backward()
-            norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.forward_backward(batches[0])
-            engine.step(batches[1])
-            assert engine.grad_norm == pytest.approx(float(norm), rel=1e-5)
-    for mine, theirs in zip(nn.Sequential(*modules).parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
 def test_hooks_see_every_microbatch_and_the_timeline_says_so() -> None:
     torch.manual_seed(0)
     model, seen = _linear(), []
@@ -279,36 +247,6 @@ def test_what_has_nothing_to_join_is_refused() -> None:
     with pytest.raises(PipelineError, match="has no W: use accumulation='fused'"):
         trained([_linear(), _linear()], **options)
     trained([_linear(), _linear()], accumulation="fused", **options)  # as it says
-
-
-def test_a_whole_model_that_is_cut() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-    twin = copy.deepcopy(model)
-    inputs, targets = batch(0)
-    mean_loss(twin, inputs, targets, 4).backward()
-    planned = autosplit.partition(
-        model,
-        (inputs[:4],),
-        stages=2,
-        microbatches=4,
-        schedule="gpipe",
-        weights="2bp",
-        costs="estimate",
-        ranks=1,
-    )
-    with planned.trainer(
-        nn.functional.mse_loss,
-        sgd,
-        stage_options=StageOptions(accumulation="concatenated"),
-        run_options=RunOptions(record=True),
-    ) as engine:
-        engine.forward_backward((inputs, targets))
-        assert {"0W0-3", "1W0-3"} <= set(joined_row(engine))
-        for stage in engine.gradients().values():
-            assert all(torch.isfinite(each).all() for each in stage.values())
-        mine = sorted(float(g.norm()) for s in engine.gradients().values() for g in s.values())
-    assert mine == pytest.approx(sorted(float(p.grad.norm()) for p in twin.parameters()))
 
 
 OVER_RANKS: dict[str, dict[str, Any]] = {

@@ -132,9 +132,9 @@ def _run(schedule: Schedule, *, keeps: bool = False) -> tuple[list[list[int]], d
     return rendezvous.on_every_rank(ranks, Wire(ranks), rank), stages
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h2", "interleaved", "v-min"])
+@pytest.mark.parametrize("name", ["1f1b", "v-min"])
 def test_no_step_after_the_first_makes_a_buffer(name: str) -> None:
-    chunks = 1 if name in ("1f1b", "gpipe", "zb-h2") else 2
+    chunks = 2 if name == "v-min" else 1
     made, _ = _run(build(name, 4 * chunks, 8, ranks=4))
     assert [each[0] for each in made] == [each[-1] for each in made]
 

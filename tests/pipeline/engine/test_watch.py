@@ -172,15 +172,6 @@ def test_a_rank_that_left_is_missed_by_those_who_need_it(ranks: Ranks) -> None:
         guard.check()
 
 
-def test_an_error_says_more_than_leaving(ranks: Ranks) -> None:
-    watch, other = ranks.watch(0), ranks.watch(1)
-    Register(ranks.words).put("words", 1, "raised ValueError: bad weather")
-    other.leave("dropped its trainer")
-    fault = watch.explain(CLOSED)
-    assert fault is not None
-    assert fault.headline == "rank 1 raised ValueError: bad weather"
-
-
 def test_the_rank_that_is_busy_is_named_and_not_one_that_waits(ranks: Ranks) -> None:
     watch, _ = ranks.watch(0), ranks.watch(1)
     time.sleep(0.3)
@@ -243,15 +234,6 @@ def test_a_rank_that_was_stopped_before_it_said_anything_is_named(ranks: Ranks) 
     assert fault is not None
     expected = "rank 1 has not answered at all, last in building its stages: it was stopped"
     assert fault.headline.startswith(expected)
-
-
-def test_a_fault_of_any_rank_ends_the_waits_of_all(ranks: Ranks) -> None:
-    ranks.watch(0)
-    guard = Guard(1, ranks.board, lambda: None)
-    with pytest.raises(RankError), guard("the optimizer step"):
-        raise KeyError("lr")
-    _until(ranks.cuts)
-    assert ranks.cuts == [0]
 
 
 def test_a_register_tells_which_of_the_others_has_ended(child: subprocess.Popen[bytes]) -> None:

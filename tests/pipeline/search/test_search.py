@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -15,7 +14,6 @@ from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
-from autosplit.pipeline.search import starts as named_search
 from autosplit.pipeline.search.changes import adds_in_order
 from autosplit.pipeline.search.local_search import improve
 from autosplit.pipeline.search.problem import Problem
@@ -77,25 +75,6 @@ def test_never_worse_than_a_named_schedule(
     fused = fuse_adjacent(found, costs)
     validate(fused, memory=costs.memory, caps=[cap] * ranks)
     assert costs.timeline(fused).makespan <= step * (1 + 1e-9)
-
-
-def test_only_schedules_of_a_placement_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = [(1.0, 1.0, 1.0)] * 4
-    every: dict[tuple[int, ...], list[Schedule]] = {}
-    for each in named_schedules(times, 4, 2):
-        every.setdefault(each.placement, []).append(each)
-    built: list[str] = []
-
-    def counted(name: str, *args: Any, **options: Any) -> Schedule:
-        built.append(name)
-        return build(name, *args, **options)
-
-    monkeypatch.setattr(named_search, "build", counted)
-    for placement, schedules in every.items():
-        built.clear()
-        assert list(named_schedules(times, 4, 2, placement)) == schedules
-        assert len(built) == len(schedules)
-    assert len(every) == 3
 
 
 @settings(deadline=None, max_examples=30)

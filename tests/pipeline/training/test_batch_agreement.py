@@ -61,7 +61,7 @@ COLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
 }
 """What ranks say only of shapes that they do not know."""
 
-SOME = ("targets of fewer samples", "other samples")
+SOME = ("of no samples", "other samples")
 
 
 class Counting(nn.Module):

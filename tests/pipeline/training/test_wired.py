@@ -274,7 +274,7 @@ def test_a_u_net_over_two_ranks(options: dict[str, Any]) -> None:
         assert wired.differences(engine.gradients(), grads) == []
 
 
-@pytest.mark.parametrize("way", ["step_async", "auto", "shapes"])
+@pytest.mark.parametrize("way", ["auto", "shapes"])
 @ranks(2)
 def test_steps_of_a_u_net(way: str) -> None:
     """Five steps in ways that should make no difference."""
@@ -294,9 +294,7 @@ def test_steps_of_a_u_net(way: str) -> None:
         expected.append(torch.stack(losses).detach())
     options = {"schedule": "auto"} if way == "auto" else {}
     with trainer_of(wired.UNet(), stage_factory=ReferenceStage, **options) as engine:
-        call = engine.step_async if way == "step_async" else engine.step
-        results: list[Any] = [call((batch, ())) for batch in batches]
-        found = [each if isinstance(each, Tensor) else each.wait() for each in results]
+        found = [engine.step((batch, ())) for batch in batches]
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
 
