@@ -27,20 +27,6 @@ until the last did.
 {tables}
 {wrong}
 Measure again: `{command}`.
-{hosts}"""
-
-HOSTS = """
-## Two hosts
-
-`autosplit train` on two ranks, each on a host of its own (network namespaces with a cable between
-them), under torchrun with `--max-restarts 3` and with `--resume`. Then the second host's rank is
-killed, or all that runs there, and 30 s later torchrun is started on it again (with
-`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on both). Losses and norms of all steps must be the bits of a
-run on one host.
-
-{table}
-
-Measure again: `{command}` ({environment}).
 """
 
 
@@ -67,30 +53,6 @@ def render(results: Results) -> str:
         if wrong
         else "",
         command=part["commands"][-1],
-        hosts=_hosts(results),
-    )
-
-
-def _hosts(results: Results) -> str:
-    rows = results.rows("hosts")
-    if not rows:
-        return ""
-    part = results.parts["hosts"]
-    headers = ["killed", "steps", "same bits", "went on at step", "what the first host said"]
-    cells = [
-        [
-            row["name"],
-            str(row["steps"]),
-            "yes" if row["same"] else "**no**",
-            str(row["went_on"]) if row["said"] else "",
-            row["said"],
-        ]
-        for row in rows
-    ]
-    return HOSTS.format(
-        table=table(headers, cells),
-        command=part["commands"][-1],
-        environment=part["environment"],
     )
 
 

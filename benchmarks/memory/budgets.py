@@ -28,7 +28,7 @@ SHARES = (0.8, 0.6, 0.4, 0.2)
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """A row for each family and budget, one thread."""
     torch.set_num_threads(1)
-    sizes = paper.Settings(settings.size, settings.families, (), 1, 1, 1, (), 1.0, 1, 2.0)
+    sizes = paper.Settings(settings.size, settings.families, (), 1, 1, 1, (), 1.0, 2.0)
     for family in settings.families:
         subject = middle(family, sizes)
         contenders = _contenders(subject)

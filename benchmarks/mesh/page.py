@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..page import Page, Part, option
-from . import beside, collectives, hidden, parameters
+from . import beside, collectives
 
 _PAGE = """\
 # Meshes: pipelines with replicas
@@ -29,26 +29,6 @@ class Settings:
 
 
 PARTS: dict[str, Part[Settings]] = {
-    "parameters": Part(
-        "Memory of sharded parameters",
-        "The most bytes of parameters that a rank holds at once in a step, gathered ones and its "
-        "shards, counted by storage at each F, I, W and B: beside FSDP2 with torch's own stage "
-        "under the torch schedule of the same name. Stages of eight blocks, ZeRO-2 over "
-        "microbatches. The goal is 1.05 times as many at most; what misses it is bold.",
-        lambda settings: parameters.measure(settings.only),
-        parameters.render,
-    ),
-    "hidden": Part(
-        "Reductions behind W",
-        "Two replicas of two ranks, stages that sleep for F, I and W alike, and a link between "
-        "replicas on which the reduction of all of a rank's gradients takes 0.5 or 1 times as long "
-        "as W of a microbatch. Hidden is the share of that time until the last rank of the "
-        "pipeline stops computing: the rest lengthens the step. A rank with one stage, whose W "
-        "runs whole, has nothing left to compute when its gradients are there. The goal is 80 % "
-        "where W lasts longer, and steps within 3 % of the simulated ones; what misses it is bold.",
-        lambda settings: hidden.measure(settings.steps, settings.only),
-        hidden.render,
-    ),
     "collectives": Part(
         "Collectives of a stage behind its weight gradients",
         "A tensor-parallel model of three attention and three MLP blocks on two ranks, whose "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..page import Page, Part, option
-from . import engine, fused, peers, standin
+from . import engine, fused, memory, peers, standin
 
 TEMPLATE = """\
 # Pipelines: measured against their ideal and against torch's
@@ -61,6 +61,15 @@ than {1e3 * standin.SHORTEST:.0f} ms: a rank of many stages has a larger share, 
 for the same work.""",
         lambda settings: standin.measure_all(settings.ranks),
         standin.render,
+    ),
+    "memory": Part(
+        "What a step allocates",
+        f"""\
+Decoder blocks, {memory.LAYERS} on every rank, M = 2P microbatches on P ranks: the peak of the
+fullest rank, gradients and temporaries included. The formula, in the docstring of each schedule, is
+that of activations alone.""",
+        lambda settings: memory.measure_all(),
+        memory.render,
     ),
     "peers": Part(
         "Beside torch.distributed.pipelining",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from ..page import Page, Part
-from . import lengths
 from .measure import Aim, Settings, measure, render
 
 TEMPLATE = """\
@@ -42,13 +41,6 @@ PARTS: dict[str, Part[Settings]] = {
         'Beside `torch.compile`. Ours is `split(backend="inductor")`.',
         lambda settings: measure(settings, "autosplit inductor", "inductor", (4, 12)),
         partial(render, Aim(12, 0.4, 1.05)),
-    ),
-    "lengths": Part(
-        "Eight sequence lengths",
-        f"One step of each of {', '.join(map(str, lengths.LENGTHS))} tokens, in this order, with "
-        'empty caches, beside `torch.compile(backend="aot_eager")` and beside the model itself.',
-        lengths.measure,
-        lengths.render,
     ),
 }
 

@@ -33,7 +33,6 @@ from ..pipeline.turns import (
 from .activations import activation_peak
 from .contenders import CONTENDERS, Contender
 from .gradients import Gradients, difference, gradients_of, reference
-from .ideal import Ideal
 from .schedules import ENTRIES, Entry
 from .task import Step, Task
 
@@ -57,7 +56,6 @@ class Row(Rounds):
             that is more.
         difference: of its gradients from those of plain autograd, see ``gradients.difference``.
         error: why it did not run.
-        ideal: what the schedule's order leaves to gain; None where it is not split.
     """
 
     name: str
@@ -69,7 +67,6 @@ class Row(Rounds):
     peak: int = 0
     difference: float = 0.0
     error: str = ""
-    ideal: Ideal | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +179,7 @@ class Field:
         turn = attempt(build, group, WARM_UP, lambda: _forget(modules), _verbatim)
         if isinstance(turn, str):
             return turn
-        return _Made(turn, made[0], modules, Ideal.of(task.order()) if entry.split else None)
+        return _Made(turn, made[0], modules)
 
     def _row(
         self, name: str, entry: Entry, count: int, made: _Made | str, seconds: list[float]
@@ -203,7 +200,6 @@ class Field:
             rounds=slower,
             peak=max(peaks),
             difference=max(differences),
-            ideal=made.ideal,
         )
 
     def _module(self, contender: str, total: int, index: int) -> nn.Module:
@@ -227,14 +223,11 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """A contender that has run: its turn, one step of it, its modules by stage, and what its order
-    leaves to gain.
-    """
+    """A contender that has run: its turn, one step of it, and its modules by stage."""
 
     turn: Turn
     step: Step
     modules: Mapping[int, nn.Module]
-    ideal: Ideal | None
 
 
 def _settled(contender: Contender, task: Task) -> Step:

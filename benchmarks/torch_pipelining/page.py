@@ -53,15 +53,6 @@ target. *Fastest eager*: of torch's stage, ours and our engine.
 
 {ratios}
 
-### What the orders leave to gain
-
-Simulated, without messages or overheads, with F, I and W as long as each other. *Split over
-unsplit*: the same order with every I and its W as one B, over it as it is. Torch's stage splits the
-same backwards: only what its halves take can make it slower. *At most*: with each I and each W as
-long as a whole B, where each goes through the whole graph, over the order as it is.
-
-{ideals}
-
 ### Peak memory of activations
 
 MiB that a step from no gradients holds at its most, but for parameters and for what is left as
@@ -93,7 +84,6 @@ def render(rows: Rows) -> str:
         verdicts="\n".join(f"- {each}" for each in verdicts(rows)),
         times=_by_contender(rows, _time),
         ratios=_ratios(rows),
-        ideals=_ideals(rows),
         memory=_by_contender(
             rows, lambda row: f"{row['peak'] / 2**20:.1f}", ("ours over torch", memory)
         ),
@@ -150,17 +140,6 @@ def _ratios(rows: Rows) -> str:
         "ours over our engine, eager",
     ]
     return table(headers, lines)
-
-
-def _ideals(rows: Rows) -> str:
-    """A line for each cell that splits backwards."""
-    lines = []
-    for name, cell in cells(rows).items():
-        found = next((row["ideal"] for row in cell.values() if row.get("ideal")), None)
-        if found:
-            split = f"{found['split']} of {found['backwards']}"
-            lines.append([name, split, f"{found['gain']:.3f}x", f"{found['most']:.3f}x"])
-    return table(["schedule", "backwards split", "split over unsplit", "at most"], lines)
 
 
 def _lines() -> str:

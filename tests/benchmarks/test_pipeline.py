@@ -9,8 +9,9 @@ import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from autosplit.pipeline.builders.build import build
-from benchmarks.pipeline import peers, standin
+from benchmarks.pipeline import memory, peers, standin
 from benchmarks.pipeline.contenders import Contender
+from examples.decoder import LlamaConfig
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
@@ -62,3 +63,13 @@ def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row() -> None:
         assert (row.seconds > 0) is not bool(row.error)
         assert len(row.rounds) == (0 if row.schedule == "fails" else 2)
         assert ("this rank only" in row.error) is (row.schedule == "fails")
+
+
+def test_what_a_step_allocates() -> None:
+    cases = [
+        dataclasses.replace(build("1f1b", 2, 4, split_backward=False), name=memory.BASELINE),
+        dataclasses.replace(build("zb-h2", 2, 4), name="zb-h2", crosses_step=False),
+    ]
+    rows = memory.measure(cases, LlamaConfig(dim=16, heads=2, kv_heads=2, hidden=16, seq=8))
+    assert 0 < rows[0]["allocated"] < rows[1]["allocated"]
+    assert "1.500x" in memory.render(rows)  # ZB-H2's formula on two ranks

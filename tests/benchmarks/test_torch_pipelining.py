@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.schedule.schedule import Schedule
 from benchmarks.torch_pipelining import page
 from benchmarks.torch_pipelining.activations import activation_peak
 from benchmarks.torch_pipelining.contenders import (
@@ -21,7 +19,6 @@ from benchmarks.torch_pipelining.contenders import (
     TORCH,
     UNDONATED,
 )
-from benchmarks.torch_pipelining.ideal import Ideal
 from benchmarks.torch_pipelining.measure import Settings, measure
 
 TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "4", "seq": "8"}
@@ -46,15 +43,6 @@ def test_contenders_take_turns_and_what_a_schedule_refuses_is_said() -> None:
     assert "No schedule in which ours fails. Met in all 1 rows" in text
     assert f"DualPipeV, M=2: {TORCH}; DualPipeV, M=2: {OURS}" in text
     assert "ValueError: DualPipeV requires at least as many microbatches as stages" in text
-    assert "ZBVZeroBubble, M=2 | 8 of 8 | 1.143x | 1.714x" in " ".join(text.split())
-
-
-def test_what_an_order_leaves_to_gain() -> None:
-    """The last I is waited for: split, the step is shorter by its W."""
-    rows = ("0F0 0I0 0W0", "1F0 1I0 1W0")
-    ranks = tuple(tuple(map(Action.parse, row.split())) for row in rows)
-    schedule = Schedule("two", 2, 1, ranks, (0, 1), split_backward=True)
-    assert Ideal.of(schedule) == Ideal(2, 2, 6 / 5, 8 / 5)
 
 
 def test_what_is_left_as_gradients_is_no_activation() -> None:
