@@ -48,7 +48,6 @@ ABOUT_CPUS = {
 
 NOT_HERE = {
     "backends/test_inductor.py": "Inductor has no code for the stand-in",
-    "dynamo/test_transformers.py": "Inductor has no code for the stand-in",
 }
 """The same for the stand-in alone."""
 
