@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.errors import CaptureError
+from autosplit.errors import PipelineError
 from autosplit.pipeline import build
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.planner import cutting
@@ -75,7 +75,7 @@ def test_the_loss_and_its_targets_are_run() -> None:
     whole = BlockOptions(loss_fn=loss, targets=tokens())
     assert _rehearsed(net(), tokens(), whole).step > 0.0
     short = BlockOptions(loss_fn=loss, targets=tokens()[:, 1:])
-    with pytest.raises(CaptureError, match="batch_size"):
+    with pytest.raises(PipelineError, match="batch_size"):
         _rehearsed(net(), tokens(), short)
 
 
