@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autosplit.errors import AutosplitError, OutputError, PlanError, ScheduleError
+from autosplit.pipeline import RunOptions
 from autosplit.planner import Plan, partition
 from autosplit.planner.costs import Limits
 from autosplit.planner.cuts import CapError
@@ -75,6 +76,25 @@ def test_a_limit_of_memory_is_kept_by_cuts_or_left_to_the_trainer(tmp_path: Path
     for bad in ("12 GiBs", "lots", 0, 1.5, True):
         with pytest.raises(PlanError, match=r"expected memory_limit such as 80GiB.* (which|whose)"):
             planned(bad)  # type: ignore[arg-type]
+
+
+def test_a_plan_within_a_limit_trains(tmp_path: Path) -> None:
+    """In one process, which holds both stages."""
+    model = net()
+    options: dict[str, Any] = {"stages": 1, "ranks": 1, "microbatches": 4, "schedule": "gpipe"}
+    plain = partition(model, tokens(), costs=costs(model), **options)
+    rest, most = max(plain.resting_memory), max(plain.peak_memory)
+    found = partition(
+        model, tokens(), costs=costs(model), memory_limit=int((rest + most) / 2), **options
+    )
+    with found.trainer(
+        loss,
+        sgd,
+        memory_limit="1GiB",
+        run_options=RunOptions(store=tmp_path),
+    ) as trainer:
+        losses = trainer.step((tokens(8), tokens(8)))
+    assert losses.isfinite().all()
 
 
 def test_a_file_gives_the_plan_back(plan: Plan, tmp_path: Path) -> None:
