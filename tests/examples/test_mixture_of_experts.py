@@ -1,0 +1,15 @@
+"""The example with experts trains them on four ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples import mixture_of_experts
+
+pytestmark = pytest.mark.usefixtures("launched_on_ranks")
+
+
+def test_the_loss_of_a_mixture_of_experts_falls() -> None:
+    losses = mixture_of_experts.main(steps=4)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
