@@ -125,12 +125,14 @@ class SplitGraphs:
     A pass fills in or rewrites fields. ``backward`` is the unsplit backward; it stays beside
     its two halves because an engine that runs I and W back to back calls it instead. It and the
     halves are None for a module traced without gradients. ``memory`` is the policy for the
-    boundaries; ``regions`` are the division under it.
+    boundaries; ``regions`` are the division under it. ``hiding`` are the bytes that I need not
+    defer as it computes weight gradients that hide collectives.
     """
 
     joint: fx.GraphModule
     memory: Memory = BALANCED
     regions: Regions | None = None
+    hiding: int = 0
     forward: fx.GraphModule = None  # type: ignore[assignment]  # until a pass has made it
     backward: fx.GraphModule | None = None
     backward_input: fx.GraphModule | None = None

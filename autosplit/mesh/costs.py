@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, TypeAlias
 
@@ -154,6 +154,19 @@ class CollectiveCosts:
                 "the bandwidth of a link must be bytes in a second > 0; got "
                 f"{self.link.bandwidth!r}"
             )
+
+    @classmethod
+    def slowest(cls, found: Sequence[CollectiveCosts]) -> CollectiveCosts:
+        """The worst of several in each."""
+        links, devices = [each.link for each in found], [each.device for each in found]
+        return cls(
+            Link(max(each.latency for each in links), min(each.bandwidth for each in links)),
+            DeviceSpeed(
+                min(each.flops_per_second for each in devices),
+                min(each.bytes_per_second for each in devices),
+                max(each.call for each in devices),
+            ),
+        )
 
     @property
     def rates(self) -> Rates:

@@ -7,7 +7,8 @@ collective waits for, then weight gradients. Results are the same bit for bit.
 Of several orders, made for fills of different size, that is taken which leaves the least time
 exposed: at the rates that are known, or by estimates over a range of links, from four times faster
 than estimated to sixteen times slower. An order must not hold more than the graph does in its own,
-plus the largest collective.
+plus the largest collective; I may hold until its end what W would have waited with, had it not been
+to compute weight gradients that hide collectives.
 """
 
 from __future__ import annotations
@@ -33,24 +34,29 @@ def overlap_collectives(program: SplitGraphs) -> bool:
     """Reorder I, W and the unsplit backward; True if anything was moved."""
     if not program.memory.overlap:
         return False
-    backwards = [m for name, m in program.graphs().items() if name.startswith("backward")]
-    moved = [overlap_in_graph(module, program.memory.rates) for module in backwards]
+    room = {"backward_input": program.hiding}
+    backwards = {name: m for name, m in program.graphs().items() if name.startswith("backward")}
+    moved = [
+        overlap_in_graph(module, program.memory.rates, room.get(name, 0))
+        for name, module in backwards.items()
+    ]
     return any(moved)
 
 
-def overlap_in_graph(module: fx.GraphModule, rates: Rates | None = None) -> bool:
+def overlap_in_graph(module: fx.GraphModule, rates: Rates | None = None, room: int = 0) -> bool:
     """Reorder one graph; True if anything was moved.
 
     Args:
         module: a graph without effects, whose inputs and outputs have roles.
         rates: of operators and collectives; None: they are estimated.
+        room: bytes that it may hold besides.
     """
     graph = module.graph
     before = list(calls(graph))
     starts = [node for node in before if is_start(node)]
     if not starts:
         return False
-    limit = LiveBytes(module).peak() + max(map(_bytes_under_way, starts))
+    limit = LiveBytes(module).peak() + max(map(_bytes_under_way, starts)) + room
     least, rest = _exposed(before, rates), list(graph.nodes)
     chosen = before
     for order in _candidates(graph, rates):

@@ -47,7 +47,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from torch import fx
 
-from ..analysis.aliasing import is_free, producer, storage_root
+from ..analysis.aliasing import distinct_bytes, is_free, producer, storage_root
 from ..analysis.collective_order import (
     CollectiveScheduler,
     exposed_time,
@@ -290,7 +290,9 @@ def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role
     graph = program.joint.graph
     regions = best_division(graph, reach, program.memory)
     if program.memory.overlap:
+        before = distinct_bytes(regions.deferred)
         regions = hide_collectives(graph, reach, regions, program.memory.rates)
+        program.hiding = max(before - distinct_bytes(regions.deferred), 0)
     program.regions = regions
     name_boundaries(graph, regions, reach)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}

@@ -89,6 +89,7 @@ class StageTrainer:
         settled = partial(await_device, self.device, self._guard, options.run.timeout)
         with self._guard("building the model"):
             check_unanimous(self._said(stages, options, schedule, factory), self._groups)
+            options = options.with_measured_collectives(self._groups)
             store = store_for(options, schedule, self.device)
             self._held = RankState(
                 stages, self.shared_parameters, schedule, self._groups, self.device, settled
@@ -150,6 +151,7 @@ class StageTrainer:
             "schedule": schedule,
             "memory_limit": options.memory_limit,  # first: what has one measures as "auto" does
             "schedule='auto'": options.tunes,
+            "overlap=None": options.measures_collectives,
             "autocast": options.stages.autocast,
             "max_grad_norm": options.max_grad_norm,
             "shared_parameters": [*map(list, self.shared_parameters)],
