@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from autosplit.errors import AutosplitError
 from autosplit.pipeline import PipelineTrainer
 
-from .expert_workers import Reference, built
+from .exchange_workers import Reference, built
 from .sharded_tensor_workers import Eager, gradients_of, lie_alike
 from .tensor_parallel_workers import (
     FEW,
@@ -146,7 +146,7 @@ def shards_of_experts() -> dict[str, Any]:
     mesh = _mesh("pp", "efsdp", "ep")
     own = 2 * mesh.get_local_rank("efsdp") + mesh.get_local_rank("ep")
     with experts_trainer(mesh, built(mesh), max_grad_norm=0.5) as made:
-        reference = Reference((0, 1), [(0, 1), (2, 3)])
+        reference = Reference("ep", (0, 1), [(0, 1), (2, 3)])
         reference.agrees(made, own, exact=lambda name: ".experts." in name)
     return {"agrees": True}
 

@@ -1,20 +1,26 @@
-"""Experts that are spread over ranks, in pipelines over Gloo processes."""
+"""Stages whose ranks exchange tokens of experts or parts of sequences, over Gloo processes."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from autosplit import CollectiveCosts, DeviceSpeed, Link
+from autosplit.passes.analysis.operator_cost import graph_flops
+from autosplit.pipeline.training import options as trainer_options
+from autosplit.stage import Stage
 from tests.all_true import assert_all
-from tests.mesh.expert_workers import Reference, built, stage_of
+from tests.mesh.exchange_workers import Reference, built, stage_of
 from tests.mesh.workers import by_stage, refusal, round_trip, share, trainer
 from tests.ranks import ranks
 
@@ -31,27 +37,58 @@ def mesh_of(**sizes: int) -> DeviceMesh:
     [{}, {"schedule": "zb-h1", "memory": "lean"}],
     ids=["1f1b", "other"],
 )
-def test_a_step_is_that_of_one_process(options: dict[str, Any]) -> None:
-    mesh = mesh_of(pp=2, ep=2)
+@pytest.mark.parametrize("name", ["ep", "cp"])
+def test_a_step_is_that_of_one_process(options: dict[str, Any], name: str) -> None:
+    mesh = mesh_of(pp=2, **{name: 2})
     with trainer(mesh, built(mesh), 2, **options, **CLIPPED) as made:
-        Reference((0, 1), [(0, 1)]).agrees(made, mesh.get_local_rank("ep"), exact=lambda _: True)
+        reference = Reference(name, (0, 1), [(0, 1)])
+        reference.agrees(made, mesh.get_local_rank(name), exact=lambda _: True)
 
 
 @ranks(4)
 def test_all_is_sharded_along_ep_and_experts_are_not() -> None:
     mesh = mesh_of(pp=2, efsdp=1, ep=2)
     with trainer(mesh, built(mesh), 2, **CLIPPED) as made:
-        Reference((0, 1), [(0, 1)]).agrees(made, mesh.get_local_rank("ep"), exact=lambda _: True)
+        reference = Reference("ep", (0, 1), [(0, 1)])
+        reference.agrees(made, mesh.get_local_rank("ep"), exact=lambda _: True)
 
 
 @ranks(4)
-def test_experts_are_sharded_along_what_is_left() -> None:
-    """Their gradients are sums of two, others' of four, in whichever order."""
-    mesh = mesh_of(efsdp=2, ep=2)
-    own = 2 * mesh.get_local_rank("efsdp") + mesh.get_local_rank("ep")
+@pytest.mark.parametrize(("shards", "name"), [("efsdp", "ep"), ("dp_shard", "cp")])
+def test_all_is_sharded_along_both_and_experts_along_one(shards: str, name: str) -> None:
+    """Gradients of experts are sums of two, others' of four, in whichever order."""
+    mesh = mesh_of(**{shards: 2, name: 2})
+    own = 2 * mesh.get_local_rank(shards) + mesh.get_local_rank(name)
     with trainer(mesh, built(mesh), 1, **CLIPPED) as made:
-        reference = Reference((0,), [(0, 1), (2, 3)])
-        reference.agrees(made, own, exact=lambda name: ".experts." in name)
+        reference = Reference(name, (0,), [(0, 1), (2, 3)])
+        reference.agrees(made, own, exact=lambda each: ".experts." in each)
+
+
+@ranks(4)
+def test_what_collectives_take_is_measured_where_steps_are() -> None:
+    """By the slowest of all ranks' links: I computes what fits into its waits, W the rest."""
+    mesh = mesh_of(pp=2, ep=2)
+
+    def left(latency: float) -> int:
+        """Floating-point operations of W."""
+
+        def measured(ranks: DeviceMesh, *, dtype: torch.dtype) -> CollectiveCosts:
+            assert ranks.size() == 2
+            here = latency if dist.get_rank() == 0 else 0.0
+            return CollectiveCosts(Link(here), DeviceSpeed(1e12, 1e12))
+
+        with (
+            patch.object(trainer_options, "measure_collectives", measured),
+            trainer(mesh, built(mesh), 2, schedule="auto") as made,
+        ):
+            made.step(share(mesh.get_local_rank("ep")))
+            (stage,) = made.stages.values()
+            assert isinstance(stage, Stage)
+            weight = stage.functions.graphs.backward_weight
+            return graph_flops(weight.graph) if weight is not None else 0
+
+    slow, fast = left(1.0), left(0.0)
+    assert slow < fast if mesh.get_local_rank("pp") else slow == fast  # the first stage has no I
 
 
 @ranks(4)
@@ -79,7 +116,8 @@ def test_what_is_refused() -> None:
 
     def copied(index: int) -> nn.Module:
         module = stage_of(index, mesh["ep"])
-        bias = distribute_tensor(module[0].bias.data, mesh["ep"], [Replicate()])
+        bias = module[0].bias.data
+        bias = distribute_tensor(bias, mesh["ep"], [Replicate()], src_data_rank=None)
         module[0].bias = nn.Parameter(bias)
         return module
 
@@ -92,6 +130,7 @@ def test_what_is_refused() -> None:
         return fully_shard(stage_of(index, shards["ep"]), mesh=shards["efsdp"])
 
     assert "a mesh has not both 'ep' and 'tp'" in said(stage_of, mesh_of(ep=2, tp=2))
+    assert "a mesh has not both 'ep' and 'cp'" in said(stage_of, mesh_of(ep=2, cp=2))
     assert "and 'dp_shard': call that of experts" in said(stage_of, mesh_of(ep=2, dp_shard=2))
     assert "of any stage is shared by them: let experts be parameters distribute" in said(stage_of)
     assert "0.bias is a DTensor of which each rank along 'ep' has a copy" in said(copied)
