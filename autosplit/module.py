@@ -249,6 +249,10 @@ class SplitModule(ModuleProxy):
         capture = functions.capture
         for name in reversed(functions.updated_inputs):
             leaves[capture.inputs.index(name)].copy_(outputs.pop())
+        if capture.left is not None:
+            count = len(capture.outputs)
+            capture.left.put(outputs[count:])
+            del outputs[count:]
         return tree_unflatten(outputs, capture.output_spec)
 
     @untraced

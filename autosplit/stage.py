@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -58,7 +58,7 @@ class Stage:
     def __init__(
         self,
         module: nn.Module,
-        args: Sequence[Tensor],
+        args: Sequence[Any],
         *,
         index: int = 0,
         backend: str = "eager",
@@ -73,7 +73,8 @@ class Stage:
 
         Args:
             module: the stage.
-            args: example inputs.
+            args: example inputs: tensors, or objects that hold some (a ``BlockMask``, a dataclass),
+                which ``forward`` then takes, too; what else is in them stays as it is here.
             index: position in the pipeline.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what is held between the calls, see ``autosplit.split``.
@@ -192,7 +193,7 @@ class Stage:
     def forward(
         self,
         microbatch: int,
-        inputs: list[Tensor],
+        inputs: list[Any],
         keep: Literal["saved", "inputs"] = "saved",
         *,
         steady: bool = False,
@@ -233,14 +234,15 @@ class Stage:
         elif functions.has_backward:
             arrived = InFlightMicrobatch(functions, result.saved, state, lent)
             self._saved.put(microbatch, arrived)
+        functions.leave_apart(result.outputs)
         return result.outputs[: len(self._outputs)]
 
     def _fitting(self, sizes: object) -> _Fitting:
         """What fits the inputs that were checked last, and the module as it is now."""
         if not self._sharded:
             found = _Fitting(sizes, self._graphs.fitting(), self._graphs.state())
-            # Which graphs fit may be decided by what F writes.
-            self._found = None if found.functions.updated_state else found
+            # Which graphs fit may be decided by what F leaves.
+            self._found = None if found.functions.changes_module else found
             return found
         self.sharding.gather()
         functions = self._graphs.fitting()
@@ -466,7 +468,8 @@ class Stage:
             raise SplitError(
                 f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients"
             )
-        taken = [*output_grads, *[None] * len(functions.updated_inputs)]
+        others = len(functions.output_names) - len(names)
+        taken = [*output_grads, *[None] * others]
         output_grads.clear()
         return taken
 

@@ -284,9 +284,11 @@ def _boxed(function: Boxed) -> Boxed:
 
 def input_sources(module: fx.GraphModule) -> list[str]:
     """Where Dynamo found each input of the graph, as Python: ``L['self'].weight``."""
-    return [_source(node) for node in placeholders(module.graph)]
+    sources = [getattr(node, "_dynamo_source", None) for node in placeholders(module.graph)]
+    return [*map(source_name, sources)]
 
 
-def _source(node: fx.Node) -> str:
-    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+def source_name(source: Any) -> str:
+    """What Dynamo calls where it found something; empty for None."""
+    name = getattr(source, "name", "")
     return name() if callable(name) else str(name)

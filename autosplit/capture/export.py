@@ -30,9 +30,11 @@ from autosplit.capture.workarounds.dynamo import (
     without_trace_log_headers,
 )
 from autosplit.capture.workarounds.operators import grouped_products_of_any_dtype
+from autosplit.torch_internals.pytree import hold
 from autosplit.torch_internals.version import TORCH
 
 from .guards import DYNAMO, ForwardScope, Guards
+from .left_values import returned
 from .side_effects import pass_on, refuse_drawn, setters
 
 if TYPE_CHECKING:
@@ -106,6 +108,7 @@ def _export(
                 masks_without_values(),
                 grouped_products_of_any_dtype(),
                 opaque(),
+                returned(module) as left,
             ):
                 captured = fullgraph_capture(module, args, kwargs)
             if regions is not None:
@@ -113,7 +116,8 @@ def _export(
             guards = Guards.of(module, args, kwargs, captured)
         _return_something(captured)
         with graph_put_aside(module, captured.backend_input):
-            exported = create_fx_graph_from_captured_output(captured, module, args, kwargs)
+            given = hold(args), hold(kwargs)
+            exported = create_fx_graph_from_captured_output(captured, module, *given)
         inline_compile_regions(exported)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
     _find_class_tensors(module, exported)
@@ -128,7 +132,9 @@ def _export(
     pass_on(caught)
 
     with opaque():
-        guards.setters = setters(module, args, kwargs, caught, output.f_globals)
+        known = [place for place in left if not guards.reads(place.value)]
+        guards.setters = setters(module, args, kwargs, caught, output.f_globals, known)
+    exported.meta["left"] = left
     return exported, guards
 
 

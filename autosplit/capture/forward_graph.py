@@ -10,10 +10,11 @@ from torch import Tensor, fx, nn
 
 from autosplit.capture.workarounds.operators import divide_layers, refuse_margin_losses
 from autosplit.errors import CaptureError
+from autosplit.text.figures import few
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
 
-from .diagnosis import user_errors
+from .diagnosis import definition, user_errors
 from .export import export
 from .guards import unobserved
 from .operator_effects import Effect, examine
@@ -58,6 +59,12 @@ def capture_forward(
     refuse_sharded(module)
     with user_errors(module), unobserved(), torch.enable_grad():
         exported, _ = export(module, args, kwargs)
+        if left := exported.meta["left"]:
+            raise CaptureError(
+                f"{type(module).__name__}.forward (at {definition(module)}) leaves "
+                f"{few([*map(str, left)], 4)} on its modules, which a stage of a plan does not: "
+                "return them, so that the loss finds them in the output"
+            )
         divide_layers(exported)
         refuse_margin_losses(exported)
         codegen: Any = exported.graph._codegen

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -38,12 +38,13 @@ from .diagnosis import user_errors
 from .export import export
 from .guards import Guards, unobserved
 from .input_sizes import InputSizes, is_open
+from .left_values import LeftValues
 from .module_paths import name_modules
 from .region import expand, tracing_calls
 from .region_session import RegionSession, SplitBlock
 from .region_session import are_captured as regions_wanted
 from .roles import ModuleRoles, canonical_names, shardings, with_roles
-from .side_effects import PythonStateError
+from .side_effects import Place, PythonStateError
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 
@@ -56,12 +57,14 @@ class TracedJoint:
         graph: the graph; a forward only where nothing needs a gradient.
         names: path of every leaf of the result.
         spec: how the leaves make up the result.
+        left: what follows them.
         shardings: descriptor of what is a DTensor outside of the graph -> how it lies over ranks.
     """
 
     graph: fx.GraphModule
     names: tuple[str, ...]
     spec: TreeSpec
+    left: LeftValues | None
     shardings: Mapping[Any, Sharding]
 
 
@@ -86,7 +89,11 @@ def trace_joint(
     if results.copied:
         joint = _trace(exported, *inputs, decompositions)
     lying = shardings(joint, module, tree_flatten(inputs)[0])
-    return TracedJoint(joint.graph_module, results.names, joint.out_spec, lying)
+    spec, left = joint.out_spec, None
+    if results.places:
+        spec, behind = spec.children()
+        left = LeftValues(results.places, results.names[spec.num_leaves :], behind)
+    return TracedJoint(joint.graph_module, results.names[: spec.num_leaves], spec, left, lying)
 
 
 def _trace(
@@ -108,7 +115,7 @@ def _trace(
         lazy,
     ):
         return aot_export_joint_with_descriptors(
-            stack, exported, args, kwargs, decompositions=decompositions
+            stack, exported, hold(args), hold(kwargs), decompositions=decompositions
         )
 
 
@@ -118,10 +125,12 @@ class _Results:
 
     Attributes:
         names: path of every leaf of the result, known once the module was traced.
+        places: of what the module leaves on itself, which is behind its own result.
         copied: leaves to return as copies.
     """
 
     def __init__(self, exported: Any) -> None:
+        self.places: Sequence[Place] = exported.meta["left"]
         codegen = exported.graph._codegen  # AOTAutograd interprets the graph and asks this one
         self._original = codegen.dynamo_bytecode_unflatten  # which would run out of tracing's sight
         self.names: tuple[str, ...] = ()
@@ -135,7 +144,10 @@ class _Results:
             compiled_fn=lambda *_: leaves, extra_globals=own.f_globals
         )
         tree = hold(put_together(*args, **kwargs))
-        self.names = tuple(name for name, _ in flatten_named("output", tree))
+        roots = [("output", tree)]
+        if self.places:
+            roots = [("output", tree[0]), *zip(map(str, self.places), tree[1], strict=True)]
+        self.names = tuple(name for root in roots for name, _ in flatten_named(*root))
         values, spec = tree_flatten(tree)
         for index in self.copied:
             values[index] = values[index].clone()
@@ -154,6 +166,7 @@ class Capture:
         inputs: path of every leaf of ``(args, kwargs)``, tensors and others.
         outputs: path of every leaf of the result.
         output_spec: how the leaves make up the module's result.
+        left: values behind it that the module leaves on itself; None where there are none.
         guards: whether the graph still fits the module, asked before every use.
         shardings: role of what is a DTensor outside of the graph -> how it lies over ranks.
         sizes: where the inputs say the sizes that the graph leaves open; None where it leaves none.
@@ -164,6 +177,7 @@ class Capture:
     outputs: tuple[str, ...]
     output_spec: TreeSpec
     guards: Guards
+    left: LeftValues | None = None
     shardings: Mapping[Role, Sharding] = dataclasses.field(default_factory=dict)
     sizes: InputSizes | None = None
 
@@ -262,11 +276,13 @@ def _traced(
     open_sizes = InputSizes(exported, *given) if is_open(*given) else None
     traced = trace_joint(module, exported, given, decompositions)
     inputs = _input_names(*given)
-    roles = ModuleRoles(canonical_names(module), inputs, traced.names)
+    left = () if traced.left is None else traced.left.names
+    roles = ModuleRoles(canonical_names(module), inputs, (*traced.names, *left))
     lying = {roles.of(desc): each for desc, each in traced.shardings.items()}
     joint = with_roles(traced.graph, roles)
     sizes = open_sizes or None  # what is open is known once it was traced
-    return Capture(joint, inputs, traced.names, traced.spec, guards, lying, sizes)
+    spec = traced.spec
+    return Capture(joint, inputs, traced.names, spec, guards, traced.left, lying, sizes)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ def refuse_what_cannot_be_called(region: Region) -> None:
     capture, graphs = region.capture, region.graphs
     if not capture.guards.only_dynamos:
         raise CaptureError("it reads constants or sets attributes")
+    if capture.left is not None:
+        raise CaptureError("it leaves values on its module")
     if capture.shardings:
         raise CaptureError("it works on DTensors")
     written = [role for role, _ in outputs(graphs.joint.graph, Kind.UPDATE, Kind.WRITE)]

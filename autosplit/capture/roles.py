@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.operators import writes_in_backward
-from autosplit.passes.graph import ORIGIN, Origin, inputs, placeholders, source_line
+from autosplit.passes.graph import ORIGIN, STATE, Origin, inputs, placeholders, source_line
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor
 
 from .module_paths import frames
@@ -214,7 +214,7 @@ class DescriptorRoles(Protocol):
         if role is None:
             raise self.error(
                 f"the traced graph takes {desc!r}, which autosplit does not know how to split "
-                "(tensor subclasses other than DTensor, and effect tokens, are such inputs)"
+                "(inputs of tensor subclasses other than DTensor, and effect tokens, are such)"
             )
         return role
 
@@ -268,6 +268,10 @@ class ModuleRoles(DescriptorRoles):
                 return Role(Kind.BUFFER, self.state[desc.target])
             case d.PlainAOTInput():
                 return Role(Kind.INPUT, self.inputs[desc.idx])
+            case d.SubclassGetAttrAOTInput() if desc.attr != _LOCAL:
+                held = self.primal(desc.base)
+                if held is not None and held.kind in STATE:
+                    return Role(Kind.BUFFER, f"{held.name}.{desc.attr}")
         return None
 
     def result(self, desc: Any) -> str | None:

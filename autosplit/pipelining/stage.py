@@ -225,7 +225,7 @@ class SplitPipelineStage(RuntimeStage):
         kept = self._kept_roots(chunk, functions, leaves, kwargs)
         with torch.no_grad():
             result = self._called("F", chunk, run_forward, functions, state, leaves)
-            written = result.outputs[made.count :]
+            written = result.outputs[len(result.outputs) - len(functions.updated_inputs) :]
             for name, value in zip(functions.updated_inputs, written, strict=True):
                 if name in kept:
                     kept[name].copy_(value)
@@ -237,13 +237,17 @@ class SplitPipelineStage(RuntimeStage):
         if gathered and not self.has_backward:
             self.sharding.free()
         if not self.is_last:
+            functions.leave_apart(result.outputs)
             sent = made.sent(outputs)
             self.hand_on(chunk, sent)
             return tree_unflatten(made.filled(outputs, sent), made.spec)
+        outputs = result.outputs[: len(result.outputs) - len(written)]
         if functions.has_backward:
             boundary = self._losses[chunk] = LossBoundary(outputs, made.differentiable)
             outputs = boundary.outputs
-        output = tree_unflatten(outputs, made.spec)
+        if made.left is not None:
+            made.left.put(outputs[made.count :])
+        output = tree_unflatten(outputs[: made.count], made.spec)
         if save_forward_output:
             self.output_chunks.append(output)
         return output
@@ -409,7 +413,7 @@ class SplitPipelineStage(RuntimeStage):
             with self.sharding.standing_in():
                 found = functions, self._results_of(functions), self._graphs.state()
             plain = {Tensor}.issuperset(map(type, leaves)) and not self.sharding.groups
-            if plain and not functions.updated_state:
+            if plain and not functions.changes_module:
                 self._steady[signature] = found
         return found
 

@@ -173,6 +173,23 @@ class SplitFunctions:
         sizes = self.capture.sizes
         return sizes is None or self._graphs.memory.budget is None or not sizes.larger(leaves)
 
+    @property
+    def changes_module(self) -> bool:
+        """Whether F leaves something on the module, which may decide what the next one is."""
+        return bool(self.updated_state) or self.capture.left is not None
+
+    def leave_apart(self, outputs: Sequence[Any]) -> None:
+        """Leave on the module what its forward would, of a call that autograd does not see.
+
+        Args:
+            outputs: of F.
+        """
+        left = self.capture.left
+        if left is not None:
+            first = len(self.capture.outputs)
+            trained = [name in self.tangent_specs for name in left.names]
+            left.put_apart(outputs[first : first + len(trained)], trained)
+
     def _tangent_specs(self) -> dict[str, TensorSpec]:
         tangents = inputs(self._graphs.joint.graph, Kind.TANGENT)
         return self._specs({role.name: node.meta["val"] for role, node in tangents.items()})

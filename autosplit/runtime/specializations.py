@@ -47,15 +47,9 @@ _GUARDED = {Tensor, *_VALUES}
 class CallStructure:
     """How the leaves make up a call, as an object that hashes by identity: hashing a ``TreeSpec``
     takes microseconds.
-
-    Attributes:
-        spec: of ``(args, kwargs)``.
     """
 
-    __slots__ = ("spec",)
-
-    def __init__(self, spec: TreeSpec) -> None:
-        self.spec = spec
+    __slots__ = ()
 
 
 class CallFlattening:
@@ -72,13 +66,12 @@ class CallFlattening:
         leaves = [*args, *kwargs.values()]
         if not _LEAVES.issuperset(map(type, leaves)):
             leaves, spec = tree_flatten((args, kwargs))
-            return leaves, self._one(spec, spec)
+            return leaves, self._one(spec)
         key = (len(args), *kwargs)
-        known = self._known.get(key)
-        return leaves, known or self._one(key, tree_flatten((args, kwargs))[1])
+        return leaves, self._known.get(key) or self._one(key)
 
-    def _one(self, key: Hashable, spec: TreeSpec) -> CallStructure:
-        return self._known.setdefault(key, CallStructure(spec))  # two threads get the same
+    def _one(self, key: Hashable) -> CallStructure:
+        return self._known.setdefault(key, CallStructure())  # two threads get the same
 
 
 class CallSignature(NamedTuple):
@@ -391,7 +384,7 @@ class Specializations:
         signature = CallSignature.of(leaves, structure)
         if not _GUARDED.issuperset(map(type, leaves)) and any(map(_is_subclass, leaves)):
             # A parameter as an input: guards want the plain tensor that tracing saw.
-            args, kwargs = tree_unflatten(without_history(leaves), structure.spec)
+            args, kwargs = tree_unflatten(without_history(leaves), _spec_of(args, kwargs))
 
         def fits(functions: SplitFunctions) -> bool:
             held = functions.capture.guards.hold
@@ -399,7 +392,7 @@ class Specializations:
                 return held(args, kwargs)
             return functions.fits_budget(leaves) and held(args, kwargs)
 
-        call = signature, leaves, structure, called, fits
+        call = signature, leaves, structure, partial(_spec_of, args, kwargs), called, fits
         with self._capturing:
             if self._sharding is None:
                 return self._graphs.find(signature, fits, leaves) or self._capture_fitting(*call)
@@ -411,12 +404,13 @@ class Specializations:
         signature: CallSignature,
         leaves: Sequence[Any],
         structure: CallStructure,
+        spec: Callable[[], TreeSpec],
         called: bool,
         fits: Callable[[SplitFunctions], bool],
     ) -> SplitFunctions:
         if self._busy:  # only the thread that captures comes here meanwhile
             raise calls_itself(self._model)
-        make = partial(self._capture, signature, leaves, structure, called)
+        make = partial(self._capture, signature, leaves, spec(), called)
         found = self._sizes.capture(structure, leaves, make, fits)
         if not fits(found):
             raise CaptureError(
@@ -431,12 +425,12 @@ class Specializations:
         self,
         signature: CallSignature,
         leaves: Sequence[Any],
-        structure: CallStructure,
+        spec: TreeSpec,
         called: bool,
         varying: Dimensions,
     ) -> SplitFunctions:
         examples = without_history(leaves, computed=self._computed, varying=varying)
-        args, kwargs = tree_unflatten(examples, structure.spec)
+        args, kwargs = tree_unflatten(examples, spec)
         self._busy = True
         try:
             # A second one of this kind is made here, and the graph runs after it.
@@ -467,6 +461,11 @@ class Specializations:
         because = f"what makes that of {few(list(known), 2)} makes input gradients, too"
         share = made.dependence.deferred_share
         self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
+
+
+def _spec_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeSpec:
+    """How leaves make up this very call, with what is no leaf and equal structures differ in."""
+    return tree_flatten((args, kwargs))[1]
 
 
 def calls_itself(model: nn.Module) -> RecursiveCallError:

@@ -16,6 +16,7 @@ from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 from autosplit.torch_internals.state import StateReader
 
 from .refusals import refuse_dtensors
@@ -70,7 +71,7 @@ class StageSpecializations:
         self,
         name: str,
         module: nn.Module,
-        args: Sequence[Tensor],
+        args: Sequence[Any],
         options: SplitOptions,
         slices: int,
         sharding: StageSharding | None = None,
@@ -78,7 +79,8 @@ class StageSpecializations:
         self._name = name
         self._module = module
         self._slices = slices
-        args = tuple(map(_example, args))
+        self._arguments = _Arguments(name, args)
+        args = tuple(map(_example, self._arguments.tensors))
         self._first = _Inputs(tuple(map(TensorSpec.of, args)), tuple(map(_memoryless, args)))
         self._known = {tuple(spec.shape for spec in self._first.specs): self._first}
         self._now = self._first
@@ -139,19 +141,23 @@ class StageSpecializations:
         return found
 
     def _find(self, args: tuple[Tensor, ...]) -> SplitFunctions:
+        given = self._arguments.given(args)
         with torch.set_grad_enabled(self._grad_mode):
-            found = self._graphs.fitting(args, {}, *self._flatten(args, {}))
+            found = self._graphs.fitting(given, {}, *self._flatten(given, {}))
         if found.has_backward and self._slices != 1:
             found.sliced(self._slices)  # now is the time to hear that it cannot be
         return found
 
-    def check_inputs(self, inputs: list[Tensor]) -> object:
-        """Check dtypes, devices and numbers of dimensions; lay inputs out as the examples were.
-        Returns the same for inputs of the same sizes.
+    def check_inputs(self, inputs: list[Any]) -> object:
+        """Check dtypes, devices and numbers of dimensions; lay inputs out as the examples were, and
+        take objects apart. Returns the same for inputs of the same sizes.
 
         Raises:
             SplitError: an input is not as the stage was traced with it.
         """
+        objects = self._arguments.spec is not None
+        if objects:
+            inputs[:] = self._arguments.taken_apart(inputs)
         known = self._known.get(tuple(map(_SHAPE, inputs)))
         if known is None:
             known = self._resized(inputs)
@@ -161,6 +167,8 @@ class StageSpecializations:
             if given.stride() != spec.stride:
                 inputs[position] = spec.conform(given)
         self._now = known
+        if objects:
+            inputs[:] = self._arguments.leaves(inputs)
         return known
 
     def takes(self, args: Sequence[Tensor]) -> bool:
@@ -217,6 +225,54 @@ class StageSpecializations:
             "reads was changed, such as parameters, their dtype or whether they are trained, "
             "or autocast; build a new Stage, or a new trainer"
         )
+
+
+class _Arguments:
+    """Example arguments of a stage, of which some may be objects that hold tensors.
+
+    Attributes:
+        tensors: those in them.
+        spec: how they make up the arguments; None where they are the arguments.
+    """
+
+    def __init__(self, name: str, args: Sequence[Any]) -> None:
+        self._name = name
+        self._leaves, spec = tree_flatten(tuple(args))
+        self.tensors = [each for each in self._leaves if isinstance(each, Tensor)]
+        self.spec = None if all(isinstance(each, Tensor) for each in args) else spec
+
+    def given(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The arguments with these tensors."""
+        if self.spec is None:
+            return tuple(tensors)
+        found: tuple[Any, ...] = tree_unflatten(self.leaves(tensors), self.spec)
+        return found
+
+    def leaves(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """All leaves of the arguments, with these tensors."""
+        left = iter(tensors)
+        return [next(left) if isinstance(each, Tensor) else each for each in self._leaves]
+
+    def taken_apart(self, args: Sequence[Any]) -> list[Tensor]:
+        """The tensors in other arguments.
+
+        Raises:
+            SplitError: they differ in more than their tensors.
+        """
+        leaves, spec = tree_flatten(tuple(args))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        if spec != self.spec or [*map(_known, leaves)] != [*map(_known, self._leaves)]:
+            raise SplitError(
+                f"{self._name}: its arguments differ from those that it was made with in more than "
+                "tensors: in their structure, in numbers, or in functions that they hold. Pass "
+                "numbers that vary as tensors, or a bound that holds for all microbatches"
+            )
+        return tensors
+
+
+def _known(leaf: Any) -> Any:
+    """What has to be the same in each microbatch."""
+    return Tensor if isinstance(leaf, Tensor) else (type(leaf), leaf)
 
 
 def _kind(tensor: Tensor, spec: TensorSpec) -> tuple[Any, ...]:

@@ -1,24 +1,26 @@
 """Pytrees with names for their leaves, and objects that hold tensors as pytrees.
 
-torch's pytrees know lists, tuples, dicts and registered classes. A forward may return other
-objects too, a plain dataclass or a cache of keys and values. Such an object is taken apart
-into its attributes: those with tensors inside become children, the rest is kept as it is.
+torch's pytrees know lists, tuples, dicts and registered classes. A forward may take and return
+other objects too, a plain dataclass, a ``BlockMask``, a cache of keys and values. Such an object is
+taken apart into its attributes: those with tensors inside become children, the rest is kept as it
+is. Of a ``BlockMask``, what its function closes over are children, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 from torch.utils._pytree import (
     GetAttrKey,
     MappingKey,
     SequenceKey,
     TreeSpec,
     register_pytree_node,
-    tree_flatten,
     tree_flatten_with_path,
     tree_unflatten,
 )
@@ -26,10 +28,20 @@ from torch.utils._pytree import (
 __all__ = ["TreeSpec", "flatten_named", "register_node", "tree_flatten", "tree_unflatten"]
 
 
+def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
+    """As torch's, but that objects that hold tensors are taken apart, too."""
+    leaves, spec = _pytree.tree_flatten(tree)
+    held = [*map(_hold_leaf, leaves)]
+    if all(map(operator.is_, held, leaves)):
+        return leaves, spec
+    return _pytree.tree_flatten(tree_unflatten(held, spec))
+
+
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
     """Leaves of a pytree with the Python path that reaches each: ``output['logits'][0]``. In
     classes that were registered without keys, numbers stand for them.
     """
+    tree = _hold_leaf(tree)
 
     def is_inside(node: Any) -> bool:
         return node is not tree
@@ -38,7 +50,7 @@ def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
         pairs = tree_flatten_with_path(tree, is_leaf=is_inside)[0]
         children = [("".join(map(_key, path)), child) for path, child in pairs]
     except ValueError:
-        numbered = enumerate(tree_flatten(tree, is_leaf=is_inside)[0])
+        numbered = enumerate(_pytree.tree_flatten(tree, is_leaf=is_inside)[0])
         children = [(f"[{at}]", child) for at, child in numbered]
     if any(child is tree for _, child in children):
         return [(root, tree)]
@@ -77,7 +89,10 @@ def _key(key: Any) -> str:
     return f"[{key}]"
 
 
-_PLAIN = (torch.Tensor, int, float, complex, bool, str, bytes, type(None), torch.SymInt)
+_VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (torch.Tensor, *_VALUES, torch.SymInt, type, torch.nn.Module)
+# Objects of torch's own that are not data, whatever hangs on them.
+_MACHINERY = ("torch.fx.", "torch.distributed.", "torch._")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +106,20 @@ class Holder:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Skeleton:
-    """Class and attributes of an object without its tensors. Equal where class and attributes
-    are.
+    """Class and attributes of an object without its tensors. Equal where the class is, the names of
+    attributes are, and those that are numbers or text are.
+
+    Attributes:
+        kind: the class.
+        children: names of the attributes with tensors inside.
+        rest: the other attributes.
+        context: what a class that takes itself apart keeps in their place.
     """
 
     kind: type
     children: tuple[str, ...]
     rest: dict[str, Any]
+    context: Any = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Skeleton) and self._key() == other._key()
@@ -105,13 +127,14 @@ class Skeleton:
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def _key(self) -> tuple[type, tuple[str, ...], tuple[str, ...]]:
-        return self.kind, self.children, tuple(self.rest)
+    def _key(self) -> tuple[Any, ...]:
+        values = [repr(each) if isinstance(each, _VALUES) else "" for each in self.rest.values()]
+        return self.kind, self.children, *self.rest, *values, self.context
 
 
 def hold(tree: Any) -> Any:
     """The tree with every object that holds tensors, and is no pytree node, in a Holder."""
-    leaves, spec = tree_flatten(tree)
+    leaves, spec = _pytree.tree_flatten(tree)
     return tree_unflatten([_hold_leaf(leaf) for leaf in leaves], spec)
 
 
@@ -120,16 +143,29 @@ def _hold_leaf(leaf: Any) -> Any:
 
 
 def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
-    if isinstance(leaf, (*_PLAIN, type, torch.nn.Module)) or not hasattr(leaf, "__dict__"):
+    if isinstance(leaf, _PLAIN) or not hasattr(leaf, "__dict__"):
         return False
-    if id(leaf) in seen:
+    if id(leaf) in seen or type(leaf).__module__.startswith(_MACHINERY):
         return False
     seen.add(id(leaf))
-    inside, _ = tree_flatten(dict(vars(leaf)))
+    inside, _ = _pytree.tree_flatten(dict(vars(leaf)))
     return any(torch.is_tensor(item) or _holds_tensors(item, seen) for item in inside)
 
 
+def _is_block_mask(kind: type) -> bool:
+    """Whether it is torch's ``BlockMask``: it can take itself apart, but torch registers that
+    nowhere. By its name, as importing it takes time.
+    """
+    return (kind.__module__, kind.__name__) == ("torch.nn.attention.flex_attention", "BlockMask")
+
+
 def _flatten(holder: Holder) -> tuple[list[Any], Skeleton]:
+    kind = type(holder.value)
+    if _is_block_mask(kind):
+        children, context = holder.value._flatten()
+        names = [n for n in kind._TENSOR_ATTRS if getattr(holder.value, n) is not None]
+        names += [f"closure_{at}" for at in range(len(children) - len(names))]
+        return [*map(hold, children)], Skeleton(kind, tuple(names[: len(children)]), {}, context)
     attributes = {name: hold(value) for name, value in vars(holder.value).items()}
     children = tuple(name for name, value in attributes.items() if _has_tensor(value))
     rest = {name: value for name, value in attributes.items() if name not in children}
@@ -142,6 +178,8 @@ def _has_tensor(tree: Any) -> bool:
 
 
 def _unflatten(children: Any, skeleton: Skeleton) -> Any:
+    if skeleton.context is not None:
+        return skeleton.kind._unflatten(tuple(children), skeleton.context)  # type: ignore[attr-defined]
     value: Any = object.__new__(skeleton.kind)
     value.__dict__.update(skeleton.rest)
     value.__dict__.update(zip(skeleton.children, children, strict=True))

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .dtensor import local_tensor
+from .dtensor import is_dtensor, local_tensor
 
 _VERSION = attrgetter("_version")
 
@@ -82,7 +83,8 @@ class StateReader:
     """Reader of a module's parameters and buffers by name, as they are at the time of the call.
 
     Looks each one up where the module keeps it, so that a parameter that was moved or
-    replaced since is found, without walking the module tree on every call.
+    replaced since is found, without walking the module tree on every call. Of a subclass that holds
+    tensors (quantized weights), these are there, too, under the names of their attributes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -105,14 +107,31 @@ class StateReader:
         self._tables = [modules for modules, _ in children]
         self._children = [name for _, name in children]
         self._found = list(map(dict.get, self._tables, self._children))
+        state = zip(self._names, map(getitem, self._spaces, self._keys), strict=True)
+        self._holding = [name for name, tensor in state if _holds_tensors(tensor)]
 
     def __call__(self) -> dict[str, torch.Tensor]:
         if any(map(is_not, map(dict.get, self._tables, self._children), self._found)):
             self._index()  # a submodule was replaced
         found = dict(zip(self._names, map(getitem, self._spaces, self._keys), strict=True))
+        for name in self._holding:
+            found.update(_tensors_of(name, found[name]))
         if any(map(is_, found.values(), repeat(None))):
             return {name: tensor for name, tensor in found.items() if tensor is not None}
         return found
+
+
+def _holds_tensors(tensor: torch.Tensor | None) -> bool:
+    """Whether graphs take what a parameter or buffer holds in its place."""
+    return is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor)
+
+
+def _tensors_of(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    for attribute in tensor.__tensor_flatten__()[0]:
+        held, path = local_tensor(getattr(tensor, attribute)), f"{name}.{attribute}"
+        yield path, held
+        if _holds_tensors(held):
+            yield from _tensors_of(path, held)
 
 
 def _table(names: Any) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""``python -m benchmarks.coverage`` compares and writes ``benchmarks/coverage/README.md``."""
+"""``python -m benchmarks.coverage`` compares and writes its ``README.md`` and ``docs/tried.md``."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import logging
 import math
 import pathlib
@@ -24,10 +25,12 @@ from .judge import FACTOR, ROUNDINGS
 from .render import GOOD, category, render
 from .results import row, tally
 from .subject import Subject
+from .tried import render as tried
 
 HERE = pathlib.Path(__file__).parent
+TRIED = HERE.parents[1] / "docs" / "tried.md"
 PIPELINES = "pipelines"  # a part of the results, asked for as transformers with --pipeline
-PARTS = ("modules", "opinfo", "transformers", "breaks", "generated")
+PARTS = ("pieces", "modules", "opinfo", "transformers", "breaks", "generated")
 RUN = 20  # examples of one run of hypothesis
 SAVE_SECONDS = 20
 
@@ -62,6 +65,7 @@ def main() -> None:
         )
         _save_now_and_then(_run(part, options, results), keep)
     (HERE / "README.md").write_text(render(results, FACTOR, ROUNDINGS))
+    TRIED.write_text(tried(results))
 
 
 def _parts(options: argparse.Namespace) -> Iterator[str]:
@@ -129,12 +133,14 @@ def _cases(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Examin
         for name, (group, subject) in lesson.subjects().items():
             yield name, functools.partial(_examined, subject, group)
     else:
+        library = part if part == "transformers" else ""
         for group, subject in _subjects(part, options):
-            yield subject.name, functools.partial(_examined, subject, group)
+            yield subject.name, functools.partial(_examined, subject, group, library)
 
 
-def _examined(subject: Subject, group: str) -> dict[str, Any]:
-    return row(examine(subject), group)
+def _examined(subject: Subject, group: str, library: str = "") -> dict[str, Any]:
+    said = {"library": f"{library} {importlib.metadata.version(library)}"} if library else {}
+    return row(examine(subject), group) | said
 
 
 def _subjects(part: str, options: argparse.Namespace) -> Iterable[tuple[str, Subject]]:
@@ -150,6 +156,10 @@ def _subjects(part: str, options: argparse.Namespace) -> Iterable[tuple[str, Sub
 
         transformers.logging.set_verbosity_error()
         return architectures.subjects()
+    if part == "pieces":
+        from . import pieces
+
+        return (("pieces", each) for each in pieces.subjects())
     from . import breaks
 
     return (("breaks", each) for each in breaks.subjects())

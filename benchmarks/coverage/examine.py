@@ -49,6 +49,7 @@ class Finding:
         in_parts: no single graph holds it: parts are split, the rest is ordinary autograd.
         detail: what differs, why it was refused, or what was raised.
         warned: what autosplit warned of.
+        share: of weight gradients, how much waits for W; None where that is not known.
         seconds: time taken.
     """
 
@@ -57,6 +58,7 @@ class Finding:
     in_parts: bool = False
     detail: str = ""
     warned: tuple[str, ...] = ()
+    share: float | None = None
     seconds: float = 0.0
 
 
@@ -84,7 +86,7 @@ def examine(subject: Subject, splitter: Splitter = split_for_rounds) -> Finding:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            theirs = observe(twin, rounds, subject.loss)
+            theirs = observe(twin, rounds, subject.loss, kept=subject.kept)
         except NothingToDifferentiateError as reason:
             return Finding(subject.name, Verdict.NO_BACKWARD, detail=str(reason))
         except Exception as error:
@@ -105,7 +107,13 @@ def _against(
         warnings.simplefilter("always")
         try:
             split = splitter(model)
-            mine = observe(split, rounds, subject.loss, backward_weight=split.backward_weight)
+            mine = observe(
+                split,
+                rounds,
+                subject.loss,
+                backward_weight=split.backward_weight,
+                kept=subject.kept,
+            )
         except AutosplitError as error:
             return Finding(subject.name, Verdict.REFUSED, detail=_brief(error))
         except Exception as error:
@@ -122,7 +130,7 @@ def _against(
         wrong = out_of_tolerance(differing, mine, theirs, reference)
         verdict = Verdict.WRONG if wrong else Verdict.CLOSE
         detail = "; ".join(wrong[:5] or differing[:3])
-    return Finding(subject.name, verdict, parts is not None, detail, warned)
+    return Finding(subject.name, verdict, parts is not None, detail, warned, _share(split))
 
 
 def _parts(split: Any) -> int | None:
@@ -131,11 +139,20 @@ def _parts(split: Any) -> int | None:
     return None if partial is None else len(partial.parts)
 
 
+def _share(split: Any) -> float | None:
+    """How much of the elements of weight gradients waits for W."""
+    partial = getattr(split, "_by_graphs", None)
+    if partial is not None:
+        return None if partial.history is None else partial.history.share
+    functions = getattr(split, "functions", ())
+    return functions[-1].dependence.deferred_share if functions else None
+
+
 def _reference(subject: Subject, model: nn.Module, rounds: list[list[Call]]) -> Observed | None:
     """Plain autograd in float64; None where that cannot run."""
     wide = [[_double(call) for call in calls] for calls in rounds]
     try:
-        return observe(model.double(), wide, subject.loss)
+        return observe(model.double(), wide, subject.loss, kept=subject.kept)
     except Exception:
         return None
 

@@ -23,6 +23,7 @@ def observe(
     loss: Loss,
     *,
     backward_weight: Callable[[], None] = lambda: None,
+    kept: Callable[[Any], Any] | None = None,
     seed: int = 1,
 ) -> Observed:
     """Every round: forward and backward of each microbatch, then ``backward_weight()``; a
@@ -37,7 +38,7 @@ def observe(
     seed_everything(seed)
     for number, calls in enumerate(rounds):
         for index, call in enumerate(calls):
-            _microbatch(module, call, loss, f"[{number}.{index}]", seen)
+            _microbatch(module, call, loss, kept, f"[{number}.{index}]", seen)
         backward_weight()
         _state(module, f"[{number}]", seen)
         _step(module)
@@ -51,7 +52,14 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _microbatch(module: nn.Module, call: Call, loss: Loss, at: str, seen: Observed) -> None:
+def _microbatch(
+    module: nn.Module,
+    call: Call,
+    loss: Loss,
+    kept: Callable[[Any], Any] | None,
+    at: str,
+    seen: Observed,
+) -> None:
     leaves, spec = pytree.tree_flatten(call)
     # One tensor given twice stays one.
     owned = {id(leaf): _own(leaf) for leaf in leaves}
@@ -61,6 +69,8 @@ def _microbatch(module: nn.Module, call: Call, loss: Loss, at: str, seen: Observ
     given = [clones[id(leaf)] for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(given, spec)
     output = module(*args, **kwargs)
+    if kept is not None:
+        output = output, kept(module)
     _output(output, at, seen)
     seen[f"random generator after forward {at}"] = torch.get_rng_state()
     value = loss(output, torch.Generator().manual_seed(2))

@@ -41,6 +41,13 @@ parameter's gradient, buffers, and the random generator's state.
 
 {summary}
 
+## Kinds of code
+
+Small programs as people write them, in `pieces/`; what each is, and how much of it waits, is in
+`docs/tried.md`.
+
+{pieces}
+
 ## torch's module database
 
 {modules_head}
@@ -97,6 +104,7 @@ def render(results: Results, factor: float, roundings: float) -> str:
         factor=factor,
         roundings=roundings,
         summary=_summary(results),
+        pieces=_listing(results.rows("pieces")),
         modules_head=_modules_head(modules),
         modules=_exceptions(modules),
         operators=_operators(results.rows("opinfo")),
@@ -129,6 +137,7 @@ def _counts(rows: Rows) -> Counter[str]:
 
 def _summary(results: Results) -> str:
     names = {
+        "pieces": "kinds of code",
         "modules": "module database",
         "transformers": "Hugging Face",
         "breaks": "graph breaks",

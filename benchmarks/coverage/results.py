@@ -18,8 +18,9 @@ def row(finding: Finding, group: str) -> dict[str, Any]:
         "verdict": finding.verdict.value,
         "in_parts": finding.in_parts,
         "detail": finding.detail,
+        "share": finding.share,
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in found.items() if value or key == "share"}
 
 
 def tally(name: str, findings: Iterable[Finding]) -> dict[str, Any]:

@@ -47,9 +47,11 @@ class Subject:
         call: makes the arguments of one microbatch, called under a seed of its own. Floating
             tensors among them that require a gradient are compared for theirs.
         loss: scalar of the module's output.
+        kept: what the loss reads of the module besides; None where that is nothing.
     """
 
     name: str
     build: Callable[[], nn.Module]
     call: Callable[[], Call]
     loss: Loss = projection
+    kept: Callable[[Any], Any] | None = None

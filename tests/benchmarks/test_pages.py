@@ -10,6 +10,7 @@ import pytest
 import benchmarks
 from benchmarks.coverage.judge import FACTOR, ROUNDINGS
 from benchmarks.coverage.render import render as coverage
+from benchmarks.coverage.tried import render as tried
 from benchmarks.faults.page import render as faults
 from benchmarks.overview import README, written
 from benchmarks.paper.overview import overview
@@ -35,6 +36,11 @@ def test_a_page_is_what_its_results_say(name: str) -> None:
 def test_the_table_of_readme_is_what_the_results_say() -> None:
     text = README.read_text()
     assert text == written(text, Results.read(HERE / "pipeline" / "results.json"))
+
+
+def test_what_was_tried_is_what_the_results_say() -> None:
+    results = Results.read(HERE / "coverage" / "results.json")
+    assert (HERE.parent / "docs" / "tried.md").read_text() == tried(results)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from benchmarks.coverage import pieces
 from benchmarks.coverage.examine import Verdict, examine
 from benchmarks.coverage.generated.functions import BINARY
 from benchmarks.coverage.generated.plan import Plan
@@ -49,6 +50,21 @@ def test_module_database(name: str) -> None:
         found = {case.name: examine(case) for case in modules()[name]}
     assert len(found) == 4  # float32 and float64, train and eval
     assert {key: each.detail for key, each in found.items() if each.verdict not in GOOD} == {}
+
+
+PIECES = ["mask of documents", "packed, plain object", "batch, dataclass"]
+PIECES += ["losses in a new list", "losses in one list", "scales on modules"]
+PIECES += ["int8 base", "NF4 base", "int8 products", "autograd in a backward"]
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_piece(name: str) -> None:
+    (subject,) = (each for each in pieces.subjects() if each.name == name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        finding = examine(subject)
+    found = finding.verdict, finding.in_parts, finding.share
+    assert found == (Verdict.EQUAL, False, 1.0), finding
 
 
 def test_architecture() -> None:
