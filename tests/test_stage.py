@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from typing import Any
 
@@ -342,3 +343,44 @@ def test_a_steady_forward_runs_what_the_one_before_ran(norm: int, rows: int, kep
         assert torch.allclose(second, first if kept else 2 * first)
     else:
         assert torch.allclose(second, 2 * first[:rows], atol=1e-6)
+
+
+@dataclasses.dataclass
+class Weighted:
+    values: Tensor
+    weights: Tensor
+    power: int
+
+
+class Kept(nn.Module):
+    """Takes its inputs as one object, and leaves a figure behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, given: Weighted) -> Tensor:
+        made: Tensor = self.inner(given.values * given.weights).pow(given.power)
+        self.energy = made.square().mean()
+        return made
+
+
+def test_objects_are_inputs_and_what_is_left_has_no_gradient() -> None:
+    module = Kept()
+    twin = copy.deepcopy(module)
+    given = [Weighted(torch.randn(3, 4), torch.randn(4), 2) for _ in range(3)]
+    stage = Stage(module, [given[0]])
+    for at, each in enumerate(given):
+        (output,) = stage.forward(at, [each])
+        expected = twin(each)
+        assert torch.equal(output, expected)
+        assert torch.equal(module.energy, twin.energy)
+        expected.sum().backward()
+        assert stage.backward_input(at, [torch.ones(3, 4)]) == [None, None]
+        stage.backward_weight(at)
+    stage.publish()
+    assert_same_gradients(module, twin)
+    with pytest.raises(SplitError, match=r"the gradient of self\.energy"):
+        module.energy.backward()
+    with pytest.raises(SplitError, match="in more than tensors"):
+        stage.forward(3, [dataclasses.replace(given[0], power=3)])

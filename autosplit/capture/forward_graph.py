@@ -14,7 +14,7 @@ from autosplit.text.figures import few
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
 
-from .diagnosis import definition, user_errors
+from .diagnosis import definition, norm_hook, user_errors
 from .export import export
 from .guards import unobserved
 from .operator_effects import Effect, examine
@@ -59,11 +59,10 @@ def capture_forward(
     refuse_sharded(module)
     with user_errors(module), unobserved(), torch.enable_grad():
         exported, _ = export(module, args, kwargs)
-        if left := exported.meta["left"]:
+        if left := [*map(str, exported.meta["left"])]:
             raise CaptureError(
-                f"{type(module).__name__}.forward (at {definition(module)}) leaves "
-                f"{few([*map(str, left)], 4)} on its modules, which a stage of a plan does not: "
-                "return them, so that the loss finds them in the output"
+                f"{type(module).__name__}.forward (at {definition(module)}) leaves {few(left, 4)} "
+                f"on its modules, which a stage of a plan does not. {_advice(module)}"
             )
         divide_layers(exported)
         refuse_margin_losses(exported)
@@ -87,6 +86,15 @@ def capture_forward(
     forward = CapturedForward(exported, {}, {}, parameters, {}, effects, found, spec)
     _name(forward, module, (args, kwargs), tensors)
     return forward
+
+
+def _advice(module: nn.Module) -> str:
+    norm = norm_hook(module)
+    if norm:
+        return (
+            f"Use torch.nn.utils.parametrizations.{norm}, which computes a weight where it is read."
+        )
+    return "Return such values, so that the loss finds them in the output"
 
 
 def _add_returned(

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-from .diagnosis import definition, norm_hook, told_once
+from .diagnosis import definition, told_once
 
 _SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")
 _SIGN = "side effects"  # in a warning of Dynamo's that names the objects that are written to
@@ -214,7 +214,9 @@ class _WrittenObjects:
             raise PythonStateError(
                 f"{type(self.module).__name__}.forward (at {definition(self.module)}) changes "
                 f"Python state, {', '.join(map(_readable, lasting))}, which a graph cannot repeat "
-                f"on every call. {_advice(self.module)}",
+                "on every call. Keep such state outside of the forward, or in a buffer that is "
+                "written in place. If only the first call does it, call the model once before it "
+                "is split.",
                 inside=self._are_copied(lasting),
             )
         written = [
@@ -274,16 +276,6 @@ class _WrittenObjects:
                 f"tensor (at {definition(self.module)}); write into it instead, as in "
                 "self.buffer.copy_(new) or self.buffer += 1"
             )
-
-
-def _advice(module: nn.Module) -> str:
-    norm = norm_hook(module)
-    if norm:
-        return f"Use torch.nn.utils.parametrizations.{norm}, which keeps such state in buffers."
-    return (
-        "Keep such state outside of the forward, or in a buffer that is written in place. "
-        "If only the first call does it, call the model once before it is split."
-    )
 
 
 def _readable(source: str) -> str:

@@ -139,7 +139,8 @@ def hold(tree: Any) -> Any:
 
 
 def _hold_leaf(leaf: Any) -> Any:
-    return Holder(leaf) if _holds_tensors(leaf, set()) else leaf
+    held = not isinstance(leaf, Holder) and _holds_tensors(leaf, set())
+    return Holder(leaf) if held else leaf
 
 
 def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
