@@ -42,7 +42,7 @@ def returned(module: nn.Module) -> Iterator[list[Place]]:
     original = getattr(original, "around", original)
 
     def compile_subgraph(graph: Any, tx: Any, *args: Any, **options: Any) -> Any:
-        left = [*_left(graph.side_effects, module)]
+        left = [*_left(graph, module)]
         if left and tx.stack:
             found.extend(place for place, _ in left)
             behind = TupleVariable([value for _, value in left])
@@ -54,8 +54,11 @@ def returned(module: nn.Module) -> Iterator[list[Place]]:
         yield found
 
 
-def _left(effects: Any, module: nn.Module) -> Iterator[tuple[Place, Any]]:
-    """Where a traced forward has left tensors, and what of Dynamo's they are."""
+def _left(graph: Any, module: nn.Module) -> Iterator[tuple[Place, Any]]:
+    """Where a traced forward has left tensors, and what of Dynamo's they are. Not where it asked
+    what was there before: then it fills a cache, or goes on from its last call.
+    """
+    effects, asked = graph.side_effects, tuple(guard.name for guard in graph.guards)
     function, root = get_traced_fn(module)
     me = next(iter(inspect.signature(function, follow_wrapped=False).parameters), "")
     for variable in effects.id_to_variable.values() if root is module else ():
@@ -72,7 +75,8 @@ def _left(effects: Any, module: nn.Module) -> Iterator[tuple[Place, Any]]:
             continue
         own = {*target._parameters, *target._buffers, *target._modules}
         for name, value in effects.store_attr_mutations.get(variable, {}).items():
-            if name not in own and _holds_tensors(value):
+            before = f"{source}.{name}"
+            if name not in own and before not in asked and _holds_tensors(value):
                 yield Place(source, target, name), value
 
 

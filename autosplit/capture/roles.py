@@ -27,6 +27,7 @@ from autosplit.passes.graph import ORIGIN, STATE, Origin, inputs, placeholders, 
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor
 
 from .module_paths import frames
+from .side_effects import PythonStateError
 
 _TAG = "partitioner_tag"
 _FORWARD = {"is_forward", "must_be_in_forward"}
@@ -362,6 +363,22 @@ def _make_sizes_static(role: Role, value: Any) -> None:
     value.meta["val"] = tensor.new_empty_strided(sizes, tensor.stride())
 
 
+def _refuse_unshaped(name: str, graph: fx.Graph) -> None:
+    """Refuse a call that fills a buffer without elements, as the first of an observer does: what
+    shape that gets, tracing does not know.
+
+    Raises:
+        PythonStateError: it does.
+    """
+    before = inputs(graph, Kind.BUFFER).get(Role(Kind.BUFFER, name))
+    if before is not None and not before.meta["val"].numel():
+        raise PythonStateError(
+            f"the forward fills buffer {name!r}, which has no elements; call the module once "
+            "before it is split",
+            inside=True,
+        )
+
+
 def _label_outputs(graph: fx.Graph, names: ModuleRoles, writes: list[tuple[Role, fx.Node]]) -> None:
     output = graph.output_node()
     pairs: dict[Role, Any] = {}
@@ -372,6 +389,8 @@ def _label_outputs(graph: fx.Graph, names: ModuleRoles, writes: list[tuple[Role,
         role = names.output(desc)
         if role.kind is Kind.UPDATE and has_backward and is_backward(value):
             raise written_twice(role.name, value, CaptureError)
+        if role.kind is Kind.UPDATE:
+            _refuse_unshaped(role.name, graph)
         _make_sizes_static(role, value)
         if role in pairs:  # a tied parameter: one accumulator, so one gradient
             with graph.inserting_before(output):

@@ -8,10 +8,12 @@ is. Of a ``BlockMask``, what its function closes over are children, too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree
@@ -24,6 +26,8 @@ from torch.utils._pytree import (
     tree_flatten_with_path,
     tree_unflatten,
 )
+
+from .version import TORCH
 
 __all__ = ["TreeSpec", "flatten_named", "register_node", "tree_flatten", "tree_unflatten"]
 
@@ -146,7 +150,10 @@ def _hold_leaf(leaf: Any) -> Any:
 def _holds_tensors(leaf: Any, seen: set[int]) -> bool:
     if isinstance(leaf, _PLAIN) or not hasattr(leaf, "__dict__"):
         return False
-    if id(leaf) in seen or type(leaf).__module__.startswith(_MACHINERY):
+    kind = type(leaf)
+    if id(leaf) in seen or kind.__module__.startswith(_MACHINERY):
+        return False
+    if _is_block_mask(kind) and TORCH < (2, 13):  # its function is compared by what it closes over
         return False
     seen.add(id(leaf))
     inside, _ = _pytree.tree_flatten(dict(vars(leaf)))
@@ -163,7 +170,12 @@ def _is_block_mask(kind: type) -> bool:
 def _flatten(holder: Holder) -> tuple[list[Any], Skeleton]:
     kind = type(holder.value)
     if _is_block_mask(kind):
-        children, context = holder.value._flatten()
+        # It would leave the function's tensors where they are if torch compiles something.
+        compiling = torch.compiler.is_compiling() and patch.object(
+            torch.compiler, "is_compiling", lambda: False
+        )
+        with compiling or contextlib.nullcontext():
+            children, context = holder.value._flatten()
         names = [n for n in kind._TENSOR_ATTRS if getattr(holder.value, n) is not None]
         names += [f"closure_{at}" for at in range(len(children) - len(names))]
         return [*map(hold, children)], Skeleton(kind, tuple(names[: len(children)]), {}, context)

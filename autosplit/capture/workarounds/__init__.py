@@ -25,6 +25,8 @@ tests that fail without it; where torch is mended, it can go.
   `masks_without_values` | tests/capture/workarounds/test_masks_left_out.py |
 | whether a mask is causal is asked of its values | Dynamo | all | `masks_without_values` |
   tests/semantics/operators/test_layers.py |
+| layers for quantization that is trained for are not entered | Dynamo | all | `quantizers_traced` |
+  tests/benchmarks/coverage/test_slice.py |
 | dropout between recurrent layers is left out; coarse ones round every step | AOTAutograd | all |
   `divide_layers` | tests/semantics/operators/test_layers.py |
 | last states of an LSTM have a dimension too many | AOTAutograd | before 2.13 | `divide_layers` |

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import symbolic_convert
+from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.convert_frame import preserve_global_state
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import OutputGraph
@@ -288,6 +288,18 @@ def _is_said_to_be_causal(
     mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
 ) -> bool:
     return is_causal is True
+
+
+@contextlib.contextmanager
+def quantizers_traced() -> Iterator[None]:
+    """Dynamo traces torch's own layers for quantization that is trained for, which it leaves to
+    Python else; their fake quantizers are operators.
+    """
+    known: Any = trace_rules.get_mod_inlinelist
+    root = os.path.dirname(torch.__file__)
+    own = {f"{root}/ao/nn/", f"{root}/ao/quantization/"}
+    with patch.object(trace_rules, "get_mod_inlinelist", lambda: known() | own):
+        yield
 
 
 class LongLoopError(TorchDynamoException):

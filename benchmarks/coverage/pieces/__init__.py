@@ -85,6 +85,7 @@ PIECES = {
         "quantization that is trained for: `self.scale = ...`",
         functools.partial(quantized.trained_for, quantized.Scaled),
     ),
+    "prepare_qat": Piece("torch.ao's fake quantizers", quantized.prepared),
     "attributes read and replaced": Piece(
         "the largest seen, no buffer", functools.partial(quantized.trained_for, quantized.Observed)
     ),

@@ -217,6 +217,16 @@ class Observed(Scaled):
         return x + ((x / self.largest).round() * self.largest - x).detach()
 
 
+def prepared() -> nn.Module:
+    """By torch's own functions, whose observers take the shape of what they see first."""
+    from torch.ao import quantization
+
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).train()
+    layers.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    found: nn.Module = quantization.prepare_qat(layers)
+    return found
+
+
 def trained_for(quantizer: type[nn.Module]) -> nn.Module:
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(quantizer(), first, nn.GELU(), quantizer(), second)

@@ -54,7 +54,7 @@ def test_module_database(name: str) -> None:
 
 PIECES = ["mask of documents", "packed, plain object", "batch, dataclass"]
 PIECES += ["losses in a new list", "losses in one list", "scales on modules"]
-PIECES += ["int8 base", "NF4 base", "int8 products", "autograd in a backward"]
+PIECES += ["prepare_qat", "int8 base", "NF4 base", "int8 products", "autograd in a backward"]
 
 
 @pytest.mark.parametrize("name", PIECES)
