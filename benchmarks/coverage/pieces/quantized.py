@@ -222,7 +222,7 @@ def prepared() -> nn.Module:
     from torch.ao import quantization
 
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).train()
-    layers.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    vars(layers)["qconfig"] = quantization.get_default_qat_qconfig("fbgemm")
     found: nn.Module = quantization.prepare_qat(layers)
     return found
 
