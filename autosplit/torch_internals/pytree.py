@@ -45,7 +45,6 @@ def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
     """Leaves of a pytree with the Python path that reaches each: ``output['logits'][0]``. In
     classes that were registered without keys, numbers stand for them.
     """
-    tree = _hold_leaf(tree)
 
     def is_inside(node: Any) -> bool:
         return node is not tree
@@ -57,7 +56,8 @@ def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
         numbered = enumerate(_pytree.tree_flatten(tree, is_leaf=is_inside)[0])
         children = [(f"[{at}]", child) for at, child in numbered]
     if any(child is tree for _, child in children):
-        return [(root, tree)]
+        held = _hold_leaf(tree)
+        return [(root, tree)] if held is tree else flatten_named(root, held)
     return [leaf for key, child in children for leaf in flatten_named(root + key, child)]
 
 
