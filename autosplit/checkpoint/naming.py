@@ -81,12 +81,6 @@ class Naming:
         self.own = dict(own)
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> Naming:
-        """Of a model that is not cut; it counts as stage 0."""
-        found = _joined(_rows({0: model}, None, 0), ())
-        return cls(dict.fromkeys(found.values()), found)
-
-    @classmethod
     def of_ranks(cls, ranks: Ranks, names: Names | None) -> Naming:
         """Of the stages of a trainer; collective over its ranks.
 

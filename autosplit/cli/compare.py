@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from autosplit.compare.run import compare as run
-from autosplit.compare.run import write_json, write_pictures
+from autosplit.compare.run import write_json, write_timelines_of
 from autosplit.compare.settings import Settings, comparison_table, durations_table
 from autosplit.compare.workload import load_workload
 from autosplit.pipeline.builders.build import build
@@ -66,7 +66,7 @@ from .options import (
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for a rank.")
 @folder_to_write(
     "--output",
-    help="Folder for timeline.png, timeline.html, trace.json, results.json and the graphs.",
+    help="Folder for timeline.html, trace.json, results.json and the graphs.",
 )
 @json_option
 @typed_errors
@@ -98,7 +98,7 @@ def compare(
     if json_file:
         write_json(found, json_file)
     if output:
-        files = [*write_pictures(found, output), output / "results.json", output / "graphs"]
+        files = [*write_timelines_of(found, output), output / "results.json", output / "graphs"]
         write_json(found, output / "results.json")
         click.echo("\nwritten: " + ", ".join(map(str, files)))
 

@@ -3,72 +3,44 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any, TypeAlias
+from typing import Any
 
 import click
-import torch
 from torch import Tensor, nn
 
 from autosplit.cli.options import backend, folder_to_write, memory_option, setting, typed_errors
 from autosplit.compare.workload import Workload, example_of, failures_of, prepared
-from autosplit.errors import AutosplitError, PipelineError
+from autosplit.errors import AutosplitError
 from autosplit.module import SplitModule
-from autosplit.pipeline.schedule.schedule import check_size
 from autosplit.splitting import split
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-Example: TypeAlias = "tuple[nn.Module, tuple[Any, ...], dict[str, Any]]"
-"""A module with positional and keyword inputs."""
 
-
-def example_inputs(
-    made: Any, factory: str, stages: int, stage: int, *, input_grads: bool
-) -> Example:
-    """A module with positional and keyword inputs.
-
-    Args:
-        made: a Workload, or as for ``example_of``.
-        factory: its name, for messages.
-        stages: for a Workload, how many stages.
-        stage: for a Workload, which one.
-        input_grads: whether floating-point inputs need a gradient, as in every stage of a
-            pipeline but the first.
+def _example(made: Any, factory: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A module with positional and keyword inputs: of a Workload the whole model, as one stage.
 
     Raises:
-        PipelineError: ``made`` is something else, or there is no such stage.
+        PipelineError: ``made`` is something else, or a Workload's own functions fail.
     """
-    if isinstance(made, Workload):
-        module, args = _stage(made, factory, stages, stage)
-        kwargs: dict[str, Any] = {}
-    elif (stages, stage) != (1, 0):
-        raise PipelineError(
-            f"{factory} returned no Workload, which alone knows stages; got stages={stages} and "
-            f"stage={stage}"
-        )
-    else:
-        module, args, kwargs = example_of(made, factory)
-    leaves, spec = tree_flatten((args, kwargs))
-    leaves = [_with_grad(leaf) if input_grads else leaf for leaf in leaves]
-    args, kwargs = tree_unflatten(leaves, spec)
-    return module, args, kwargs
+    if not isinstance(made, Workload):
+        return example_of(made, factory)
+    with failures_of(f"{factory}, of its batch or only stage,"):
+        value, _ = made.batch_fn(0, made.microbatch_size)
+        module = made.stage_fn(0, 1)
+    return module, value if isinstance(value, tuple) else (value,), {}
 
 
-def split_example(given: Example, factory: str, *, backend: str, memory: str | int) -> SplitModule:
+def _split(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], factory: str, **options: Any
+) -> SplitModule:
     """The module split, and captured for its inputs.
-
-    Args:
-        given: what ``example_inputs`` found.
-        factory: its name, for messages.
-        backend: see ``split``.
-        memory: see ``split``.
 
     Raises:
         PipelineError: the model fails on its inputs, split or not.
         AutosplitError: as for ``split``.
     """
-    model, args, kwargs = given
     try:
-        module = split(model, args, kwargs, backend=backend, memory=memory)
+        module = split(model, args, kwargs, **options)
         if not module.functions:  # split graph by graph, as a call finds them
             module(*args, **kwargs)
         return module
@@ -80,21 +52,6 @@ def split_example(given: Example, factory: str, *, backend: str, memory: str | i
         raise
 
 
-def _stage(
-    workload: Workload, factory: str, stages: int, stage: int
-) -> tuple[nn.Module, tuple[Any, ...]]:
-    if not 0 <= stage < stages:
-        raise PipelineError(f"no stage {stage} of {stages}; stages count from 0")
-    check_size(stages, 1)
-    with failures_of(f"{factory}, of its batch or stages 0 to {stage},"), torch.no_grad():
-        value, _ = workload.batch_fn(0, workload.microbatch_size)
-        for index in range(stage):
-            module = workload.stage_fn(index, stages)
-            value = module(*value) if isinstance(value, tuple) else module(value)
-        built = workload.stage_fn(stage, stages)
-    return built, value if isinstance(value, tuple) else (value,)
-
-
 def _with_grad(leaf: Any) -> Any:
     floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
     return leaf.detach().requires_grad_() if floating else leaf
@@ -104,8 +61,6 @@ def _with_grad(leaf: Any) -> Any:
 @click.argument("factory")
 @setting
 @backend
-@click.option("--stages", default=1, show_default=True, help="For a Workload: stages.")
-@click.option("--stage", default=0, show_default=True, help="For a Workload: which one.")
 @click.option(
     "--no-input-grads", is_flag=True, help="Inputs need no gradient, as in a first stage."
 )
@@ -122,8 +77,6 @@ def inspect(
     factory: str,
     overrides: dict[str, str],
     backend: str,
-    stages: int,
-    stage: int,
     no_input_grads: bool,
     memory: str | int,
     folder: pathlib.Path | None,
@@ -131,9 +84,11 @@ def inspect(
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns a Workload or
     (model, args) or (model, args, kwargs).
     """
-    made = prepared(factory, overrides)()
-    given = example_inputs(made, factory, stages, stage, input_grads=not no_input_grads)
-    module = split_example(given, factory, backend=backend, memory=memory)
+    model, args, kwargs = _example(prepared(factory, overrides)(), factory)
+    if not no_input_grads:
+        leaves, spec = tree_flatten((args, kwargs))
+        args, kwargs = tree_unflatten([*map(_with_grad, leaves)], spec)
+    module = _split(model, args, kwargs, factory, backend=backend, memory=memory)
     click.echo(module.report())
     if folder:
         module.dump(folder)

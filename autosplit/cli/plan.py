@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from autosplit.compare.workload import example_of, prepared
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
-from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -36,7 +35,7 @@ from autosplit.planner.cutting import (
     refine_by_trial_runs,
     trial_of,
 )
-from autosplit.planner.estimate import EFFICIENCY, DeviceKind, device_kind, estimate
+from autosplit.planner.estimate import DeviceKind, device_kind, estimate
 from autosplit.planner.meta_model import meta_model
 from autosplit.planner.plan import Plan, made_for, make_plan
 from autosplit.planner.plan_search import (
@@ -62,9 +61,6 @@ from .options import backend, counts, file_to_write, json_option, names, setting
 
 _SECONDS = 60.0
 _TIMEOUT = 24 * 3600.0  # a model may take long to capture; a rank that dies ends all at once
-
-# With any of these nothing can be measured here.
-_ELSEWHERE = ("device", "flops", "bandwidth_memory", "link", "efficiency")
 
 
 def resized(inputs: Any, size: int) -> Any:
@@ -132,10 +128,9 @@ class PlanRequest:
         seconds: to measure for, in all.
         backend: how graphs are run.
         machine: what the plan is for, where that is not this machine.
-        efficiency: which share of the rates of that machine is reached.
 
     Raises:
-        PlanError: seconds or an efficiency that are none.
+        PlanError: seconds that are none.
     """
 
     devices: int
@@ -146,12 +141,9 @@ class PlanRequest:
     seconds: float = _SECONDS
     backend: str = "eager"
     machine: DeviceKind | None = None
-    efficiency: float = EFFICIENCY
 
     def __post_init__(self) -> None:
         check_seconds(self.seconds)
-        if self.machine is not None:
-            self.machine.speed(efficiency=self.efficiency)
 
 
 @dataclass(frozen=True)
@@ -248,7 +240,7 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
     def speed() -> DeviceSpeed:
         if request.machine is None:
             return measure_device()
-        return request.machine.speed(_computes_in(model), request.efficiency)
+        return request.machine.speed(_computes_in(model))
 
     @functools.cache
     def whole_of(size: int) -> WholeModel:
@@ -273,7 +265,7 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
     )
     if rehearse:
         costs = costs_of(best.microbatch_size, best.memory)
-        solution = _rehearsed(whole, best, solution, costs, limits, request)
+        solution = _rehearsed(whole, best, costs, limits, request)
     plan = make_plan(
         solution,
         made_for(whole),
@@ -293,21 +285,15 @@ def _options(request: PlanRequest, memory: str | int) -> BlockOptions:
 def _rehearsed(
     whole: WholeModel,
     best: Configuration,
-    solution: Solution,
     costs: ModelCosts,
     limits: Limits,
     request: PlanRequest,
 ) -> Solution:
     """The stages of a configuration after rehearsals."""
-    # A schedule that was searched for suits the cuts that it was searched for.
-    own = best.schedule not in SCHEDULES
     asked = ScheduleRequest(
-        solution.schedule if own else best.schedule,
-        best.microbatches,
-        best.ranks,
-        split_backward=own or not best.fused,
+        best.schedule, best.microbatches, best.ranks, split_backward=not best.fused
     )
-    find = finder(best.stages, solution.firsts if own else None, asked, limits)
+    find = finder(best.stages, None, asked, limits)
     run = trial_of(whole, _options(request, best.memory), request.seconds)
     return refine_by_trial_runs(costs, find, run)[0]
 
@@ -368,10 +354,7 @@ def _limit(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--microbatches", callback=counts, help="Default: about 1, 2 and 4 a device.")
 @click.option("--estimate", is_flag=True, help="From FLOPs and bytes; measure nothing.")
 @click.option("--device", help="Plan for this device, such as h100, by its data sheet.")
-@click.option("--flops", type=float, help="Of the device, teraflops in the model's dtype.")
-@click.option("--bandwidth-memory", type=float, help="Of its memory, gigabytes a second.")
 @click.option("--link", help="Between devices: gigabytes a second, or a name such as ib-ndr.")
-@click.option("--efficiency", type=float, help="Share of these rates that is reached; 0.5.")
 @click.option("--seconds", type=float, help="To measure blocks for, in all; 60.")
 @click.option(
     "--optimizer-state",
@@ -437,33 +420,28 @@ def _request(
     estimate: bool,
     seconds: float | None,
     optimizer_state: float,
-    **elsewhere: Any,
+    device: str | None,
+    link: str | None,
 ) -> PlanRequest:
     """What the options ask for; refuses those that others leave without effect.
 
     Raises:
         click.BadParameter: naming both.
     """
-    given = [name for name in _ELSEWHERE if elsewhere[name] is not None]
-    if seconds is not None and (given or estimate):
-        why = f"--{given[0].replace('_', '-')}" if given else "--estimate"
+    if link is not None and device is None:
+        raise click.BadParameter("--link is between devices of a --device that is not here")
+    if seconds is not None and (device is not None or estimate):
+        why = "--estimate" if device is None else "--device"
         raise click.BadParameter(
             f"--seconds has no effect with {why}, by which nothing is measured here"
         )
-    for name in ("flops", "bandwidth_memory"):
-        if elsewhere[name] is not None and not elsewhere[name] > 0.0:
-            raise click.BadParameter(
-                f"--{name.replace('_', '-')} must be > 0, got {elsewhere[name]!r}"
-            )
-    efficiency = elsewhere.pop("efficiency")
     return PlanRequest(
         devices,
         batch,
         SearchSpace(stages, microbatches, schedules or None, memory or None),
         Limits(limit, optimizer_state, Transfer(), measures=math.isfinite(limit)),
-        bool(given) or estimate,
+        device is not None or estimate,
         _SECONDS if seconds is None else seconds,
         backend,
-        device_kind(**elsewhere) if given else None,
-        EFFICIENCY if efficiency is None else efficiency,
+        None if device is None else device_kind(device, link),
     )

@@ -6,7 +6,6 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,8 +18,8 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.grid import format_schedule
-from autosplit.report.schedule_table import draw_survey, survey_rows, survey_table
-from autosplit.report.timelines import write_timelines
+from autosplit.report.schedule_table import survey_rows, survey_table
+from autosplit.report.timelines import Panel, write_timelines
 from autosplit.text.files import write_text
 
 
@@ -87,16 +86,6 @@ def choose_schedule(found: Survey, name: str | None) -> SimulatedSchedule:
     return min(entries, key=lambda entry: entry.timeline.step_time)
 
 
-def write_pictures(found: Survey, shown: SimulatedSchedule, folder: Path) -> list[Path]:
-    """Time against memory of all schedules; timeline and trace of one."""
-    microbatches, ranks = shown.schedule.microbatches, len(shown.schedule.ranks)
-    title = f"{ranks} ranks, {microbatches} microbatches, simulated"
-    rows = [(f"{shown.name}, {shown.weights}", shown.timeline)]
-    files = write_timelines(rows, folder, title=title)
-    draw_survey(found, folder / "pareto.png", title=title)
-    return [folder / "pareto.png", *files]
-
-
 def _each(what: str, numbers: Sequence[float], size: int, stages: int) -> list[Sequence[float]]:
     """``size`` numbers for each stage."""
     if not all(math.isfinite(each) and each >= 0.0 for each in numbers):
@@ -141,7 +130,7 @@ def _each(what: str, numbers: Sequence[float], size: int, stages: int) -> list[S
 @click.option("--message", type=float, help="Megabytes of a microbatch between two stages.")
 @click.option("--cap", type=float, help="Search the shortest step that keeps no more on any rank.")
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
-@folder_to_write("--output", help="Folder for pareto.png, timeline.png and .html, and trace.json.")
+@folder_to_write("--output", help="Folder for timeline.html and trace.json.")
 @json_option
 @typed_errors
 def simulate(
@@ -160,7 +149,9 @@ def simulate(
         data = {"rows": survey_rows(found), "refused": found.refused}
         write_text(json_file, json.dumps(data, indent=2) + "\n")
     if output:
-        files = write_pictures(found, shown, output)
+        title = f"{options['stages']} ranks, {options['microbatches']} microbatches, simulated"
+        panels = [Panel(f"{shown.name}, {shown.weights}", shown.timeline)]
+        files = write_timelines(panels, output, title=title)
         click.echo("\nwritten: " + ", ".join(map(str, files)))
     elif schedule:
         click.echo("\n" + format_schedule(shown.schedule))

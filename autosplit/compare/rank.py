@@ -34,8 +34,6 @@ from autosplit.planner.profile import BlockOptions
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.text.figures import spread
-from autosplit.torch_internals.allocations import HostAllocations
-from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .settings import Comparison, Row, Settings
 from .workload import Workload, load_workload
@@ -136,30 +134,6 @@ def stages_for(workload: Workload, settings: Settings, costs: ModelCosts | None)
     inputs, _ = workload.batch_fn(0, workload.microbatch_size)
     options = StageOptions(backend=settings.backend, planning={"costs": costs})
     return {"model": workload.model_fn(), "example": inputs, "stage_options": options}
-
-
-def peak_bytes(call: Callable[[], Any], resident: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of ``resident`` tensors plus the peak of what ``call`` allocates.
-
-    On CUDA the allocator's own peak. On the CPU torch keeps none, so the profiler's record of
-    every allocation and release is added up; the call is slower meanwhile, not larger.
-
-    Args:
-        call: what to measure; it should release what it allocates.
-        resident: tensors that exist throughout (parameters, optimizer state).
-        device: where the call runs.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        grown = torch.cuda.max_memory_allocated(device) - before
-    else:
-        with HostAllocations() as allocations:
-            allocations.mark()
-            call()
-        grown = allocations.stretches()[0].highest
-    return distinct_storage_bytes(resident) + grown
 
 
 _Summary = tuple[Row, Timeline, Timeline, list[StageMemory]]
@@ -302,17 +276,18 @@ class _Case:
             self.advance()
 
     def _measure_memory(self, run: _Run) -> None:
-        """A step that is not timed; the optimizer's state exists from here on."""
+        """Steps that are not timed; the optimizer's state exists from here on."""
         trainer, batch = run.trainer, self._share(run, self._batch(0))
         trainer.step(batch)
-        resident = [t for m in trainer.modules.values() for t in (*m.parameters(), *m.buffers())]
-        if trainer.optimizer is not None:
-            states = trainer.optimizer.state.values()
-            resident += [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
+        trainer.record = "memory"
+        trainer.step(batch)
+        memory = trainer.memory()
+        trainer.record = True
         own = {index: footprint(stage) for index, stage in trainer.stages.items()}
         every = {index: size for part in _gather(own) for index, size in part.items()}
         run.kept = [StageMemory(*every[index]) for index in range(self.settings.stages)]
-        run.peak = _gather(peak_bytes(lambda: trainer.step(batch), resident, trainer.device))
+        at = trainer.rank
+        run.peak = _gather(memory.fixed[at] + memory.peak_activations[at])
         self.advance()
 
     def _time_step(self, run: _Run, step: int) -> None:

@@ -121,7 +121,7 @@ class Row:
         ideal_speedup: the same from simulated steps with the durations measured in this run.
         bubble: idle share of the ranks' time between first start and last end, measured.
         ideal_bubble: the same, simulated with the durations measured in this run.
-        peak_bytes: per rank, the most bytes of tensors at any time of a step.
+        peak_bytes: per rank, the most bytes of tensors at any time of forward and backward.
         max_grad_diff: largest difference from gradients of single-process autograd.
         first_loss: mean loss of the first step, of replicas the first one's.
         last_loss: mean loss of the last step, likewise.

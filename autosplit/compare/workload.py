@@ -18,7 +18,6 @@ import inspect
 import os
 import sys
 import traceback
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,54 +57,29 @@ def configure(kind: type[Settings], overrides: Mapping[str, object]) -> Settings
     return kind(**{name: _convert(name, value, hints[name]) for name, value in overrides.items()})
 
 
-def parameter_kinds(factory: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
-    """What each parameter takes, that of `**settings` under `"**"`; none where nothing says."""
+def _kinds(factory: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """What each parameter is annotated as, or its default is; that of `**settings` under `"**"`."""
     function = inspect.getattr_static(factory, "__init__") if isinstance(factory, type) else factory
     try:
         hints = typing.get_type_hints(function)
     except Exception:  # names of the user's that are only there for a type checker
-        every = {name: each.annotation for name, each in signature.parameters.items()}
-        hints = {n: a for n, a in every.items() if a is not signature.empty and type(a) is not str}
-    found = {}
-    for name, parameter in signature.parameters.items():
-        key = "**" if parameter.kind is parameter.VAR_KEYWORD else name
-        if name in hints:
-            found[key] = hints[name]
-        elif type(parameter.default) in _PLAIN:
-            found[key] = type(parameter.default)
-    return found
+        hints = {}
+    return {
+        "**" if each.kind is each.VAR_KEYWORD else name: hints.get(name, type(each.default))
+        for name, each in signature.parameters.items()
+    }
 
 
-def read_setting(name: str, text: str, kind: Any) -> object:
+def _read(name: str, text: str, kind: Any) -> object:
     """The value that a text stands for."""
     if kind in _PLAIN:
         return _convert(name, text, kind)
     if kind is object:  # left to the factory, as `configure` takes it
         return text
-    if typing.get_origin(kind) is typing.Literal:
-        known = {str(value): value for value in typing.get_args(kind)}
-        if text not in known:
-            raise PipelineError(f"setting {name} is one of {', '.join(known)}, got {text!r}")
-        return known[text]
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return _read_one_of(name, text, typing.get_args(kind))
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
-
-
-def _read_one_of(name: str, text: str, kinds: Sequence[Any]) -> object:
-    if type(None) in kinds and text.lower() == "none":
-        return None
-    errors = []
-    for kind in sorted(kinds, key=lambda each: each is str):  # a text fits always
-        if kind is not type(None):
-            try:
-                return read_setting(name, text, kind)
-            except PipelineError as error:
-                errors.append(str(error))
-    raise PipelineError("; or ".join(errors))
 
 
 def _convert(name: str, value: object, kind: type) -> object:
@@ -162,9 +136,8 @@ def prepared(spec: str, overrides: Mapping[str, object]) -> Callable[[], Any]:
     """The factory `spec` with these settings, yet to be called.
 
     A setting that is a text, as from a command line, becomes what its parameter is annotated as: an
-    int, float, bool or str, one of several values, or None where that may be. A parameter without
-    annotation goes by its default; without either, and under another annotation, a Python literal
-    becomes its value and anything else stays a text.
+    int, float, bool or str. A parameter without annotation goes by its default; without either, and
+    under another annotation, a Python literal becomes its value and anything else stays a text.
 
     Raises:
         PipelineError: as `load_factory`, or the factory does not take the settings; and when it is
@@ -178,9 +151,9 @@ def prepared(spec: str, overrides: Mapping[str, object]) -> Callable[[], Any]:
         raise PipelineError(
             f"{spec}{signature} cannot be called with {_listed(overrides)}: {error}"
         ) from None
-    kinds = parameter_kinds(factory, signature)
+    kinds = _kinds(factory, signature)
     read = {
-        name: read_setting(name, value, kinds.get(name, kinds.get("**")))
+        name: _read(name, value, kinds.get(name, kinds.get("**")))
         if isinstance(value, str)
         else value
         for name, value in overrides.items()

@@ -3,8 +3,7 @@
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.memory.balance import balance
-from autosplit.pipeline.memory.measures import offload, recompute
+from autosplit.pipeline.memory.measures import balance, offload, recompute
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within

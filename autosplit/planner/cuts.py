@@ -22,7 +22,6 @@ from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.timeline import Timeline
 
 from .costs import Limits, ModelCosts
 
@@ -90,18 +89,6 @@ class Solution:
         for stage, rank in enumerate(self.schedule.placement):
             found[rank] += limits.factor * self.parameters[stage]
         return found
-
-    def under(
-        self, schedule: Schedule, timeline: Timeline, moving: Sequence[float], limits: Limits
-    ) -> Solution:
-        """The same stages under another schedule, in which ranks hold so much of microbatches."""
-        return replace(
-            self,
-            schedule=schedule,
-            step=timeline.makespan,
-            bubble=max(0.0, timeline.bubble_ratio()),
-            peaks=tuple(map(sum, zip(moving, self.resting(limits), strict=True))),
-        )
 
 
 def solve(
@@ -201,9 +188,13 @@ class _Search:
             gradient_bytes={at: self._costs.gradients[k - 1] for at, k in enumerate(firsts)},
         )
         costs = Costs(seconds, [StageMemory(*each) for each in memory.T.tolist()], links)
-        found = Solution(firsts, schedule, costs, tuple(parameters[0].tolist()), 0.0, 0.0, ())
-        moving, timeline = peak_memory(schedule, costs.memory), costs.timeline(schedule)
-        self._known[firsts] = found.under(schedule, timeline, moving, self._limits)
+        timeline = costs.timeline(schedule)
+        bubble = max(0.0, timeline.bubble_ratio())
+        sizes = tuple(parameters[0].tolist())
+        found = Solution(firsts, schedule, costs, sizes, timeline.makespan, bubble, ())
+        moving, resting = peak_memory(schedule, costs.memory), found.resting(self._limits)
+        peaks = tuple(map(sum, zip(moving, resting, strict=True)))
+        self._known[firsts] = replace(found, peaks=peaks)
         self._simulated += sum(map(len, schedule.ranks))
         return self._known[firsts]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -27,9 +27,7 @@ from autosplit.planner.profile import (
     prepare_blocks,
 )
 
-EFFICIENCY = 0.5
-"""The share of the promised rates that models reach, unless it is known better."""
-
+_EFFICIENCY = 0.5  # the share of the promised rates that models reach
 _CALL = 5e-6  # seconds between two kernels, whatever they do
 _LATENCY = 1e-5  # seconds of a message between two devices
 
@@ -45,13 +43,13 @@ class DeviceKind:
         link: to a device of the same machine, in one direction.
     """
 
-    flops: Mapping[int, float] = field(default_factory=dict)
-    bandwidth: float = math.nan
-    memory: float = math.inf
-    link: Link = field(default_factory=Link)
+    flops: Mapping[int, float]
+    bandwidth: float
+    memory: float
+    link: Link
 
     def speed(
-        self, dtype: torch.dtype = torch.bfloat16, efficiency: float = EFFICIENCY
+        self, dtype: torch.dtype = torch.bfloat16, efficiency: float = _EFFICIENCY
     ) -> DeviceSpeed:
         """The rates that a model reaches.
 
@@ -60,15 +58,11 @@ class DeviceKind:
             efficiency: which share of the promised rates that is.
 
         Raises:
-            PlanError: there is no figure for the dtype, or a share that is none.
+            PlanError: there is no figure for the dtype.
         """
         if dtype.itemsize not in self.flops:
             widths = ", ".join(f"{8 * width} bits" for width in self.flops)
-            raise PlanError(
-                f"there is no figure for {dtype}, only for floats of {widths}: give flops"
-            )
-        if not 0.0 < efficiency <= 1.0:
-            raise PlanError(f"efficiency is a share above 0, 1 at most; got {efficiency!r}")
+            raise PlanError(f"there is no figure for {dtype}, only for floats of {widths}")
         flops = self.flops[dtype.itemsize]
         return DeviceSpeed(efficiency * flops, efficiency * self.bandwidth, _CALL)
 
@@ -78,38 +72,19 @@ class DeviceKind:
         return replace(asked, cap=cap, links=Transfer(*self.link))
 
 
-def device_kind(
-    device: str | None,
-    flops: float | None = None,
-    bandwidth_memory: float | None = None,
-    link: str | None = None,
-) -> DeviceKind:
-    """A device by its name in ``DEVICES``, by its rates, or by name but for what is given.
+def device_kind(device: str, link: str | None = None) -> DeviceKind:
+    """A device by its name in ``DEVICES``.
 
     Args:
         device: its name.
-        flops: teraflops of products, whatever they are of.
-        bandwidth_memory: gigabytes a second.
-        link: a name in ``LINKS``, or gigabytes a second in one direction.
+        link: a name in ``LINKS``, or gigabytes a second in one direction; None: its own.
 
     Raises:
-        PlanError: an unknown name (lists the known ones), or a device of which too little is known.
+        PlanError: an unknown name (lists the known ones).
     """
-    if device is None and (flops is None or bandwidth_memory is None):
-        raise PlanError(
-            "what is the device? Name it (--device h100), or give both its --flops and its "
-            "--bandwidth-memory"
-        )
-    if device is not None and device not in DEVICES:
-        raise PlanError(
-            f"unknown device {device!r}; known: {', '.join(DEVICES)}, or give its rates: flops and "
-            "the bandwidth of its memory"
-        )
-    kind = DeviceKind() if device is None else DEVICES[device]
-    if flops is not None:
-        kind = replace(kind, flops=dict.fromkeys((1, 2, 4, 8), 1e12 * flops))
-    if bandwidth_memory is not None:
-        kind = replace(kind, bandwidth=1e9 * bandwidth_memory)
+    if device not in DEVICES:
+        raise PlanError(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
+    kind = DEVICES[device]
     return kind if link is None else replace(kind, link=_link(link))
 
 

@@ -6,9 +6,9 @@ its tensors as ever; a parameter goes to the meta device at the moment at which 
 it. Fresh memory costs nothing before it is written to, and the filling in of initial values comes
 after the registration, when there is nothing left to fill.
 
-Then their values: initial ones, by the constructors once more, or those of a checkpoint. The random
-numbers that a call draws depend on a seed and on which call it is, not on what was drawn before: so
-a parameter starts with the same values however many stages there are, and whoever has the others.
+Then their initial values, by the constructors once more. The random numbers that a call draws
+depend on a seed and on which call it is, not on what was drawn before: so a parameter starts with
+the same values however many stages there are, and whoever has the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,8 +27,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autosplit.checkpoint.folder import open_checkpoint
-from autosplit.checkpoint.naming import Naming
 from autosplit.device import generators_kept
 from autosplit.errors import PlanError
 
@@ -226,10 +223,6 @@ class Initialiser:
         self._model = model
         self._seed = seed
 
-    def replaces(self, name: str) -> bool:
-        """Never: what has values keeps them."""
-        return False
-
     @torch.no_grad()
     def __call__(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The values of the parameters and buffers ``names``, on the CPU.
@@ -297,60 +290,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in named_tensors(model).items()}
 
 
-class CheckpointValues:
-    """Gives stages the values that a checkpoint of the whole model has for them.
-
-    Buffers that no checkpoint has, and with ``strict=False`` whatever is missing, start as
-    ``Initialiser`` has them.
-
-    Args:
-        model: the whole model; if it is not on the meta device, its own tensors are overwritten.
-        path: see ``open_checkpoint``.
-        strict: refuse a checkpoint in which tensors are missing or too much.
-        seed: see ``Initialiser``.
-
-    Attributes:
-        mismatches: what was missing or too much.
-
-    Raises:
-        CheckpointError: it cannot be read, or tensors are missing, too much or misshapen.
-    """
-
-    def __init__(
-        self, model: nn.Module, path: str | Path, *, strict: bool = True, seed: int = 0
-    ) -> None:
-        self._reader = open_checkpoint(path)
-        self._naming = Naming.of_model(model)
-        self._initialiser = Initialiser(model, seed=seed)
-        self.mismatches = self._naming.fitting(self._reader, strict=strict)
-
-    def replaces(self, name: str) -> bool:
-        """Whether the checkpoint has what the model calls ``name``."""
-        entry = self._naming.own.get((0, name))
-        return entry is not None and entry.source(self._reader.shapes) is not None
-
-    def __call__(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The values of the parameters and buffers ``names``, on the CPU.
-
-        Raises:
-            PlanError: nothing gives one of them a value.
-            CheckpointError: what has them is damaged.
-        """
-        entries = {n: self._naming.own[0, n] for n in names if self.replaces(n)}
-        sources = {n: entry.source(self._reader.shapes) or "" for n, entry in entries.items()}
-        self._reader.verify(dict.fromkeys(sources.values()))
-        read = self._reader.read(dict.fromkeys(sources.values()))
-        values = {name: read[there] for name, there in sources.items()}
-        if lacking := [name for name in names if name not in entries]:
-            values |= self._initialiser(lacking)
-        return values
-
-
-Values = Initialiser | CheckpointValues
-"""What gives the values of parameters and buffers by the model's own names."""
-
-
-def materialise_stage(module: nn.Module, values: Values | None) -> nn.Module:
+def materialise_stage(module: nn.Module, values: Initialiser | None) -> nn.Module:
     """Give what ``module`` has on the meta device memory on the CPU and values, in place.
 
     Parameters that were one stay one.
@@ -358,8 +298,7 @@ def materialise_stage(module: nn.Module, values: Values | None) -> nn.Module:
     Args:
         module: a stage, or any module whose parameters and buffers have the names of the whole
             model.
-        values: may be None where nothing is on the meta device. What is not stays where it is, and
-            only a ``CheckpointValues`` overwrites it.
+        values: may be None where nothing is on the meta device. What is not stays as it is.
 
     Returns:
         ``module``.
@@ -367,33 +306,29 @@ def materialise_stage(module: nn.Module, values: Values | None) -> nn.Module:
     Raises:
         PlanError: there are no values.
     """
-    tensors = named_tensors(module)
-    lacking = [name for name, tensor in tensors.items() if tensor.is_meta]
+    lacking = {name: each for name, each in named_tensors(module).items() if each.is_meta}
     if lacking and values is None:
+        listed = ", ".join([*lacking][:5]) + (", ..." if len(lacking) > 5 else "")
         raise PlanError(
-            f"{', '.join(lacking[:5])}{', ...' if len(lacking) > 5 else ''}: on the meta device, "
-            "and nothing says which values to start with: call initialise() or "
-            "load_checkpoint(path) on the plan before its stages are built"
+            f"{listed}: on the meta device, and nothing says which values to start with: call "
+            "initialise() on the plan before its stages are built; load_checkpoint(trainer, path) "
+            "then takes up those of a checkpoint"
         )
     if values is not None:
-        chosen = {n: t for n, t in tensors.items() if t.is_meta or values.replaces(n)}
-        _fill(module, chosen, values)
+        _fill(module, lacking, values)
     return module
 
 
 @torch.no_grad()
-def _fill(module: nn.Module, chosen: Mapping[str, Tensor], values: Values) -> None:
+def _fill(module: nn.Module, lacking: Mapping[str, Tensor], values: Initialiser) -> None:
     first: dict[int, str] = {}
-    for name, tensor in chosen.items():
+    for name, tensor in lacking.items():
         first.setdefault(id(tensor), name)
-    found = dict(values(list(first.values())))
+    found = values(list(first.values()))
     made: dict[int, Tensor] = {}
     for key, name in first.items():
-        original = chosen[name]
-        if original.is_meta:
-            made[key] = alike(torch.empty_like(original, device="cpu"), original)
+        made[key] = alike(torch.empty_like(lacking[name], device="cpu"), lacking[name])
         # Taken out, so that there is one tensor twice at a time and not all of them.
-        made.get(key, original).copy_(found.pop(name))
-    for name, original in chosen.items():
-        if original.is_meta:
-            assign(module, name, made[id(original)])
+        made[key].copy_(found.pop(name))
+    for name, tensor in lacking.items():
+        assign(module, name, made[id(tensor)])

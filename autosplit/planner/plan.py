@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import PlanError, SplitError
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -297,10 +296,6 @@ class Plan:
     def initialise(self, *, seed: int = 0) -> None:
         """See ``Partition.initialise``; of a bound plan."""
         self._bound.initialise(seed=seed)
-
-    def load_checkpoint(self, path: str | Path, **options: Any) -> tuple[Mismatch, ...]:
-        """See ``Partition.load_checkpoint``; of a bound plan."""
-        return self._bound.load_checkpoint(path, **options)
 
     @property
     def _bound(self) -> Partition:

@@ -9,10 +9,7 @@ from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, unknown_schedule
-from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
-from autosplit.pipeline.search.search import search as search_schedule
-from autosplit.pipeline.simulation.activation_memory import peak_memory
-from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.planner.costs import Limits, ModelCosts
 from autosplit.planner.cuts import CapError, Solution, solve
 from autosplit.text.figures import few, size_text
@@ -30,7 +27,7 @@ class Configuration:
         ranks: P.
         microbatches: M.
         microbatch_size: samples in each.
-        schedule: a key of ``pipeline.SCHEDULES``, or ``"auto"``, see ``pipeline.search``.
+        schedule: a key of ``pipeline.SCHEDULES``.
         fused: whether backwards are full ones.
         memory: the memory setting.
         solution: its stages and the predicted step; None where it cannot run.
@@ -116,7 +113,6 @@ _PER_DEVICE = (1, 2, 4)  # microbatches for each device, where their number is o
 _CHUNKS = (2, 3, 4)  # stages a rank, where a schedule leaves that open
 _REFINED = 6  # of the best configurations, whose cuts are worked on
 _MOST = 1_000_000_000  # of anything: beyond, it is a slip of the pen
-_SEARCHED = 2  # of these, for which a schedule of their own is searched
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ class SearchSpace:
     Attributes:
         stages: N, else one a device, or as many as a schedule wants.
         microbatches: Ms, else those that divide the batch into about 1, 2 and 4 a device.
-        schedules: names, else all and ``"auto"``.
+        schedules: names, else all.
         memory: memory settings, else all.
     """
 
@@ -146,8 +142,7 @@ def search_plans(
 ) -> list[Configuration]:
     """All configurations, the shortest predicted step first; those that cannot run come last.
 
-    Each gets the cuts that dynamic programming gives; the best are then refined, see ``solve``,
-    and the best of these get a schedule searched for them.
+    Each gets the cuts that dynamic programming gives; the best are then refined, see ``solve``.
 
     Args:
         costs_of: gives the costs; asked once for each size and setting.
@@ -171,13 +166,7 @@ def search_plans(
     best = sorted((each for each in found if each.solution), key=lambda each: each.key)[:_REFINED]
     rest = [each for each in found if each not in best]
     best = [_filled(replace(each, solution=None), costs_of, limits, refine=True) for each in best]
-    own: list[Configuration] = []
-    if space.schedules is None or AUTO in space.schedules:
-        best.sort(key=lambda each: each.key)
-        own = [made for each in best[:_SEARCHED] if (made := _searched(each, limits)) is not None]
-    if own and space.schedules is not None and set(space.schedules) == {AUTO}:
-        return ranked(own)
-    return ranked([*best, *rest, *own])
+    return ranked([*best, *rest])
 
 
 def _blanks(
@@ -214,27 +203,6 @@ def _filled(
     return replace(blank, solution=solution)
 
 
-def _searched(one: Configuration, limits: Limits) -> Configuration | None:
-    """The same stages under a schedule of their own, if one is found."""
-    solution = one.solution
-    if solution is None:
-        return None
-    costs, still = solution.costs, solution.resting(limits)
-    try:
-        schedule = search_schedule(
-            costs,
-            one.microbatches,
-            ranks=one.ranks,
-            placement=solution.schedule.placement,
-            cap=[max(limits.cap - each, 1.0) for each in still],
-        )
-    except ScheduleError:
-        return None
-    timeline = simulate(schedule, costs.seconds, transfer=costs.transfer)
-    better = solution.under(schedule, timeline, peak_memory(schedule, costs.memory), limits)
-    return replace(one, schedule=AUTO, fused=False, solution=better)
-
-
 def _check(space: SearchSpace, devices: int, batch: int) -> None:
     for what, value in (("devices", devices), ("batch", batch), ("stages", space.stages)):
         if value is not None and value < 1:
@@ -242,8 +210,8 @@ def _check(space: SearchSpace, devices: int, batch: int) -> None:
         if value is not None and value > _MOST:
             raise PlanError(f"{what} must be at most {_MOST:,}, got {value:,}")
     for name in space.schedules or ():
-        if name not in SCHEDULES and name != AUTO:
-            raise unknown_schedule(name, AUTO)
+        if name not in SCHEDULES:
+            raise unknown_schedule(name)
     for setting in space.memory or ():
         if setting not in MEMORY:
             raise PlanError(f"unknown memory setting {setting!r}; known: {', '.join(MEMORY)}")
@@ -278,9 +246,7 @@ def _microbatches(space: SearchSpace, devices: int, batch: int) -> list[int]:
 
 def _schedule_choices(space: SearchSpace, devices: int) -> Iterator[tuple[str, int, bool]]:
     """Every schedule, with the stages that it wants, split and, if it can be, fused."""
-    names = space.schedules or tuple(SCHEDULES)
-    # What a schedule of their own is searched for must come from somewhere.
-    for name in [name for name in names if name != AUTO] or ["1f1b", "zb-v"]:
+    for name in space.schedules or tuple(SCHEDULES):
         family = SCHEDULES[name]
         chunks = _CHUNKS if family.chunks is None else (family.chunks,)
         counts = (space.stages,) if space.stages else tuple(each * devices for each in chunks)

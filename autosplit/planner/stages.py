@@ -8,23 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
 from autosplit.capture.module_paths import stack
 from autosplit.capture.roles import canonical_names
-from autosplit.checkpoint.naming import Mismatch
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.meta_model import (
-    CheckpointValues,
-    Initialiser,
-    Values,
-    materialise_stage,
-)
+from autosplit.planner.meta_model import Initialiser, materialise_stage
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.planner.stage_module import (
     Program,
@@ -193,7 +186,7 @@ class Partition:
         self.wiring = Wiring(given, tuple(map(len, layout.sent)), whole.names)
         self._layout = layout
         self._names = StageNames.of(whole, layout.nodes)
-        self._values: Values | None = None
+        self._values: Initialiser | None = None
         self.shared = self._names.shared(whole.line.forward.parameters)
 
     @property
@@ -212,30 +205,9 @@ class Partition:
         """
         self._values = Initialiser(self.whole.model, seed=seed)
 
-    def load_checkpoint(
-        self, path: str | Path, *, strict: bool = True, seed: int = 0
-    ) -> tuple[Mismatch, ...]:
-        """Have stages that are built from now on start with a checkpoint's values.
-
-        Args:
-            path: a checkpoint of the whole model, see ``open_checkpoint``.
-            strict: refuse one in which tensors are missing or too much.
-            seed: for what is missing, see ``Initialiser``.
-
-        Returns:
-            What is missing or too much.
-
-        Raises:
-            CheckpointError: it cannot be read, or tensors are missing, too much or misshapen.
-        """
-        values = CheckpointValues(self.whole.model, path, strict=strict, seed=seed)
-        self._values = values
-        return values.mismatches
-
     def build(self, index: int) -> nn.Module:
         """The module of a stage, with the model's own parameters and buffers. What the model has on
-        the meta device is here on the CPU, with the values that ``initialise`` or
-        ``load_checkpoint`` chose.
+        the meta device is here on the CPU, with the values that ``initialise`` chose.
 
         It runs the forward as it is in training and as it is in evaluation, and is in the mode that
         the model is in now. The mode in which the model was not captured is captured when the

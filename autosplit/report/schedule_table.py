@@ -1,23 +1,14 @@
-"""Simulated schedules as a table, as JSON, and as a picture of time against memory."""
+"""Simulated schedules as a table, and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
 from autosplit.dump.tables import milliseconds
 from autosplit.pipeline.search.survey import SimulatedSchedule, Survey
-
-from .pictures import new_figure, save_figure
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_INK, _FRONT = "#222222", "#0072B2"
-_SLOWEST = 1.6  # of the shortest step: slower ones would press all others into a corner
 
 
 def survey_table(survey: Survey) -> str:
@@ -113,72 +104,3 @@ def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule
         if not front or max(entry.peaks) < max(front[-1].peaks):
             front.append(entry)
     return front
-
-
-def draw_survey(survey: Survey, path: str | Path, *, title: str | None = None) -> None:
-    """Draw step time against peak memory, with the Pareto front as a line.
-
-    The cap, where there is one, is a line too; the front keeps it. Schedules of more than 1.6 times
-    the shortest step are named below the picture.
-
-    Raises:
-        AutosplitError: no matplotlib.
-    """
-    figure = new_figure("schedules", (9.0, 6.0), layout="constrained")
-    from matplotlib.patheffects import withStroke
-
-    axes = figure.add_subplot()
-    limit = _SLOWEST * min(entry.timeline.step_time for entry in survey.fitting)
-    shown = [entry for entry in survey.entries if entry.timeline.step_time <= limit]
-    fitting = [entry for entry in shown if survey.fits(entry)]
-    slow = dict.fromkeys(entry.name for entry in survey.entries if entry not in shown)
-    _draw_front(axes, pareto_front(fitting))
-    if survey.cap is not None:
-        axes.axvline(survey.cap, color=_INK, linewidth=0.8, linestyle="--", label="cap", gid="cap")
-    _draw_points(axes, shown, withStroke(linewidth=2.5, foreground="white"))
-    note = f"\nslower than all shown: {', '.join(slow)}" if slow else ""
-    axes.set_xlabel(f"peak memory of the fullest rank{note}", color=_INK)
-    axes.set_ylabel("milliseconds a step", color=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(0.12)
-    axes.legend(frameon=False, loc="upper right")
-    if title is not None:
-        axes.set_title(title, color=_INK, loc="left", parse_math=False)
-    save_figure(figure, path)
-
-
-def _draw_front(axes: Axes, front: Sequence[SimulatedSchedule]) -> None:
-    axes.step(
-        [max(entry.peaks) for entry in front],
-        [1e3 * entry.timeline.step_time for entry in front],
-        where="pre",
-        color=_FRONT,
-        linewidth=1.2,
-        label="Pareto front",
-        gid="front",
-    )
-
-
-def _draw_points(axes: Axes, entries: Sequence[SimulatedSchedule], halo: Any) -> None:
-    """One dot a place; what lies on one place shares its label, legible on a neighbour's dot."""
-    places: dict[tuple[float, float], list[str]] = {}
-    for entry in entries:
-        place = round(max(entry.peaks), 6), round(1e3 * entry.timeline.step_time, 6)
-        several = entry.weights != "own" and any(
-            other.name == entry.name and other is not entry for other in entries
-        )
-        places.setdefault(place, []).append(
-            f"{entry.name} {entry.weights}" if several else entry.name
-        )
-    for (memory, time), names in places.items():
-        axes.plot(memory, time, "o", color=_INK, markersize=5, gid="/".join(names))
-        axes.annotate(
-            ", ".join(names),
-            (memory, time),
-            (5, 4),
-            textcoords="offset points",
-            fontsize=8,
-            color=_INK,
-            parse_math=False,
-            path_effects=[halo],
-        )

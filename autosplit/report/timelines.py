@@ -345,26 +345,21 @@ def write_timeline(timeline: Timeline, path: str | Path, *, title: str = "Timeli
         draw_timelines([("", timeline)], path, title=title)
 
 
-def write_timelines(
-    rows: Rows, folder: Path, *, title: str, panels: Sequence[Panel] = ()
-) -> list[Path]:
-    """``timeline.png``, ``timeline.html`` and ``trace.json``; returns their paths.
+def write_timelines(panels: Sequence[Panel], folder: Path, *, title: str) -> list[Path]:
+    """``timeline.html``, and ``trace.json`` of the same; returns their paths.
 
     Args:
-        rows: timelines and their names.
+        panels: what is shown.
         folder: made where it is not there.
-        title: of picture and page.
-        panels: what the page shows; none: the rows.
+        title: of the page.
 
     Raises:
-        AutosplitError: nothing to draw, or no matplotlib.
+        AutosplitError: nothing to show.
         OutputError: a file cannot be written.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    names = ("timeline.png", "timeline.html", "trace.json")
-    picture, page, trace = (folder / name for name in names)
-    draw_timelines(rows, picture, title=title)
-    write_page(panels or [Panel(*row) for row in rows], page, title=title)
-    write_chrome_trace(rows, trace)
-    return [picture, page, trace]
+    page, trace = folder / "timeline.html", folder / "trace.json"
+    write_page(panels, page, title=title)
+    write_chrome_trace([(panel.name, panel.timeline) for panel in panels], trace)
+    return [page, trace]

@@ -214,8 +214,9 @@ def _train(settings: TrainSettings, ready: Prepared) -> str:
     ) as trainer:
         run = _Run(settings, ready, trainer)
         torch.manual_seed(settings.seed + torch.distributed.get_rank())
-        if ready.start:
-            load_checkpoint(trainer, settings.checkpoint or "")
+        begun = settings.checkpoint if ready.start else ready.language_model.weights
+        if begun is not None:
+            load_checkpoint(trainer, begun)
         run.train()
     return summary(plan, settings, run.records)
 
@@ -236,10 +237,7 @@ def _plan(settings: TrainSettings, ready: Prepared) -> Plan:
         loss_fn=next_token_loss,
         targets=targets,
     )
-    if model.weights is None:
-        plan.initialise()
-    else:
-        plan.load_checkpoint(model.weights)
+    plan.initialise()
     return plan
 
 

@@ -6,8 +6,9 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from autosplit.compare.run import compare, write_pictures
+from autosplit.compare.run import compare
 from autosplit.compare.settings import Row, Settings, comparison_table, durations_table
+from autosplit.report.timeline_picture import draw_timelines
 
 from ..results import Rows, table
 
@@ -31,10 +32,9 @@ def measure(steps: int) -> Rows:
     found = compare(settings)
     if found is None:
         raise SystemExit("run this without torchrun")
-    folder = pathlib.Path(__file__).parent
-    write_pictures(found, folder)
-    for name in ("trace.json", "timeline.html"):
-        (folder / name).unlink()
+    titles = [row.title for row in found.rows]
+    shown = list(zip(titles, found.timelines, strict=True))
+    draw_timelines(shown, pathlib.Path(__file__).parent / "timeline.png")
     return [{"name": row.title, **dataclasses.asdict(row)} for row in found.rows]
 
 

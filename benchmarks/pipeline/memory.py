@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.compare.rank import peak_bytes
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from examples.decoder import Block, LlamaConfig, Rotary
 
+from ..peak import peak_bytes
 from ..results import Rows, table
 
 BASELINE = "1f1b, fused"
@@ -102,7 +102,7 @@ def _run(schedule: Schedule, config: LlamaConfig) -> int:
                 module.zero_grad(set_to_none=True)
 
         step()
-        return peak_bytes(step, [], torch.device("cpu"))
+        return peak_bytes(step)
 
 
 def render(rows: Rows) -> str:

@@ -8,13 +8,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from autosplit.compare.rank import peak_bytes
 from autosplit.compare.workload import load_workload
 from autosplit.pipeline.engine.launch import launch
 from autosplit.text.figures import quartiles, ratios, spread
 
+from ..peak import peak_bytes
 from ..results import Rows, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender
 from .turns import Rounds, Turn, Turns, gather, take_turns
@@ -116,7 +114,7 @@ def _row(contender: Contender, turn: Turn | str, count: int, seconds: list[float
     if isinstance(turn, str):
         return dataclasses.replace(row, error=turn)
     slowest = [max(each) for each in zip(*gather(seconds), strict=True)]
-    peak = peak_bytes(turn.run, [], torch.device("cpu"))
+    peak = peak_bytes(turn.run)
     peaks, activations = gather(peak), gather(peak - turn.gradients)
     return dataclasses.replace(row, rounds=slowest, peak=max(peaks), activations=max(activations))
 

@@ -14,7 +14,7 @@ from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.shared_parameters import Holder
-from autosplit.planner.meta_model import Values, materialise_stage
+from autosplit.planner.meta_model import Initialiser, materialise_stage
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.tables import chain_of
 from tests.pipeline.trainer_options import grouped
@@ -62,7 +62,9 @@ class Part(nn.Module):
 class Chain:
     """The model cut into stages."""
 
-    def __init__(self, model: nn.Sequential, stages: int, values: Values | None = None) -> None:
+    def __init__(
+        self, model: nn.Sequential, stages: int, values: Initialiser | None = None
+    ) -> None:
         self._model = model
         self._values = values
         self.stages = stages

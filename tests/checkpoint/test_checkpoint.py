@@ -22,7 +22,7 @@ from autosplit import CheckpointError, PlanError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.checkpoint.folder import open_checkpoint, read_checkpoint
 from autosplit.checkpoint.writer import unworried
-from autosplit.planner.meta_model import CheckpointValues, materialise_stage, meta_model
+from autosplit.planner.meta_model import Initialiser, materialise_stage, meta_model
 from tests.checkpoint import checkpoint_workers
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
 from tests.ranks import Ranks
@@ -100,22 +100,14 @@ def test_every_format_loads_into_stages(save: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [save_file, save_sharded, save_distributed])
-def test_a_skeleton_starts_with_the_checkpoints_values(save: Any, tmp_path: Path) -> None:
+def test_a_skeleton_takes_up_the_checkpoints_values(save: Any, tmp_path: Path) -> None:
     model = meta_model(whole)
-    with trainer(model, 3, ranks=1, values=CheckpointValues(model, save(tmp_path))) as engine:
+    with trainer(model, 3, ranks=1, values=Initialiser(model)) as engine:
+        load_checkpoint(engine, save(tmp_path))
         expected = whole(3).state_dict()
         assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())
         assert torch.isfinite(engine.step(checkpoint_workers.batch(0))).all()
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = meta_model(whole)
-    loader = CheckpointValues(model, save_sharded(tmp_path))
-    (tmp_path / "b.safetensors").unlink()
-    stage = checkpoint_workers.Part(model, range(2))
-    materialise_stage(stage, loader)
-    assert torch.equal(stage.get_parameter("1.0.weight"), whole(3)[1][0].weight)
 
 
 @pytest.fixture(scope="module")
@@ -242,40 +234,31 @@ def changed(path: Path, **values: Any) -> Path:
 
 
 def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
-    model = meta_model(whole)
     path = changed(tmp_path, **{"1_0_bias": None, "nose": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"1\.0\.bias.*\n.*nose.*\nstrict=False"):
-        CheckpointValues(model, path)
-    loader = CheckpointValues(model, path, strict=False, seed=4)
-    assert [str(m).partition(":")[0] for m in loader.mismatches] == ["1.0.bias", "nose"]
-    values = loader(["1.0.bias", "1.0.weight"])
-    assert 0 < values["1.0.bias"].abs().max() < 1
-    assert torch.equal(values["1.0.weight"], state()["1.0.weight"])
     with trainer(whole(1), 2, ranks=1) as engine:
-        assert load_checkpoint(engine, path, strict=False).mismatches == loader.mismatches
+        with pytest.raises(CheckpointError, match=r"1\.0\.bias.*\n.*nose.*\nstrict=False"):
+            load_checkpoint(engine, path)
+        found = load_checkpoint(engine, path, strict=False).mismatches
+        assert [str(m).partition(":")[0] for m in found] == ["1.0.bias", "nose"]
         assert torch.equal(named(engine)["1.0.bias"], whole(1)[1][0].bias)
         assert torch.equal(named(engine)["1.0.weight"], state()["1.0.weight"])
-    with pytest.raises(CheckpointError, match=r"1\.0\.bias: expected \[8\], came \[2\]$"):
-        CheckpointValues(model, changed(tmp_path, **{"1_0_bias": torch.zeros(2)}), strict=False)
+        path = changed(tmp_path, **{"1_0_bias": torch.zeros(2)})
+        with pytest.raises(CheckpointError, match=r"1\.0\.bias: expected \[8\], came \[2\]$"):
+            load_checkpoint(engine, path, strict=False)
 
 
-def test_buffers_that_no_checkpoint_has_come_from_the_factory(tmp_path: Path) -> None:
+def test_buffers_that_no_checkpoint_has_come_from_the_factory() -> None:
     class Rotary(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
             self.register_buffer("angles", torch.arange(3.0), persistent=False)
 
-    torch.save(Rotary().state_dict(), tmp_path / "x.pt")
     model = meta_model(Rotary)
-    assert materialise_stage(model, CheckpointValues(model, tmp_path / "x.pt")).angles.tolist() == [
-        0,
-        1,
-        2,
-    ]
+    assert materialise_stage(model, Initialiser(model)).angles.tolist() == [0, 1, 2]
     with torch.device("meta"):
         model = Rotary()
-    with pytest.raises(PlanError, match="nothing initialises angles: build the model"):
-        materialise_stage(model, CheckpointValues(model, tmp_path / "x.pt"))
+    with pytest.raises(PlanError, match=r"nothing initialises .*angles: build the model"):
+        materialise_stage(model, Initialiser(model))
 
 
 def test_the_optimizer_is_left_out_on_demand(tmp_path: Path) -> None:

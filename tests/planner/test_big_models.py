@@ -103,7 +103,7 @@ def test_any_number_of_stages_starts_with_the_same_values() -> None:
 
 def test_a_skeleton_needs_values() -> None:
     with pytest.raises(
-        PlanError, match=r"embed\.weight.*on the meta device.*load_checkpoint\(path\)"
+        PlanError, match=r"embed\.weight.*on the meta device.*load_checkpoint\(trainer, path\)"
     ):
         partition(meta_model(Model), 2).build(0)
 
@@ -114,15 +114,15 @@ def test_stages_load_what_another_cut_saved(tmp_path: Path) -> None:
         save_checkpoint(engine, tmp_path)
         expected = [step(engine, 1), step(engine, 2)]
     found = partition(meta_model(Model), 3)
-    assert found.load_checkpoint(tmp_path) == ()
+    found.initialise()
     with trainer(found, rate=7.0) as engine:
+        assert load_checkpoint(engine, tmp_path, optimizer=False).mismatches == ()
         assert all(torch.equal(v, named(engine)[n]) for n, v in read_checkpoint(tmp_path).items())
         load_checkpoint(engine, tmp_path, optimizer=True)  # the momentum, and the learning rate
         assert torch.equal(torch.stack([step(engine, 1), step(engine, 2)]), torch.stack(expected))
 
 
-def test_a_plan_for_a_skeleton_runs(tmp_path: Path) -> None:
-    torch.save({"more": torch.zeros(1)} | Model().state_dict(), tmp_path / "x.pt")
+def test_a_plan_for_a_skeleton_runs() -> None:
     inputs = tokens(0)[: ROWS // 2]
     plan = autosplit.partition(
         meta_model(Model), inputs, stages=2, microbatches=2, costs="estimate"
@@ -132,6 +132,3 @@ def test_a_plan_for_a_skeleton_runs(tmp_path: Path) -> None:
     for index in range(2):
         built = plan.build(index).state_dict()
         assert all(torch.equal(value, values[name]) for name, value in built.items())
-    assert [m.name for m in plan.load_checkpoint(tmp_path / "x.pt", strict=False)] == ["more"]
-    saved = read_checkpoint(tmp_path / "x.pt")
-    assert torch.equal(plan.build(0).get_parameter("embed.weight"), saved["embed.weight"])

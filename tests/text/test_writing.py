@@ -16,7 +16,6 @@ from autosplit.errors import OutputError, PipelineError, PlanError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.torch_csv import write_csv
-from autosplit.report.timeline_picture import draw_timelines
 from autosplit.report.timelines import write_chrome_trace
 from autosplit.text.figures import parse_size, size_text
 from autosplit.text.files import check_file, check_folder
@@ -36,10 +35,9 @@ def dump(folder: Path) -> None:
     [
         dump,
         lambda path: write_csv(build("1f1b", 2, 2), path),
-        lambda path: draw_timelines(ROWS, path.with_suffix(".svg")),
         lambda path: write_chrome_trace(ROWS, path),
     ],
-    ids=["dump", "schedule", "picture", "trace"],
+    ids=["dump", "schedule", "trace"],
 )
 def test_what_cannot_be_written_is_a_typed_error(
     write: Callable[[Path], None], tmp_path: Path

@@ -1,112 +1,461 @@
-"""Measures on one rank alone: activations in the host's store while nobody needs them, and
-activations made again from a stage's inputs; and the bounds that they are taken for.
+"""What holds a rank below a bound of memory: activations kept at its partner, or in the host's
+store, while nobody needs them; or made again from a stage's inputs.
 
-Offloading is PipeOffload (Wan et al., arXiv 2503.01328). What lives longest for its bytes goes
-first: each byte of it is away for the longest time for the same two transfers. The transfers go on
-beside computation, and what a row sends away is waited for only by what takes its place, so that a
-schedule knows from its own times what the store's bandwidth allows for nothing.
+Balancing is BPipe (Kim et al., ICML 2023). Rank r of P has rank P-1-r as its partner. What is
+evicted is what is used last of all that the rank holds, which in 1F1B is its latest microbatch. The
+paper's bound is ceil((N+2)/2) microbatches, of 1F1B's N+1 on both together and one that is on its
+way. Where bytes are known, only as many travel of each microbatch as the bound asks for.
+
+Offloading is PipeOffload (Wan et al., arXiv 2503.01328): what lives longest is away, for the same
+two transfers as anything else.
 
 Of what is made again, the F keeps its inputs only. A RECOMPUTE stands before the backward that
 needs the rest: not in it, so that it can run while the rank waits for the gradients, and what it
 makes serves I and W alike.
+
+Bounds are kept by the order of rows (``peak_memory``), whatever transfers take. A few rules say
+where all that is away leaves and comes back; of what they make, the shortest step counts. Where a
+rank waits until what leaves has left, that does not count beside what it computes, so that a pair
+can come down to half of what both hold: at the price of transfers that hide behind nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from operator import itemgetter
+from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.moves import TAKERS, journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import ROUNDING
+from autosplit.pipeline.simulation.activation_memory import (
+    ROUNDING,
+    StageMemory,
+    levels_of,
+    moved_bytes,
+    peak_memory,
+)
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.runtime.fitting import fitting
 
-from .trips import WAYS, Held, Occupancy, choose_trips, inserted, to_host
-
-_LEADS = (0, 1, 2, 4)
+_ROUNDING = 1e-9
 _FREE = 1.002  # of a step: what is no slower than that costs nothing
 _HALVINGS = 7
-_LOOK_BACK = (0, 2, 5)  # compute actions before the backward among which a wait is looked for
 
 
-def bounds_of(limit: float | Sequence[float], ranks: int) -> Sequence[float]:
-    """One bound for each rank.
+class Rule(NamedTuple):
+    """Where everything that is away leaves and comes back.
 
-    Raises:
-        ScheduleError: not as many as there are ranks, or a bound below 0.
+    Attributes:
+        lead: so many compute actions before its use.
+        waits: whether ranks wait until it has left.
+        out_before_forwards: it leaves as its rank comes to its next F, not as soon as it is made.
+        back_before_forwards: it comes back before the Fs that run just before its use.
+        slack: of the shortest action, how late the partner may be.
     """
-    bounds = list(limit) if isinstance(limit, Sequence) else [limit] * ranks
-    if len(bounds) != ranks or not all(bound >= 0 for bound in bounds):
-        raise ScheduleError(
-            f"a limit is a number >= 0, or one for each of {ranks} ranks; got {limit!r}"
+
+    lead: int
+    waits: bool = False
+    out_before_forwards: bool = False
+    back_before_forwards: bool = False
+    slack: float = 0.0
+
+
+_EXCHANGES = [Rule(lead) for lead in range(4)]
+_EXCHANGES += [
+    Rule(lead, True, out, back, slack)
+    for lead, out, back, slack in product((0, 1), (False, True), (False, True), (0.0, 0.5, 1.0))
+]
+_COPIES = [Rule(*each) for each in product((0, 1, 2), (False, True))]
+_LEADS = (0, 2, 5)  # of what is made again
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one microbatch holds on a stage, from one compute action of its rank to another.
+
+    Attributes:
+        stage: whose it is.
+        microbatch: of which microbatch.
+        deferred: whether it is between I and W.
+        made: the slot of the F, RECOMPUTE or I that makes it.
+        used: that of the I, B or W that uses it.
+        size: how much it is.
+    """
+
+    stage: int
+    microbatch: int
+    deferred: bool
+    made: int
+    used: int
+    size: float
+
+
+class Occupancy:
+    """One rank's compute actions, called slots, in time and memory.
+
+    Args:
+        schedule: a legal one.
+        costs: of every stage.
+        timeline: the schedule's, with these costs.
+        rank: whose.
+
+    Attributes:
+        places: per slot, its place in the row.
+        kinds: per slot, what it runs.
+        starts: per slot, when it starts.
+        reached: per slot, when the rank comes to it, and to the moves that stand before it; it may
+            wait then.
+        level: per slot, what the rank holds while it runs, and at the moves before it.
+        held: what can be moved or made again, in the order of its use.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, timeline: Timeline, rank: int) -> None:
+        self.rank = rank
+        row = schedule.ranks[rank]
+        self.places = [place for place, action in enumerate(row) if action.kind.is_compute]
+        self.kinds = [row[place].kind for place in self.places]
+        spans = {span.action: span for span in timeline.spans if span.rank == rank}
+        own = [spans[row[place]] for place in self.places]
+        self.starts = [span.start for span in own]
+        self.reached = [0.0, *(span.end for span in own[:-1])]
+        levels = list(levels_of(schedule, costs.memory)[rank])
+        behind = [0, *(place + 1 for place in self.places)]
+        self.level = [max(levels[a:b]) for a, b in pairwise(behind)]
+        self.held = self._held(schedule, costs.memory)
+
+    def _held(self, schedule: Schedule, memory: Sequence[StageMemory]) -> list[Held]:
+        row = schedule.ranks[self.rank]
+        away = {
+            (each.stage, each.microbatch, each.deferred)
+            for each in journeys_of(schedule)
+            if each.rank == self.rank
+        }
+        made: dict[tuple[int, int], int] = {}
+        found: list[Held] = []
+        for slot, place in enumerate(self.places):
+            action = row[place]
+            key, size = (action.stage, action.microbatch), memory[action.stage]
+            deferred = action.kind is ActionKind.BACKWARD_WEIGHT
+            if action.kind not in TAKERS and (*key, deferred) not in away:
+                kept = size.deferred if deferred else size.saved
+                found.append(Held(*key, deferred, made[key], slot, kept))
+            made[key] = slot
+        return found
+
+    def wait(self, slot: int) -> float:
+        """For how long the rank waits before a slot."""
+        return self.starts[slot] - self.reached[slot]
+
+    def slot_at(self, moment: float) -> int:
+        """The last slot that is reached by then."""
+        return max(bisect_right(self.reached, moment + _ROUNDING) - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """What is away, and when.
+
+    Attributes:
+        what: is away.
+        out: the slot that the departure stands before.
+        gone: the slot before which it has left by the order of the row alone, as what takes its
+            place waits for it.
+        back: the slot that the arrival stands before.
+        awaited: whether the rank waits until it has left.
+    """
+
+    what: Held
+    out: int
+    gone: int
+    back: int
+    awaited: bool = False
+
+    @property
+    def away(self) -> range:
+        """The slots beside which it does not count."""
+        return range(self.out if self.awaited else self.gone, self.back)
+
+
+def _trips(there: Occupancy, rule: Rule, beside: int) -> list[Trip]:
+    """What a rule makes of all that a rank holds.
+
+    Args:
+        there: the rank.
+        rule: where it leaves and comes back.
+        beside: how many compute actions a departure goes on beside until an arrival waits for it.
+    """
+    ways = [(held, *_way(there.kinds, held, rule)) for held in there.held]
+    arrivals = {back for _, _, back in ways}
+    found = []
+    for held, out, back in ways:
+        gone = (
+            slot
+            for slot in range(out, back)
+            if (slot > out and there.kinds[slot] in TAKERS)
+            or (slot >= out + beside and slot in arrivals)
         )
-    return bounds
+        trip = Trip(held, out, next(gone, back), back, rule.waits)
+        found += [trip] if trip.away else []
+    return found
 
 
-def refuse_excess(doing: str, schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> None:
-    """Refuse a schedule with a rank above its bound.
-
-    Raises:
-        ScheduleError: says which rank, and what bound it could keep.
-    """
-    peaks = costs.peaks(schedule, costs.timeline(schedule))
-    for rank, (peak, bound) in enumerate(zip(peaks, bounds, strict=True)):
-        if peak > bound * ROUNDING:
-            raise ScheduleError(
-                f"{doing} leaves rank {rank} of {schedule.name!r} with {peak:g}, more than its "
-                f"bound of {bound:g}: raise it to {peak:g}, take another measure as well "
-                "(balance, offload, recompute), or cut the batch into smaller microbatches"
-            )
+def _way(kinds: Sequence[ActionKind], held: Held, rule: Rule) -> tuple[int, int]:
+    """The slots before which something leaves and comes back."""
+    out, back = held.made + 1, held.used
+    while rule.out_before_forwards and out < back and kinds[out] is not ActionKind.FORWARD:
+        out += 1
+    while rule.back_before_forwards and back > out and kinds[back - 1] is ActionKind.FORWARD:
+        back -= 1
+    return out, back - rule.lead
 
 
-def rank_by_rank(
+def _needed(
+    level: Sequence[float], bound: float, trips: Sequence[Trip], size: Callable[[Held], float]
+) -> list[Trip]:
+    """Those of the trips, and of their waits, without which a rank would be above its bound."""
+    left, needed = [*level], []
+    for trip in trips:
+        for slot in trip.away:
+            left[slot] -= size(trip.what)
+    for trip in trips:
+        more = size(trip.what)
+        ways: list[tuple[range, Trip | None]] = [(trip.away, None)]
+        if trip.awaited:
+            ways.append((range(trip.out, trip.gone), replace(trip, awaited=False)))
+        for span, way in ways:
+            if all(left[slot] + more <= bound * ROUNDING for slot in span):
+                for slot in span:
+                    left[slot] += more
+                needed += [way] if way else []
+                break
+        else:
+            needed.append(trip)
+    return needed
+
+
+def _inserted(
+    schedule: Schedule, new: Sequence[tuple[Occupancy, Sequence[tuple[int, Action]]]]
+) -> Schedule:
+    """The schedule with further actions in the rows of ranks, each directly before a slot."""
+    rows = list(schedule.ranks)
+    for there, actions in new:
+        before: dict[int, list[Action]] = defaultdict(list)
+        for slot, action in actions:
+            before[there.places[slot]].append(action)
+        row = (a for place, own in enumerate(rows[there.rank]) for a in (*before[place], own))
+        rows[there.rank] = tuple(row)
+    return replace(schedule, ranks=tuple(rows))
+
+
+def _move(trip: Trip, kind: ActionKind) -> Action:
+    return Action(trip.what.stage, kind, trip.what.microbatch)
+
+
+def _bounded(
     schedule: Schedule,
     costs: Costs,
     bounds: Sequence[float],
-    changed: Callable[[Schedule, Occupancy, float], Iterable[Schedule]],
+    groups: Iterable[Sequence[int]],
+    changed: Callable[[Schedule, Sequence[Occupancy]], Iterator[Schedule]],
 ) -> Schedule:
-    """The schedule with each rank in turn brought below its bound, or as near to it as it goes.
+    """The schedule with some ranks after others brought below their bounds, or as near as it goes.
 
     Args:
         schedule: a legal one.
         costs: of every stage.
         bounds: by rank.
-        changed: schedules to try for a rank that is above its bound, given what it holds. One that
-            waits for itself is passed over; of the others the nearest counts, then the shortest.
+        groups: of ranks, those that are changed together.
+        changed: schedules to try for a group of which one is above its bound. One in which ranks
+            wait for each other is passed over; of the others the nearest counts, then the shortest.
     """
     timeline = costs.timeline(schedule)
-    for rank, bound in enumerate(bounds):
-        if math.isinf(bound):
-            continue
-        there = Occupancy(schedule, costs, timeline, rank)
-        if max(there.level) <= bound * ROUNDING:
-            continue
-        scored = (
-            (max(0.0, costs.peaks(tried, ran)[rank] - bound * ROUNDING), ran.step_time, tried, ran)
-            for tried, ran in those_that_run(changed(schedule, there, bound), costs)
-        )
-        best = min(scored, key=itemgetter(0, 1), default=None)
-        if best is not None:
-            *_, schedule, timeline = best
+
+    def scored(tried: Schedule) -> Iterator[tuple[float, float, Schedule, Timeline]]:
+        with contextlib.suppress(ScheduleError):
+            ran = costs.timeline(tried)
+            peaks = peak_memory(tried, costs.memory)
+            excess = max(0.0, *(peaks[rank] - bounds[rank] * ROUNDING for rank in ranks))
+            yield excess, ran.step_time, tried, ran
+
+    for ranks in groups:
+        sides = [Occupancy(schedule, costs, timeline, rank) for rank in ranks]
+        if any(max(side.level) > bounds[side.rank] * ROUNDING for side in sides):
+            every = (each for tried in changed(schedule, sides) for each in scored(tried))
+            best = min(every, key=itemgetter(0, 1), default=None)
+            if best is not None:
+                *_, schedule, timeline = best
     return schedule
 
 
-def those_that_run(
-    schedules: Iterable[Schedule], costs: Costs
-) -> Iterator[tuple[Schedule, Timeline]]:
-    """With its timeline, each in which ranks do not wait for each other."""
-    for schedule in schedules:
-        try:
-            timeline = costs.timeline(schedule)
-        except ScheduleError:
-            continue
-        yield schedule, timeline
+# --- balance --------------------------------------------------------------------------------------
+
+
+def balance(
+    schedule: Schedule,
+    bound: float | Sequence[float] | None = None,
+    *,
+    costs: Costs | None = None,
+) -> Schedule:
+    """The schedule in which no rank holds more than ``bound``, with what is beyond at its partner.
+
+    Ranks that keep the bound anyway are left as they are.
+
+    Args:
+        schedule: a legal one that evicts nothing yet.
+        bound: the most a rank may hold of its microbatches at once, whatever transfers take, in the
+            unit of ``costs.memory``: one number, or one for each rank. None: the paper's, which for
+            1F1B is ceil((N+2)/2) microbatches; of other schedules, half of what a rank and its
+            partner hold and one microbatch more.
+        costs: of every stage; None: all stages take and hold the same, what is saved and deferred
+            counts as 1, and whole microbatches travel.
+
+    Raises:
+        ScheduleError: the schedule evicts already, or the bound cannot be kept; says what could.
+    """
+    if schedule.partners is not None:
+        raise ScheduleError(
+            f"{schedule.name!r} evicts already: balance the schedule that it was made from"
+        )
+    whole = costs is None
+    if costs is None:
+        costs = Costs(
+            [(1.0, 1.0, 1.0)] * schedule.stages, [StageMemory(1.0, 1.0)] * schedule.stages
+        )
+    bounds = _papers(schedule, costs) if bound is None else _bounds(bound, schedule)
+    found = balanced(schedule, costs, bounds, whole=whole)
+    _refuse_excess("balancing", found, costs, bounds)
+    return found
+
+
+def balanced(
+    schedule: Schedule, costs: Costs, bounds: Sequence[float], *, whole: bool = False
+) -> Schedule:
+    """The schedule that evicts until bounds are kept, or that comes as near to that as it can.
+
+    Args:
+        schedule: a legal one.
+        costs: of every stage.
+        bounds: by rank.
+        whole: whether whole microbatches travel.
+    """
+    ranks = len(schedule.ranks)
+    partners = tuple(range(ranks - 1, -1, -1))
+    pairs = [(low, partners[low]) for low in range(ranks // 2)]
+    changed = partial(_exchanged, costs, bounds, whole)
+    found = _bounded(replace(schedule, partners=partners), costs, bounds, pairs, changed)
+    evicts = any(action.kind is ActionKind.EVICT for row in found.ranks for action in row)
+    return found if evicts else schedule
+
+
+def _papers(schedule: Schedule, costs: Costs) -> list[float]:
+    """The paper's bound."""
+    peaks = peak_memory(schedule, costs.memory)
+    found = []
+    for rank, peak in enumerate(peaks):
+        unit = max(max(m.saved, m.deferred) for m in (costs.memory[s] for s in schedule.held(rank)))
+        pair = peak + peaks[-1 - rank]
+        found.append(unit * math.ceil((pair / unit + 1) / 2 - 1e-9) if unit else 0.0)
+    return [max(found)] * len(peaks)
+
+
+def _exchanged(
+    costs: Costs,
+    bounds: Sequence[float],
+    whole: bool,
+    schedule: Schedule,
+    sides: Sequence[Occupancy],
+) -> Iterator[Schedule]:
+    """With what a pair's fuller rank holds beyond its bound at the other, by every rule."""
+    partner, donor = sorted(sides, key=lambda side: max(side.level) - bounds[side.rank])
+    memory, bound = costs.memory, bounds[donor.rank]
+    took = (b - a for a, b in zip(donor.starts, donor.reached[1:], strict=False))
+    shortest = min(took, default=0.0)
+    for rule in _EXCHANGES:
+        trips = _trips(donor, rule, 1)
+        for moved in [{}] if whole else _amounts(donor, bound, trips, memory):
+            needed = _needed(donor.level, bound, trips, partial(_travels, memory, moved))
+            ends = _ends(donor, partner, needed, rule, rule.slack * shortest)
+            yield replace(_inserted(schedule, ends), moved={**schedule.moved, **moved})
+
+
+def _travels(memory: Sequence[StageMemory], moved: Mapping[int, int], held: Held) -> float:
+    return moved_bytes(moved, held.stage, memory[held.stage], deferred=held.deferred)
+
+
+def _amounts(
+    there: Occupancy, bound: float, trips: Sequence[Trip], memory: Sequence[StageMemory]
+) -> Iterator[dict[int, int]]:
+    """How much of each stage's microbatches travels: the least that brings a rank below a bound,
+    and then one tensor more; all, where that is not enough.
+    """
+    largest: dict[int, float] = {}
+    away = [0.0] * len(there.level)
+    for trip in trips:
+        largest[trip.what.stage] = max(largest.get(trip.what.stage, 0.0), trip.what.size)
+        for slot in trip.away:
+            away[slot] += trip.what.size
+    beyond = [
+        (level - bound * ROUNDING, each) for level, each in zip(there.level, away, strict=True)
+    ]
+    share = max((over / each if each else 2.0 for over, each in beyond if over > 0.0), default=0.0)
+    for _ in range(2):
+        if not 0.0 < share <= 1.0:
+            yield {}
+            return
+        moved = {stage: _enough(memory[stage], size, share) for stage, size in largest.items()}
+        yield moved
+        share = min((most + 1) / largest[stage] for stage, most in moved.items())
+
+
+def _enough(size: StageMemory, largest: float, share: float) -> int:
+    """The bytes of the fewest tensors that are a share of what a microbatch holds at most."""
+    asked = share * largest / ROUNDING
+    piece = max(size.pieces, default=largest / size.tensors)
+    for count in range(1, 1 + len(size.pieces)):
+        most = count * piece
+        if sum(size.pieces[at] for at in fitting(size.pieces, most)) >= asked:
+            return math.ceil(most - _ROUNDING)
+    return math.ceil(min(-(-asked // piece) * piece, largest) - _ROUNDING)
+
+
+def _ends(
+    donor: Occupancy, partner: Occupancy, trips: Sequence[Trip], rule: Rule, late: float
+) -> list[tuple[Occupancy, list[tuple[int, Action]]]]:
+    """The moves of both ranks: the partner's stand where, by the times so far, it comes to them no
+    later than the rank and ``late`` seconds, all in one order on both. Where the partner is to take
+    more behind that, and the rule waits, it waits until what it gives back has left.
+    """
+    moments = donor.starts if rule.waits else donor.reached
+    events = [(moments[trip.out], False, trip) for trip in trips]
+    events += [(moments[trip.back], True, trip) for trip in trips]
+    events.sort(key=itemgetter(0, 1))
+    own: list[tuple[int, Action]] = []
+    others: list[tuple[int, Action]] = []
+    latest = 0
+    for moment, back, trip in events:
+        latest = max(latest, partner.slot_at(moment + late))
+        others.append((latest, _move(trip, ActionKind.RETURN if back else ActionKind.ACCEPT)))
+        if back:
+            own.append((trip.back, _move(trip, ActionKind.LOAD)))
+            if rule.waits and not TAKERS.isdisjoint(partner.kinds[latest:]):
+                others.append((latest, _move(trip, ActionKind.AWAIT)))
+        else:
+            own.append((trip.out, _move(trip, ActionKind.EVICT)))
+            own += [(trip.out, _move(trip, ActionKind.AWAIT))] if trip.awaited else []
+    return [(donor, own), (partner, others)]
+
+
+# --- offload, recompute ---------------------------------------------------------------------------
 
 
 def offload(
@@ -117,53 +466,49 @@ def offload(
     Args:
         schedule: a legal one.
         costs: of every stage; ``costs.transfer.host`` is the link to the store.
-        limit: the most a rank may hold of its microbatches at once, in time, in the unit of
-            ``costs.memory``: one number, or one for each rank. None: as little as the store's
-            bandwidth allows at no cost.
+        limit: the most a rank may hold of its microbatches at once, whatever transfers take, in the
+            unit of ``costs.memory``: one number, or one for each rank. None: as little as the
+            store's bandwidth allows at no cost.
 
     Raises:
         ScheduleError: the limit cannot be kept; says what could.
     """
     if limit is None:
         return _free(schedule, costs)
-    bounds = bounds_of(limit, len(schedule.ranks))
+    bounds = _bounds(limit, schedule)
     found = offloaded(schedule, costs, bounds)
-    refuse_excess("offloading", found, costs, bounds)
+    _refuse_excess("offloading", found, costs, bounds)
     return found
 
 
 def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
     """The schedule that offloads until bounds are kept, or that comes as near to that as it can."""
-    return rank_by_rank(schedule, costs, bounds, partial(_with_trips, costs))
 
+    def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
+        (there,) = sides
+        size = partial(_travels, costs.memory, schedule.moved)
+        for rule, order, less in product(_COPIES, (1, -1), (1.0, 0.75)):
+            # What is used last is away, or first; more of it may leave each more time.
+            every, bound = _trips(there, rule, 0)[::order], less * bounds[there.rank]
+            trips = _needed(there.level, bound, every, size)
+            moves = [(trip.out, 0, _move(trip, ActionKind.OFFLOAD)) for trip in trips]
+            moves += [(t.out, 1, _move(t, ActionKind.AWAIT)) for t in trips if t.awaited]
+            moves += [(trip.back, 2, _move(trip, ActionKind.RELOAD)) for trip in trips]
+            ordered = [(slot, move) for slot, _, move in sorted(moves, key=itemgetter(0, 1))]
+            yield _inserted(schedule, [(there, ordered)])
 
-def _with_trips(
-    costs: Costs, schedule: Schedule, there: Occupancy, bound: float
-) -> Iterator[Schedule]:
-    """With what is beyond the bound away, by several looks ahead."""
-    if not there.held:
-        return
-    link = costs.transfer.host or Link()
-
-    def life(held: Held) -> float:
-        return there.starts[held.used] - there.ends[held.made]
-
-    for lead, (smooth, strict) in product(_LEADS, WAYS):
-        trips = choose_trips(
-            there, bound, schedule.moved, link, life, lead=lead, smooth=smooth, strict=strict
-        )
-        yield to_host(schedule, there, trips)
+    return _bounded(schedule, costs, bounds, _each(schedule), changed)
 
 
 def _free(schedule: Schedule, costs: Costs) -> Schedule:
     """The least bounds, all by one share of what ranks hold, at which the step is as long."""
-    plain = costs.timeline(schedule)
-    peaks = costs.peaks(schedule, plain)
+    longest = _FREE * costs.timeline(schedule).step_time
+    peaks = peak_memory(schedule, costs.memory)
     found, low, high = schedule, 0.0, 1.0
     for _ in range(_HALVINGS):
         share = (low + high) / 2
         tried = offloaded(schedule, costs, [share * peak for peak in peaks])
-        if costs.timeline(tried).step_time <= plain.step_time * _FREE:
+        if costs.timeline(tried).step_time <= longest:
             found, high = tried, share
         else:
             low = share
@@ -182,62 +527,65 @@ def recompute(schedule: Schedule, costs: Costs, limit: float | Sequence[float]) 
     Raises:
         ScheduleError: the limit cannot be kept; says what could.
     """
-    bounds = bounds_of(limit, len(schedule.ranks))
+    bounds = _bounds(limit, schedule)
     found = recomputed(schedule, costs, bounds)
-    refuse_excess("recomputing", found, costs, bounds)
+    _refuse_excess("recomputing", found, costs, bounds)
     return found
 
 
 def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
     """The schedule that recomputes until bounds are kept, or that comes as near as it can."""
-    return rank_by_rank(schedule, costs, bounds, partial(_made_again, costs))
+
+    def freed(held: Held) -> float:
+        return held.size - costs.memory[held.stage].inputs
+
+    def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
+        (there,) = sides
+        for lead in _LEADS:
+            able = (
+                Trip(held, held.made + 1, held.made + 1, held.used - lead)
+                for held in there.held
+                if there.kinds[held.made] is ActionKind.FORWARD and freed(held) > 0.0
+            )
+            # What would run in a wait is dropped last.
+            trips = sorted(filter(lambda trip: trip.away, able), key=lambda t: there.wait(t.back))
+            needed = _needed(there.level, bounds[there.rank], trips, freed)
+            again = [(trip.back, _move(trip, ActionKind.RECOMPUTE)) for trip in needed]
+            yield _inserted(schedule, [(there, again)])
+
+    return _bounded(schedule, costs, bounds, _each(schedule), changed)
 
 
-def _made_again(
-    costs: Costs, schedule: Schedule, there: Occupancy, bound: float
-) -> Iterator[Schedule]:
-    """With what is beyond the bound made again, in waits that are looked for near and far."""
-    for look_back in _LOOK_BACK:
-        chosen = [
-            (slot, Action(held.stage, ActionKind.RECOMPUTE, held.microbatch))
-            for slot, held in _choose(there, bound, costs, look_back)
-        ]
-        yield inserted(schedule, {there.rank: (there, chosen)})
+def _each(schedule: Schedule) -> list[tuple[int]]:
+    return [(rank,) for rank in range(len(schedule.ranks))]
 
 
-def _choose(there: Occupancy, bound: float, costs: Costs, look_back: int) -> list[tuple[int, Held]]:
-    """What is made again, each with the slot before which that is done."""
-    level = [*there.level]
-    waits = [there.waits(slot) for slot in range(len(level))]
-    left = {
-        held: True
-        for held in there.held
-        if not held.deferred
-        and there.kinds[held.made] is ActionKind.FORWARD
-        and held.size > costs.memory[held.stage].inputs
-    }
-    chosen: list[tuple[int, Held]] = []
-    for slot in range(len(level)):
-        while level[slot] > bound * ROUNDING:
-            able = [held for held in left if held.made < slot < held.used]
-            if not able:
-                break
-            places = {held: _place(held, slot, waits, look_back) for held in able}
-            prices = {
-                held: (max(0.0, costs.times[held.stage][0] - waits[at]), -held.used)
-                for held, at in places.items()
-            }
-            held = min(able, key=prices.__getitem__)
-            at = places[held]
-            del left[held]
-            chosen.append((at, held))
-            waits[at] = max(0.0, waits[at] - costs.times[held.stage][0])
-            for each in range(held.made + 1, at):
-                level[each] -= held.size - costs.memory[held.stage].inputs
-    return chosen
+def _bounds(limit: float | Sequence[float], schedule: Schedule) -> Sequence[float]:
+    """One bound for each rank.
+
+    Raises:
+        ScheduleError: not as many as there are ranks, or a bound below 0.
+    """
+    ranks = len(schedule.ranks)
+    bounds = list(limit) if isinstance(limit, Sequence) else [limit] * ranks
+    if len(bounds) != ranks or not all(bound >= 0 for bound in bounds):
+        raise ScheduleError(
+            f"a limit is a number >= 0, or one for each of {ranks} ranks; got {limit!r}"
+        )
+    return bounds
 
 
-def _place(held: Held, slot: int, waits: Sequence[float], look_back: int) -> int:
-    """Before which slot it is made again: the longest wait near its use, the last of like ones."""
-    first = max(slot + 1, held.used - look_back)
-    return max(range(first, held.used + 1), key=lambda at: (waits[at], at))
+def _refuse_excess(doing: str, schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> None:
+    """Refuse a schedule with a rank above its bound.
+
+    Raises:
+        ScheduleError: says which rank, and what bound it could keep.
+    """
+    peaks = peak_memory(schedule, costs.memory)
+    for rank, (peak, bound) in enumerate(zip(peaks, bounds, strict=True)):
+        if peak > bound * ROUNDING:
+            raise ScheduleError(
+                f"{doing} leaves rank {rank} of {schedule.name!r} with {peak:g}, more than its "
+                f"bound of {bound:g}: raise it to {peak:g}, take another measure as well "
+                "(balance, offload, recompute), or cut the batch into smaller microbatches"
+            )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -380,22 +379,6 @@ def _resized(here: PlayedOrder, chance: random.Random) -> Schedule | None:
         share = chance.randint(1, size.tensors - 1) / size.tensors
         moved[stage] = math.ceil(share * max(size.saved, size.deferred))
     return None if moved == schedule.moved else replace(schedule, moved=moved)
-
-
-def without(schedule: Schedule, measure: str) -> Schedule:
-    """The schedule with one measure less: the same where it is not taken."""
-    every = [
-        _places_of(schedule, journey)
-        for journey in journeys_of(schedule)
-        if measure == ("offload" if journey.partner is None else "balance")
-    ]
-    if measure == "recompute":
-        every += _recomputes(schedule)
-    gone: dict[int, set[int]] = defaultdict(set)
-    for places in every:
-        for rank, each in places.items():
-            gone[rank] |= each
-    return _without(schedule, gone) if gone else schedule
 
 
 def _recomputes(schedule: Schedule) -> Iterator[dict[int, set[int]]]:

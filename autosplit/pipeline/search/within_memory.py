@@ -9,30 +9,36 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.memory import balance, measures
+from autosplit.pipeline.memory.measures import balanced, offloaded, recomputed
+from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.text.figures import few
 
-from .changes import adds_in_order, early, without
+from .changes import adds_in_order, early
 from .local_search import improve
-from .problem import Problem, Tally
+from .problem import Problem, Row, Tally
 from .search import caps_of, placed, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
-    "balance": balance.nearest,
-    "offload": measures.offloaded,
-    "recompute": measures.recomputed,
+    "balance": balanced,
+    "offload": offloaded,
+    "recompute": recomputed,
 }
 """What can be done to a schedule that holds too much, by name."""
+
+_KINDS = {
+    "balance": ActionKind.EVICT,
+    "offload": ActionKind.OFFLOAD,
+    "recompute": ActionKind.RECOMPUTE,
+}
 
 _ALONE = 100_000
 """Actions simulated for one setting with one measure; what ``search`` plays is beside that."""
@@ -46,17 +52,6 @@ _SAME = 1 + 1e-6  # of a step
 
 
 @dataclass(frozen=True)
-class MeasureEffect:
-    """What one measure does beside the others: seconds that the step is longer than without it, and
-    by how much each rank's peak is less.
-    """
-
-    measure: str
-    seconds: float
-    saved: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class WithinMemory:
     """A schedule within a limit, and how it came to be.
 
@@ -65,9 +60,7 @@ class WithinMemory:
         timeline: its step.
         peaks: per rank, the most that it holds of its microbatches: by the order of its row, so
             whatever transfers take.
-        base: the schedule that the measures were taken on.
-        effects: per measure, what it did.
-        setting: the memory setting of the split that it is for.
+        measures: those that it takes.
         unlimited: seconds of the shortest step that was found without a limit.
         simulated: how many actions the search played to find it.
     """
@@ -75,37 +68,18 @@ class WithinMemory:
     schedule: Schedule
     timeline: Timeline
     peaks: tuple[float, ...]
-    base: str
-    effects: tuple[MeasureEffect, ...]
-    setting: str | int = "saved"
-    unlimited: float = math.inf
-    simulated: int = 0
+    measures: tuple[str, ...]
+    unlimited: float
+    simulated: int
 
 
-class _Fitting(NamedTuple):
-    """A schedule that keeps the limit, and what it was made from."""
+class _Kept(NamedTuple):
+    """A schedule that was found, by how much it exceeds the limit, and what it was made from."""
 
     step: float
     schedule: Schedule
     base: str
-
-
-@dataclass
-class _Found:
-    """What was found with some measures.
-
-    Attributes:
-        fitting: by base, the shortest step that keeps the limit.
-        nearest: by how much what comes nearest to the limit exceeds it, of which base, and itself.
-    """
-
-    fitting: dict[str, _Fitting] = field(default_factory=dict)
-    nearest: tuple[float, str, Schedule] | None = None
-
-    @property
-    def shortest(self) -> float:
-        """Seconds; infinite where nothing keeps the limit."""
-        return min((each.step for each in self.fitting.values()), default=math.inf)
+    excess: float
 
 
 class LimitError(ScheduleError):
@@ -132,7 +106,7 @@ class LimitError(ScheduleError):
 
 
 def search_within(
-    costs: Costs | Mapping[str | int, Costs],
+    costs: Costs,
     microbatches: int,
     limit: float | Sequence[float],
     *,
@@ -148,7 +122,7 @@ def search_within(
     gives on a named schedule or on one that ``search`` finds. How much is simulated is bounded.
 
     Args:
-        costs: of every stage; or by memory setting of the split, of which the best is taken.
+        costs: of every stage.
         microbatches: M >= 1.
         limit: bytes that a rank may hold: one number, or one for each rank.
         ranks: number of processes; None means one for each stage.
@@ -165,49 +139,40 @@ def search_within(
     unknown = [measure for measure in measures if measure not in MEASURES]
     if unknown:
         raise ScheduleError(f"unknown measure {unknown[0]!r}; known: {few(list(MEASURES), 9)}")
-    settings = {"saved": costs} if isinstance(costs, Costs) else dict(costs)
-    count = ranks or len(next(iter(settings.values())).times)
+    count = ranks or len(costs.times)
     limits = caps_of(limit, count)
     rests = [*fixed] if fixed else [0.0] * count
     if len(rests) != count:
         raise ScheduleError(f"expected what is fixed on each of {count} ranks, got {len(rests)}")
     caps = [most - rest for most, rest in zip(limits, rests, strict=True)]
-    found: list[WithinMemory] = []
-    nearest: list[tuple[float, str, Schedule]] = []
-    unlimited, simulated, bounds = math.inf, 0, []
-    for setting, each in settings.items():
-        one = _LimitSearch(each, microbatches, count, placement, caps, measures)
-        bounds.append(one.bound)
-        if max(one.bound) <= 0.0:  # no rank but has room for what every schedule needs
-            unlimited = min(unlimited, one.unlimited)
-            best = one.run()
-            found += [] if best is None else [replace(best, setting=setting)]
-        nearest.append(one.frugal())
-        simulated += one.simulated
-    if not found:
-        raise _refusal(limits, rests, bounds, nearest)
-    best = min(found, key=lambda each: each.timeline.step_time)
-    return replace(best, unlimited=unlimited, simulated=simulated)
+    one = _LimitSearch(costs, microbatches, count, placement, caps, measures)
+    # Without room on some rank for what every schedule needs there is nothing to look for.
+    found = one.run() if max(one.bound) <= 0.0 else None
+    if found is None:
+        raise _refusal(limits, rests, one.bound, *one.frugal())
+    return found
 
 
 def _refusal(
     limits: Sequence[float],
     rests: Sequence[float],
-    bounds: Sequence[Sequence[float]],
-    nearest: Sequence[tuple[float, str, Schedule]],
+    over: Sequence[float],
+    excess: float,
+    what: str,
+    schedule: Schedule,
 ) -> LimitError:
     """What is said of a limit that nothing keeps.
 
     Args:
         limits: by rank.
         rests: by rank, what is fixed.
-        bounds: by setting and rank, by how much what every schedule holds exceeds the limit.
-        nearest: by setting, by how much what comes nearest to the limit exceeds it.
+        over: by rank, by how much what every schedule holds exceeds the limit.
+        excess: by how much what comes nearest to the limit exceeds it.
+        what: that is.
+        schedule: likewise.
     """
-    over = min(bounds, key=max)
     rank = over.index(max(over))
     bound, rest = limits[rank] + over[rank], rests[rank]
-    excess, what, schedule = min(nearest, key=lambda each: each[0])
     least = max(limits) + excess
     dominates, advice = "activations", "cut the batch into more and smaller microbatches"
     if rest > bound - rest:
@@ -227,7 +192,7 @@ def _refusal(
 
 @dataclass(frozen=True)
 class _CountedCosts(Costs):
-    """The same costs, for many plays, which they count; peaks are those by order."""
+    """The same costs, for many plays, which they count."""
 
     tally: Tally = field(default_factory=Tally, compare=False)
 
@@ -240,10 +205,6 @@ class _CountedCosts(Costs):
         """As ``Costs.timeline``."""
         self.tally.actions += sum(map(len, schedule.ranks))
         return super().timeline(schedule)
-
-    def peaks(self, schedule: Schedule, timeline: Timeline) -> list[float]:
-        """Per rank, the most that it keeps by the order of its row, whatever transfers take."""
-        return peak_memory(schedule, self.memory)
 
 
 class _LimitSearch:
@@ -267,10 +228,10 @@ class _LimitSearch:
         self._costs = _CountedCosts.of(replace(costs, reductions=None))
         self._caps = caps
         self._measures = measures
-        self._found_by: dict[tuple[str, ...], _Found] = defaultdict(_Found)
-        """By the measures that were tried."""
-        self._made: dict[tuple[int, str], Schedule] = {}
-        """By the place of a base and a measure, what that makes of it."""
+        self._kept: dict[Sequence[str], list[_Kept]] = {}
+        """By the measures that were tried, those that keep the limit."""
+        self._nearest: _Kept | None = None
+        self._made: dict[tuple[str, tuple[Row, ...]], Schedule] = {}
         self._bases = self._found(microbatches, ranks, placement)
         self._problems = {
             place: Problem(self._costs, place, microbatches, caps, self._costs.tally)
@@ -326,40 +287,47 @@ class _LimitSearch:
         """
         for measure in self._measures:
             self._within((measure,), _ALONE)
-        if len(self._measures) != 1 and not self._is_least(self._found_by.values()):
+        if len(self._measures) != 1 and not self._is_least():
             self._within(tuple(self._measures), _TOGETHER)
-        fitting = [each for found in self._found_by.values() for each in found.fitting.values()]
+        fitting = self._fitting()
         if not fitting:
             return None
-        _, schedule, base = min(fitting, key=lambda each: each.step)
-        timeline = self._costs.timeline(schedule)
-        peaks = tuple(peak_memory(schedule, self._costs.memory))
-        effects = tuple(self._effects(schedule, timeline.step_time, peaks))
-        return WithinMemory(replace(schedule, name="auto"), timeline, peaks, base, effects)
+        schedule = fitting[0].schedule
+        return WithinMemory(
+            replace(schedule, name="auto"),
+            self._costs.timeline(schedule),
+            tuple(peak_memory(schedule, self._costs.memory)),
+            _taken(schedule),
+            self.unlimited,
+            self.simulated,
+        )
 
     def _within(self, measures: tuple[str, ...], work: int) -> None:
         """Look for the best with some measures, in so many actions."""
-        begun, found = self.simulated, self._found_by[measures]
+        begun, found = self.simulated, self._kept.setdefault(measures, [])
         for place, (step, base) in enumerate(self._bases):
-            if step >= found.shortest:
+            shortest = min(map(_step, found), default=math.inf)
+            # All that are to come are longer, whatever is done to them.
+            if step >= shortest or self._keep(base, base.name, found):
                 break
-            if not self._keep(base, base, found) and (place < _BASES or len(measures) == 1):
-                for made in self._measured(place, measures):
-                    self._keep(made, base, found)
-                    if self.simulated > begun + work // 2:
-                        break
+            for made in self._measured(base, measures):
+                if place >= _BASES and len(measures) > 1:
+                    break
+                self._keep(made, base.name, found)
+                if self.simulated > begun + work // 2:
+                    break
         self._rearranged(measures, found, begun + work)
 
-    def _measured(self, place: int, measures: tuple[str, ...]) -> Iterator[Schedule]:
+    def _measured(self, base: Schedule, measures: tuple[str, ...]) -> Iterator[Schedule]:
         """A base with one measure; of several, with each for what another leaves too much.
 
         A partner takes only what is not sent to the host or run again: it comes first.
         """
         for first in measures:
-            if (place, first) not in self._made:
-                base = self._bases[place][1]
-                self._made[place, first] = MEASURES[first](base, self._costs, self._caps)
-            made = self._made[place, first]
+            key = first, base.ranks
+            if key not in self._made:
+                self._made[key] = MEASURES[first](base, self._costs, self._caps)
+            made = self._made[key]
             if len(measures) == 1:
                 yield made
             for second in measures:
@@ -368,46 +336,29 @@ class _LimitSearch:
 
     def frugal(self) -> tuple[float, str, Schedule]:
         """What comes nearest to the limit: by how much it exceeds it, what it is, and itself."""
-        found = self._found_by[()]
-        if self._nearest()[0] > max(self.bound):
+        if self._nearest is None or self._nearest.excess > max(self.bound):
             least = [max(cap + over, 1.0) for cap, over in zip(self._caps, self.bound, strict=True)]
             for _, base in self._bases:
-                self._keep(base, base, found)
+                self._keep(base, base.name, [])
             _, base = min(self._bases, key=lambda each: self._excess(each[1]))
             for measure in self._measures:
-                self._keep(MEASURES[measure](base, self._costs, least), base, found)
-        excess, base_name, schedule = self._nearest()
-        taken = " and ".join(name for name in MEASURES if without(schedule, name) != schedule)
-        return excess, f"{base_name} with {taken or 'no measure'}", schedule
+                self._keep(MEASURES[measure](base, self._costs, least), base.name, [])
+        if self._nearest is None:  # cannot be: there is a base
+            raise ScheduleError("no schedule admits the counts")
+        _, schedule, base_name, excess = self._nearest
+        taken = " and ".join(_taken(schedule)) or "no measure"
+        return excess, f"{base_name} with {taken}", schedule
 
-    def _nearest(self) -> tuple[float, str, Schedule]:
-        every = [found.nearest for found in self._found_by.values() if found.nearest is not None]
-        return min(every, key=lambda each: each[0], default=(math.inf, "", self._bases[0][1]))
-
-    def _effects(
-        self, schedule: Schedule, step: float, peaks: Sequence[float]
-    ) -> Iterator[MeasureEffect]:
-        """Of each measure that is taken, what the step would be, and ranks hold, without it."""
-        for measure in MEASURES:
-            less = without(schedule, measure)
-            if less != schedule:
-                more = zip(peak_memory(less, self._costs.memory), peaks, strict=True)
-                saved = tuple(max(0.0, a - b) for a, b in more)
-                yield MeasureEffect(measure, max(0.0, step - self._step(less)), saved)
-
-    def _rearranged(self, measures: tuple[str, ...], found: _Found, most: int) -> None:
+    def _rearranged(self, measures: tuple[str, ...], found: list[_Kept], most: int) -> None:
         """What the best become with other orders, and what shorter ones without measures do."""
         together = len(measures) > 1
-        known = [*self._found_by.values()] if together else [found]
+        known = self._fitting() if together else sorted(found, key=_step)
         first = self._bases[0][1]
         if self._is_least(known):
             return
-        fitting = sorted(
-            (fits for each in known for fits in each.fitting.values()), key=lambda each: each.step
-        )
-        starts = [*{fits.schedule.ranks: fits.schedule for fits in fitting}.values()]
-        if not starts and found.nearest is not None:
-            starts.append(found.nearest[2])
+        starts = [*{fits.schedule.ranks: fits.schedule for fits in known}.values()]
+        if not starts and self._nearest is not None:
+            starts.append(self._nearest.schedule)
         starts = [*starts[: _STARTS - 1], first]
         problem = self._problems[first.placement]
         played = problem.play(first) if together else None
@@ -418,34 +369,50 @@ class _LimitSearch:
         for place, start in enumerate(starts):
             share = max(0, end - self.simulated) // (len(starts) - place)
             self._walked(start, share, measures, found)
-        if together and found.fitting:
-            best = min(found.fitting.values(), key=lambda each: each.step).schedule
+        if together and found:
+            best = min(found, key=_step).schedule
             self._walked(best, max(0, most - self.simulated), measures, found)
 
-    def _is_least(self, known: Iterable[_Found]) -> bool:
-        """Whether something is as short as without a limit."""
-        return any(each.shortest <= self._bases[0][0] * _SAME for each in known)
+    def _fitting(self) -> list[_Kept]:
+        """All that keep the limit, the shortest first."""
+        return sorted((each for found in self._kept.values() for each in found), key=_step)
 
-    def _walked(self, start: Schedule, work: int, measures: tuple[str, ...], found: _Found) -> None:
+    def _is_least(self, known: Sequence[_Kept] | None = None) -> bool:
+        """Whether something is as short as without a limit."""
+        fitting = self._fitting() if known is None else known
+        return bool(fitting) and fitting[0].step <= self._bases[0][0] * _SAME
+
+    def _walked(
+        self, start: Schedule, work: int, measures: tuple[str, ...], found: list[_Kept]
+    ) -> None:
         """Keep what a start becomes in so many actions."""
         problem = self._problems[start.placement]
         better = improve(start, problem, work, measures, least=self._bases[0][0])
         if better is not None:
-            self._keep(better.schedule, start, found)
+            self._keep(better.schedule, start.name, found)
 
     def _excess(self, schedule: Schedule) -> float:
         """By how much a rank exceeds the limit."""
         peaks = peak_memory(schedule, self._costs.memory)
         return max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
 
-    def _keep(self, schedule: Schedule, base: Schedule, found: _Found) -> bool:
+    def _keep(self, schedule: Schedule, base: str, found: list[_Kept]) -> bool:
         """Note a schedule; whether it keeps the limit."""
         excess = self._excess(schedule)
-        if found.nearest is None or excess < found.nearest[0]:
-            found.nearest = excess, base.name, schedule
-        if excess > 0.0:
-            return False
-        step, known = self._step(schedule), found.fitting.get(base.name)
-        if known is None or step < known.step:
-            found.fitting[base.name] = _Fitting(step, schedule, base.name)
-        return True
+        fits = excess <= 0.0
+        kept = _Kept(self._step(schedule) if fits else math.inf, schedule, base, excess)
+        if self._nearest is None or excess < self._nearest.excess:
+            self._nearest = kept
+        if fits:
+            found.append(kept)
+        return fits
+
+
+def _step(kept: _Kept) -> float:
+    return kept.step
+
+
+def _taken(schedule: Schedule) -> tuple[str, ...]:
+    """The measures that a schedule takes."""
+    kinds = {action.kind for row in schedule.ranks for action in row}
+    return tuple(name for name, kind in _KINDS.items() if kind in kinds)

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autosplit
-from autosplit.compare.rank import peak_bytes
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.planner import Plan
+from autosplit.torch_internals.state import distinct_storage_bytes
 from examples.families import FAMILIES
+
+from ...peak import peak_bytes
 
 RANKS = 2
 WAYS: Mapping[str, str] = {
@@ -89,9 +91,9 @@ def _alternating(subject: Any, microbatches: int, steps: int) -> dict[str, Found
         for way, trainer in trainers.items():
             found[way].calls = len([*_weights(trainer)])
             batch = subject.batch_fn(0, size)
-            found[way].peak = peak_bytes(
+            resident = distinct_storage_bytes(_resident(trainer))
+            found[way].peak = resident + peak_bytes(
                 lambda: trainer.step(batch),  # noqa: B023
-                _resident(trainer),
                 trainer.device,
             )
     return found

@@ -74,13 +74,12 @@ def test_a_step_within_a_limit_is_the_shortest_there_is() -> None:
     assert 30 <= found.timeline.step_time <= 1.02 * 30
 
 
-def test_the_better_setting_of_the_split_is_taken() -> None:
-    costs, microbatches, _ = small(0)
-    slow = replace(costs, times=[(f + 1, i, w) for f, i, w in costs.times])
-    lean = replace(slow, memory=[StageMemory(2.0, 2.0, 1.0)] * len(costs.times))
-    both = {"saved": costs, "lean": lean}
-    assert search_within(both, microbatches, 100.0).setting == "saved"
-    assert search_within(both, microbatches, 4.0, measures=()).setting == "lean"
+def test_the_report_says_what_is_done() -> None:
+    costs = Costs([(2.0, 2.0, 2.0)] * 2, [StageMemory(6.0, 3.0, 1.0)] * 2)
+    found = search_within(costs, 5, 8.0, placement=(0, 1), measures=("recompute",))
+    assert found.timeline.step_time >= found.unlimited
+    assert found.measures == ("recompute",)
+    assert search_within(costs, 5, 130.0, placement=(0, 1)).measures == ()
 
 
 def test_what_is_fixed_counts() -> None:
@@ -135,7 +134,7 @@ def test_how_much_is_simulated_is_bounded(stages: int, microbatches: int, worksp
     costs = Costs([(0.02, 0.02, 0.02)] * stages, memory, links)
     found = search_within(costs, microbatches, limit, placement=range(stages))
     assert max(found.peaks) <= limit
-    assert found.simulated <= 95_000  # see search_cheaply
+    assert found.simulated <= 105_000  # see search_cheaply
 
 
 # --- what local search changes at a schedule: legal, and played as it is simulated ----------------
