@@ -23,6 +23,7 @@ from .options import (
     json_option,
     names,
     setting,
+    tell_written,
     typed_errors,
 )
 
@@ -66,7 +67,7 @@ from .options import (
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for a rank.")
 @folder_to_write(
     "--output",
-    help="Folder for timeline.html, trace.json, results.json and the graphs.",
+    help="Folder for timeline.html, timeline.png, trace.json, results.json and the graphs.",
 )
 @json_option
 @typed_errors
@@ -100,7 +101,7 @@ def compare(
     if output:
         files = [*write_timelines_of(found, output), output / "results.json", output / "graphs"]
         write_json(found, output / "results.json")
-        click.echo("\nwritten: " + ", ".join(map(str, files)))
+        tell_written(files)
 
 
 def _check_before_launch(settings: Settings) -> None:

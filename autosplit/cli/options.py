@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -140,3 +140,10 @@ def folder_to_write(*names: str, **more: Any) -> Callable[[Any], Any]:
 
 
 json_option = file_to_write("--json", "json_file", help="Write the rows to this file.")
+
+
+def tell_written(files: Sequence[pathlib.Path]) -> None:
+    """Say which files were written, and what is missing for a picture that is not among them."""
+    click.echo("\nwritten: " + ", ".join(map(str, files)))
+    if "timeline.png" not in {file.name for file in files}:
+        click.echo("no timeline.png, which needs matplotlib: pip install autosplit[plot]")

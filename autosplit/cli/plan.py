@@ -353,7 +353,7 @@ def _limit(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--schedule", "schedules", callback=names, help="Default: try all.")
 @click.option("--microbatches", callback=counts, help="Default: about 1, 2 and 4 a device.")
 @click.option("--estimate", is_flag=True, help="From FLOPs and bytes; measure nothing.")
-@click.option("--device", help="Plan for this device, such as h100, by its data sheet.")
+@click.option("--device", help="Plan for this device, such as h100, or TFLOPS,GB/s.")
 @click.option("--link", help="Between devices: gigabytes a second, or a name such as ib-ndr.")
 @click.option("--seconds", type=float, help="To measure blocks for, in all; 60.")
 @click.option(

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from autosplit.cli.options import folder_to_write, json_option, numbers, typed_errors
+from autosplit.cli.options import folder_to_write, json_option, numbers, tell_written, typed_errors
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import check_counts, check_size
 from autosplit.pipeline.search.survey import MOST, SimulatedSchedule, Survey, survey
@@ -19,7 +19,7 @@ from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.grid import format_schedule
 from autosplit.report.schedule_table import survey_rows, survey_table
-from autosplit.report.timelines import Panel, write_timelines
+from autosplit.report.timelines import write_timelines
 from autosplit.text.files import write_text
 
 
@@ -130,7 +130,7 @@ def _each(what: str, numbers: Sequence[float], size: int, stages: int) -> list[S
 @click.option("--message", type=float, help="Megabytes of a microbatch between two stages.")
 @click.option("--cap", type=float, help="Search the shortest step that keeps no more on any rank.")
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
-@folder_to_write("--output", help="Folder for timeline.html and trace.json.")
+@folder_to_write("--output", help="Folder for timeline.html and .png, and trace.json.")
 @json_option
 @typed_errors
 def simulate(
@@ -150,8 +150,8 @@ def simulate(
         write_text(json_file, json.dumps(data, indent=2) + "\n")
     if output:
         title = f"{options['stages']} ranks, {options['microbatches']} microbatches, simulated"
-        panels = [Panel(f"{shown.name}, {shown.weights}", shown.timeline)]
-        files = write_timelines(panels, output, title=title)
-        click.echo("\nwritten: " + ", ".join(map(str, files)))
+        rows = [(f"{shown.name}, {shown.weights}", shown.timeline)]
+        files = write_timelines(rows, output, title=title)
+        tell_written(files)
     elif schedule:
         click.echo("\n" + format_schedule(shown.schedule))

@@ -51,11 +51,13 @@ def write_json(comparison: Comparison, file: pathlib.Path) -> None:
 
 
 def write_timelines_of(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
-    """``write_timelines``, with each step above what it would be if nothing were lost; returns the
-    paths.
+    """``write_timelines``, on whose page each step is above what it would be if nothing were lost;
+    returns the paths.
     """
+    pairs = zip(comparison.rows, comparison.timelines, strict=True)
+    titled = [(row.title, timeline) for row, timeline in pairs]
     title = f"{comparison.rows[0].stages} stages"
-    return write_timelines([*_panels(comparison)], folder, title=title)
+    return write_timelines(titled, folder, title=title, panels=[*_panels(comparison)])
 
 
 def _panels(comparison: Comparison) -> Iterator[Panel]:

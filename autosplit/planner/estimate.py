@@ -73,19 +73,32 @@ class DeviceKind:
 
 
 def device_kind(device: str, link: str | None = None) -> DeviceKind:
-    """A device by its name in ``DEVICES``.
+    """A device by its name in ``DEVICES``, or by its rates.
 
     Args:
-        device: its name.
+        device: its name; or teraflops of products and gigabytes a second of its memory, as
+            ``"400,2000"``, of a device that holds any.
         link: a name in ``LINKS``, or gigabytes a second in one direction; None: its own.
 
     Raises:
         PlanError: an unknown name (lists the known ones).
     """
-    if device not in DEVICES:
-        raise PlanError(f"unknown device {device!r}; known: {', '.join(DEVICES)}")
-    kind = DEVICES[device]
+    kind = DEVICES[device] if device in DEVICES else _of_rates(device)
     return kind if link is None else replace(kind, link=_link(link))
+
+
+def _of_rates(text: str) -> DeviceKind:
+    try:
+        flops, bandwidth = map(float, text.split(","))
+    except ValueError:
+        flops = bandwidth = math.nan
+    if not (flops > 0.0 and bandwidth > 0.0):
+        raise PlanError(
+            f"unknown device {text!r}; known: {', '.join(DEVICES)}, or teraflops and gigabytes a "
+            "second of its memory, such as 400,2000"
+        )
+    rates = dict.fromkeys((1, 2, 4, 8), 1e12 * flops)
+    return DeviceKind(rates, 1e9 * bandwidth, math.inf, Link())
 
 
 def _link(text: str) -> Link:

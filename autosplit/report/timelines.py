@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -345,13 +346,17 @@ def write_timeline(timeline: Timeline, path: str | Path, *, title: str = "Timeli
         draw_timelines([("", timeline)], path, title=title)
 
 
-def write_timelines(panels: Sequence[Panel], folder: Path, *, title: str) -> list[Path]:
-    """``timeline.html``, and ``trace.json`` of the same; returns their paths.
+def write_timelines(
+    rows: Rows, folder: Path, *, title: str, panels: Sequence[Panel] = ()
+) -> list[Path]:
+    """``timeline.html``, ``trace.json``, and ``timeline.png`` where matplotlib is there; returns
+    the paths of those that were written.
 
     Args:
-        panels: what is shown.
+        rows: timelines and their names.
         folder: made where it is not there.
-        title: of the page.
+        title: of page and picture.
+        panels: what the page shows; none: the rows.
 
     Raises:
         AutosplitError: nothing to show.
@@ -359,7 +364,11 @@ def write_timelines(panels: Sequence[Panel], folder: Path, *, title: str) -> lis
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    page, trace = folder / "timeline.html", folder / "trace.json"
-    write_page(panels, page, title=title)
-    write_chrome_trace([(panel.name, panel.timeline) for panel in panels], trace)
-    return [page, trace]
+    names = ("timeline.html", "trace.json", "timeline.png")
+    page, trace, picture = (folder / name for name in names)
+    write_page(panels or [Panel(*row) for row in rows], page, title=title)
+    write_chrome_trace(rows, trace)
+    if find_spec("matplotlib") is None:
+        return [page, trace]
+    draw_timelines(rows, picture, title=title)
+    return [page, trace, picture]

@@ -48,7 +48,7 @@ def test_compare(tmp_path: pathlib.Path) -> None:
     assert sorted(fused["durations_s"]) == ["B", "F"]
     assert sorted(split["durations_s"]) == ["F", "I", "W"]
     made = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
-    assert {"timeline.html", "trace.json", "results.json"} <= made
+    assert {"timeline.html", "timeline.png", "trace.json", "results.json"} <= made
     page = (tmp_path / "out" / "timeline.html").read_text()
     (data,) = re.findall(r"^const data = (.*);$", page, re.MULTILINE)
     panels = {panel["name"]: panel for panel in json.loads(data)["panels"]}
@@ -95,7 +95,7 @@ def test_simulate(tmp_path: pathlib.Path) -> None:
         assert row["peak_memory"] == max(row["peak_memory_by_rank"]) > 0
         assert 0.0 <= row["bubble"] < 1.0
     made = {path.name for path in (tmp_path / "out").iterdir()}
-    assert made == {"timeline.html", "trace.json"}
+    assert made == {"timeline.html", "timeline.png", "trace.json"}
 
 
 def test_simulate_says_which_steps_overlap() -> None:
@@ -187,6 +187,7 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
         return float(json.loads(figures.read_text())["predicted_step_s"])
 
     assert step("--device h100") < step("--device l40s") < step("--device l40s --link 1e-6")
+    assert step("--device 1e-3,1") > step("--device h100")
     for options, text in (
         ("--device h1000", "unknown device 'h1000'; known: a100, h100"),
         ("--device h100 --link string", "unknown link 'string'; known: pcie4"),

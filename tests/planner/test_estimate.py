@@ -79,6 +79,10 @@ def test_what_is_known_of_a_device(name: str) -> None:
 def test_what_is_not() -> None:
     with pytest.raises(PlanError, match=r"unknown device 'z1'; known: a100, h100"):
         device_kind("z1")
+    for rates in ("400", "0,1", "nan,1"):
+        with pytest.raises(PlanError, match="such as 400,2000"):
+            device_kind(rates)
+    assert device_kind("400,2000").speed(torch.float64, 1.0).flops_per_second == 4e14
     with pytest.raises(PlanError, match=r"no figure for torch.float64, only for floats of 16 bits"):
         device_kind("h100").speed(torch.float64)
 
