@@ -6,3 +6,8 @@ if os.environ.get("AUTOSPLIT_TEST_DEVICE", "cpu") != "cpu":
     from tests import devices
 
     devices.use(devices.chosen())
+
+if os.environ.get("AUTOSPLIT_TEST_COMM", "gloo") != "gloo":
+    from tests.strict_group.group import use
+
+    use()

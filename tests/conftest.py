@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autosplit.pipeline.engine.launch import launch
-from tests import devices
+from tests import devices, strict_group
 from tests.by_folder import by_folder
 from tests.cheap_tracing import seed_cheaply, trace_cheaply
 from tests.ranks import Ranks, collect_rarely, measure_cheaply, search_cheaply
@@ -31,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help=f"where tests run: {', '.join(devices.KNOWN)} (tests/fake_accelerator)",
     )
+    parser.addoption(
+        "--comm",
+        default="gloo",
+        help="what ranks communicate over: gloo, or strict, with the rules of NCCL, such as "
+        "strict:ms=2,seed=7 (tests/strict_group)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if said := devices.refusal(name):
         raise pytest.UsageError(said)
     devices.use(name)
+    os.environ[strict_group.VARIABLE] = config.getoption("--comm")
+    try:
+        settings = strict_group.chosen()
+    except ValueError as error:
+        raise pytest.UsageError(f"--comm: {error}") from error
+    if settings is not None:
+        from tests.strict_group.group import use
+
+        use()
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +116,9 @@ def launched_on_ranks(on_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if devices.chosen() != "cpu":
-        terminalreporter.section(f"on {devices.chosen()}")
+    on, over = devices.chosen(), os.environ[strict_group.VARIABLE]
+    if (on, over) != ("cpu", "gloo"):
+        terminalreporter.section(f"on {on} over {over}")
         terminalreporter.write_line(by_folder(terminalreporter.stats))
 
 

@@ -114,6 +114,14 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu")
 
 
+def backend_for(device: torch.device) -> str:
+    """What messages between tensors of a device go over, in the default process group."""
+    if device.type == "cuda":
+        return "nccl"
+    config = dist.BackendConfig(dist.Backend(dist.get_backend_config()))
+    return config.get_device_backend_map().get(device.type, "gloo")
+
+
 _LARGE = 2**23  # bytes
 _EXCHANGES = 20
 _WARMUP = 3

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.mesh.costs import backend_for
 from autosplit.mesh.dimensions import RankLayout
 
 from .control import OTHERS, Control
@@ -64,8 +65,8 @@ def await_device(device: torch.device, guard: Guard, timeout: float) -> None:
 
 
 def abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """End what is under way over some NCCL groups, all at once: ending one waits for the device,
-    on which a message of another hangs until that is ended.
+    """End what is under way over some groups of NCCL or its like, all at once: ending one waits for
+    the device, on which a message of another hangs until that is ended.
     """
     if groups:
         with ThreadPoolExecutor(len(groups), "autosplit-abort") as pool:
@@ -99,7 +100,7 @@ class Groups(Control):
 
     Args:
         ranks: 1, or the size of the default process group; or which ranks are in which pipeline.
-        device: where the messages live; decides between Gloo and NCCL.
+        device: where the messages live; decides between Gloo and what has queues, as NCCL.
         timeout: seconds after which a wait fails.
 
     Attributes:
@@ -117,8 +118,8 @@ class Groups(Control):
         self.timeout = timeout
         self.place = RankActivity()
         self._device = device
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self.pairwise = self._backend == "nccl"
+        self._backend = backend_for(device) if len(layout.ranks) > 1 else "gloo"
+        self.pairwise = self._backend != "gloo"
         self._beside: Control | None = None
         self._connected: dict[str, set[tuple[int, int]]] = {}
         self._owned: list[dist.ProcessGroup] = []
@@ -255,11 +256,15 @@ class Groups(Control):
         return losing(self.place.waits, self.timeout, what)
 
     def cut(self) -> None:
-        """End every wait of this rank over Gloo, and those of its peers for it; in any thread."""
+        """End every wait of this rank, and those of its peers for it; in any thread."""
+        queued = []
         for group in [*self._owned, *self._lent]:
             # The groups may be let go of meanwhile.
             with contextlib.suppress(RuntimeError, ValueError):
                 self._disconnect(group)
+                queued += [group] if _is_queued(group) else []
+        with contextlib.suppress(RuntimeError, ValueError):
+            abort(queued)
 
     def close(self) -> None:
         """Let go of the groups and end every wait on them at once, here and on the peers."""
@@ -268,14 +273,14 @@ class Groups(Control):
             self._disconnect(group)
         # Of those of others, too: a collective that hangs there holds the device.
         lent = self._lent if dist.is_initialized() else []
-        devices = [group for group in (*groups, *lent) if _on_device(group)]
+        queued = [group for group in (*groups, *lent) if _is_queued(group)]
         for group in groups:
-            if group not in devices:
+            if group not in queued:
                 dist.destroy_process_group(group)
-        abort(devices)
+        abort(queued)
 
     def _disconnect(self, group: dist.ProcessGroup) -> None:
-        if not _on_device(group):
+        if not _is_queued(group):
             for peer in dist.get_process_group_ranks(group):
                 if peer != self._own:
                     disconnect(group, peer)
@@ -312,8 +317,9 @@ def losing(
         raise lost(what, time.perf_counter() - started, timeout, error) from error
 
 
-def _on_device(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "nccl"
+def _is_queued(group: dist.ProcessGroup) -> bool:
+    """Whether what hangs there stands in queues, as NCCL's does, which only ``abort`` ends."""
+    return dist.get_backend(group) != "gloo"
 
 
 def _lane_of(source: int, target: int, lanes: str = "") -> str:

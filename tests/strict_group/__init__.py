@@ -1,0 +1,60 @@
+"""A process group with NCCL's rules, for processes of one machine and tensors of the CPU.
+
+``rules`` decides; ``player`` has it judge queues that are written down, ``referee`` those of
+running processes, to which ``link`` connects ``group``, what torch sees. Nothing here imports
+torch: the referee is a process that starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+VARIABLE = "AUTOSPLIT_TEST_COMM"
+"""What ``--comm`` was given, for all processes that tests start."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How strict, in ``"strict:ms=2,seed=7"`` or ``"strict:eager=1"``.
+
+    Attributes:
+        ms: milliseconds for which what has met is under way, beside what moving the data takes.
+        seed: each takes another part of these, the same in each run; without one, all of them.
+        eager: make communicators with their groups, as where ``device_id`` was given: the group's
+            own carries single messages, too.
+        one_connection: see ``Rules``.
+    """
+
+    ms: float = 0.0
+    seed: int = -1
+    eager: bool = False
+    one_connection: bool = False
+
+    @classmethod
+    def of(cls, text: str) -> Settings | None:
+        """What a text says; None for Gloo.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        name, _, given = text.partition(":")
+        kinds: dict[str, Any] = {"ms": float, "seed": int}
+        known = [field.name for field in fields(cls)]
+        pairs = dict(each.split("=", 1) for each in given.split(",") if each)
+        if name not in ("gloo", "strict") or not {*pairs} <= {*known}:
+            raise ValueError(
+                f"gloo, or strict:{','.join(f'{each}=' for each in known)}; got {text}"
+            )
+        found = {key: kinds.get(key, lambda each: each == "1")(each) for key, each in pairs.items()}
+        return cls(**found) if name == "strict" else None
+
+    def __str__(self) -> str:
+        given = {key: int(each) if each is True else each for key, each in asdict(self).items()}
+        return "strict:" + ",".join(f"{key}={each}" for key, each in given.items())
+
+
+def chosen() -> Settings | None:
+    """What this process's environment says; None for Gloo."""
+    return Settings.of(os.environ.get(VARIABLE, "gloo"))

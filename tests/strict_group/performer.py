@@ -1,0 +1,70 @@
+"""Performs queues that are written down, on running ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .group import StrictGroup, over
+from .link import StrictError
+from .mutations import case
+from .player import Communicators, Item, Program
+from .rules import RECEIVE, SEND
+
+_TIMEOUT = timedelta(seconds=30)
+
+
+def perform(program: Program, communicators: Communicators) -> str:
+    """This rank's part of a program: "ends", or what is said of why it does not."""
+    world = dist.group.WORLD
+    assert isinstance(world, StrictGroup)
+    try:
+        groups = {
+            name: world.beside(name, members, _TIMEOUT, eager=eager)
+            for name, (members, eager) in sorted(communicators.items())
+            if world.rank() in members
+        }
+        works: dict[str, list[Any]] = {name: [] for name in groups}
+        for item in program.get(world.rank(), ()):
+            _do(item, groups, works)
+        for each in [work for row in works.values() for work in row]:
+            each.wait()
+        dist.barrier()
+    except StrictError as error:
+        return str(error)
+    return "ends"
+
+
+def _do(item: Item, groups: dict[str, StrictGroup], works: dict[str, list[Any]]) -> None:
+    what, name, *rest = item
+    if what == "wait":
+        works[name][rest[0]].wait()
+        return
+    group = groups[name]
+    parts = [tuple(rest)] if what == "op" else rest[0]
+    # Single messages, too, go over the group's own communicator, where they are coalesced.
+    group._start_coalescing(torch.device("cpu"))
+    for kind, peers in parts:
+        if kind in (SEND, RECEIVE):
+            call = group.send if kind == SEND else group.recv
+            call([torch.zeros(2)], group.number_of(peers[0]), 0)
+        elif kind == "all_reduce":
+            group.allreduce([torch.zeros(2)])
+        else:
+            own = torch.zeros(2)
+            group.allgather([[torch.zeros(2) for _ in peers]], [own])
+    work = group._end_coalescing(torch.device("cpu"))
+    works[name] += work.each()
+
+
+def perform_cases(seeds: Sequence[int], text: str) -> dict[int, str]:
+    """What is said of some mutated programs."""
+    found = {}
+    for seed in seeds:
+        with over(text):
+            found[seed] = perform(*case(seed))
+    return found

@@ -1,0 +1,139 @@
+"""Our schedules over meshes, run by Gloo's rules and by NCCL's, in the same processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline.builders.build import SCHEDULES
+from tests.ranks import forget_meshes
+
+from .group import over
+
+WIDTH, ROWS, STEPS = 4, 8, 2
+MESHES = {
+    "pp=2": (2,),
+    "pp=4": (4,),
+    "pp=8": (8,),
+    "pp=2,dp_replicate=2": (2, 2),
+    "pp=2,dp_shard=2": (2, 2),
+    "pp=2,tp=2": (2, 2),
+    "pp=4,dp_replicate=2": (4, 2),
+    "pp=4,dp_shard=2": (4, 2),
+    "pp=4,tp=2": (4, 2),
+    "pp=2,dp_replicate=2,dp_shard=2": (2, 2, 2),
+    "pp=2,dp_replicate=2,tp=2": (2, 2, 2),
+    "pp=2,dp_shard=2,tp=2": (2, 2, 2),
+}
+"""By what is asked for, the sizes."""
+
+
+class Block(nn.Module):
+    """A stage of a few calls, whose tensors can be shared."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return found
+
+
+def _stages(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
+    names = mesh.mesh_dim_names or ()
+    copies = tuple(each for each in ("dp_replicate", "dp_shard") if each in names)
+
+    def build(index: int) -> nn.Module:
+        module: Any = Block(index)
+        if "tp" in names:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            module = parallelize_module(module, mesh["tp"], plan)
+        return fully_shard(module, mesh=mesh[copies]) if "dp_shard" in names else module
+
+    return build
+
+
+def _share(mesh: DeviceMesh, step: int) -> tuple[Tensor, Tensor]:
+    names = mesh.mesh_dim_names or ()
+    place = [mesh.get_local_rank(each) for each in names if each.startswith("dp")]
+    generator = torch.Generator().manual_seed(100 * step + sum(place) + 10 * len(place))
+    return (
+        torch.randn(ROWS, WIDTH, generator=generator),
+        torch.randn(ROWS, WIDTH, generator=generator),
+    )
+
+
+def trained(mesh_text: str, schedule: str) -> list[Any]:
+    """What this rank holds after each of a few steps: losses, gradients, parameters."""
+    names = tuple(each.partition("=")[0] for each in mesh_text.split(","))
+    mesh = init_device_mesh("cpu", MESHES[mesh_text], mesh_dim_names=names)
+    ranks = mesh.shape[0]
+    found: list[Any] = []
+    with PipelineTrainer(
+        _stages(mesh),
+        F.mse_loss,
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+        stages=ranks * (SCHEDULES[schedule].chunks or 2),
+        microbatches=ROWS // 2 if schedule != "naive" else 2,
+        schedule=schedule,
+        mesh=mesh,
+        max_grad_norm=1e9,
+    ) as trainer:
+        for step in range(STEPS):
+            found.append(trainer.forward_backward(_share(mesh, step)).clone())
+            found.append(_copied(trainer.gradients()))
+            found.append(trainer.grad_norm)
+            for module in trainer.modules.values():
+                module.zero_grad()
+        trainer.step(_share(mesh, STEPS))
+        found.append(_copied({at: dict(m.named_parameters()) for at, m in trainer.modules.items()}))
+    return found
+
+
+def _copied(tensors: dict[int, Any]) -> dict[tuple[int, str], Tensor]:
+    return {
+        (stage, name): (each.to_local() if isinstance(each, DTensor) else each).detach().clone()
+        for stage, row in tensors.items()
+        for name, each in row.items()
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+def compared(cells: Sequence[tuple[str, str]], texts: Sequence[str]) -> dict[str, str]:
+    """Of each mesh and schedule, and each strictness, whether all is bit for bit what it is over
+    Gloo: "equal", "differs", or the error.
+    """
+    with over("gloo"):
+        expected = {cell: trained(*cell) for cell in cells}
+    found = {}
+    for text in texts:
+        forget_meshes()
+        with over(text):
+            for cell in cells:
+                mine = trained(*cell)
+                equal = all(itertools.starmap(_same, zip(mine, expected[cell], strict=True)))
+                found[" ".join((*cell, text))] = "equal" if equal else "differs"
+                dist.barrier()
+    return found

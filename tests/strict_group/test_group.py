@@ -1,0 +1,170 @@
+"""Ranks under the rules of NCCL: what ends, what does not, and what is said of that."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from tests.ranks import Ranks
+
+from . import Settings
+from .group import over
+from .link import StrictError
+from .mutations import case
+from .performer import perform_cases
+from .player import play
+
+SLOW = timedelta(seconds=60)
+
+
+def both(rank: int, group: dist.ProcessGroup) -> list[dist.P2POp]:
+    """A message each way."""
+    sent, got = torch.full((3,), float(rank)), torch.zeros(3)
+    return [
+        dist.P2POp(dist.isend, sent, 1 - rank, group),
+        dist.P2POp(dist.irecv, got, 1 - rank, group),
+    ]
+
+
+def message(rank: int, group: dist.ProcessGroup) -> None:
+    tensor = torch.arange(4.0) if rank == 0 else torch.zeros(4)
+    if rank == 0:
+        dist.send(tensor, 1, group)
+    else:
+        dist.recv(tensor, 0, group)
+    assert tensor.tolist() == [0, 1, 2, 3]
+
+
+def batch(rank: int, group: dist.ProcessGroup) -> None:
+    """Both ways at once, which one by one would never end, in one work."""
+    operations = both(rank, group)
+    (work,) = dist.batch_isend_irecv(operations)
+    work.wait()
+    assert operations[1].tensor.tolist() == [1.0 - rank] * 3
+
+
+def collectives(rank: int, group: dist.ProcessGroup) -> None:
+    """Called from Python, by the dispatcher, asynchronously, on objects, coalesced."""
+    total = torch.full((2,), rank + 1.0)
+    work = dist.all_reduce(total, group=group, async_op=True)
+    assert work is not None
+    assert work.get_future().wait()[0].tolist() == [3, 3]
+    assert functional.all_reduce(torch.ones(2), "sum", group).tolist() == [2, 2]
+    scattered, gathered = torch.empty(1), torch.empty(2)
+    dist.reduce_scatter_tensor(scattered, torch.arange(2.0), group=group)
+    dist.all_gather_into_tensor(gathered, scattered, group=group)
+    assert gathered.tolist() == [0, 2]
+    swapped = torch.empty(2)
+    dist.all_to_all_single(swapped, torch.arange(2.0) + 10 * rank, group=group)
+    assert swapped.tolist() == [rank, rank + 10]
+    said: list[object] = [None, None]
+    dist.all_gather_object(said, {"rank": rank}, group)
+    assert said == [{"rank": 0}, {"rank": 1}]
+    dist.barrier(group)
+
+
+def early(rank: int, group: dist.ProcessGroup) -> None:
+    """A send is not over before its receive has begun, though the data are there."""
+    started = time.monotonic()
+    if rank == 0:
+        work = dist.isend(torch.ones(1), 1, group)
+        assert work is not None
+        time.sleep(0.1)
+        assert not work.is_completed()
+        work.wait()
+        assert time.monotonic() - started > 0.2
+    else:
+        time.sleep(0.3)
+        dist.recv(torch.zeros(1), 0, group)
+
+
+def cycle(rank: int, group: dist.ProcessGroup) -> None:
+    """Each sends first."""
+    with pytest.raises(StrictError, match="wait for each other") as raised:
+        dist.send(torch.ones(1), 1 - rank, group)
+    said = str(raised.value)
+    assert said.index("rank 0: send to 1") < said.index("rank 1: send to 0")
+    assert "rank 1: waits for send to 0 (#" in said
+
+
+def made(rank: int, group: dist.ProcessGroup) -> None:
+    """Two communicators, first used in two orders."""
+    others = [dist.new_group([0, 1], timeout=SLOW) for _ in range(2)]
+    with pytest.raises(StrictError, match=r"making '\d+' of ranks 0, 1  <-- waits for"):
+        dist.all_reduce(torch.ones(1), group=others[rank])
+
+
+def kinds(rank: int, group: dist.ProcessGroup) -> None:
+    call = (dist.all_reduce, dist.broadcast)[rank]
+    with pytest.raises(StrictError, match=r"allreduce \(#.*\n.*broadcast"):
+        call(torch.ones(1), *[0] * rank, group=group)
+
+
+def sizes(rank: int, group: dist.ProcessGroup) -> None:
+    call = (dist.send, dist.recv)[rank]
+    with pytest.raises(StrictError, match="rank 0 has 4, rank 1 has 8"):
+        call(torch.ones(1 + rank), 1 - rank, group)
+
+
+def aborted(rank: int, group: dist.ProcessGroup) -> None:
+    """Whoever waits for a rank that has aborted the group hears of it."""
+    if rank == 0:
+        group.abort()
+        return
+    with pytest.raises(StrictError, match="Connection closed by peer: rank 0 has left, as it has"):
+        dist.recv(torch.ones(1), 0, group)
+
+
+def elsewhere(rank: int, group: dist.ProcessGroup) -> None:
+    """A rank that computes for long, or waits in a thread that waits for nobody, is no cycle."""
+    if rank == 0:
+        time.sleep(0.5)
+        dist.send(torch.ones(1), 1, group)
+    else:
+        dist.recv(torch.ones(1), 0, group)
+
+
+WELL = ("message", "batch", "collectives", "early", "elsewhere", "sizes")
+ENDING = ("cycle", "made", "kinds", "aborted")
+
+
+def one_by_one(text: str, *names: str) -> list[str]:
+    """Run some of these in one process group; what it is."""
+    with over(text):
+        world = dist.group.WORLD
+        assert world is not None
+        for name in names:
+            globals()[name](dist.get_rank(), world)
+        return [type(world).__name__, dist.get_backend()]
+
+
+@pytest.mark.parametrize(
+    "text", ["strict", "strict:ms=5,seed=1", "strict:eager=1,one_connection=1"]
+)
+def test_what_ends_goes_well(on_ranks: Ranks, text: str) -> None:
+    assert on_ranks(one_by_one, 2, (text, *WELL), timeout=90) == [["StrictGroup", "strict"]] * 2
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_what_never_ends_is_an_error_at_once(on_ranks: Ranks, name: str) -> None:
+    on_ranks(one_by_one, 2, ("strict", name), timeout=30)
+
+
+@pytest.mark.parametrize("text", ["strict:ms=2,seed=3", "strict:one_connection=1"])
+def test_running_ranks_are_judged_as_written_queues_are(on_ranks: Ranks, text: str) -> None:
+    settings = Settings.of(text)
+    assert settings is not None
+    cases = {seed: case(seed) for seed in range(60)}
+    seeds = [seed for seed, (program, _) in cases.items() if len(program) == 2][:12]
+    verdicts = {
+        seed: play(*cases[seed], one_connection=settings.one_connection).ends for seed in seeds
+    }
+    assert {*verdicts.values()} == {True, False}
+    for found in on_ranks(perform_cases, 2, (seeds, text), timeout=90):
+        assert {seed: said == "ends" for seed, said in found.items()} == verdicts, found
+        assert all(said == "ends" or "wait for each other" in said for said in found.values())
