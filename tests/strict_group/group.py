@@ -16,6 +16,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.futures import Future
 
 from . import VARIABLE, Settings, chosen
 from .link import Link, Pending, StrictError
-from .rules import RECEIVE, SEND
+from .rules import RECEIVE, SEND, pair_of
 
 NAME = "strict"
 _NO_TIME = timedelta(0)
@@ -176,14 +177,15 @@ class StrictGroup(dist.ProcessGroup):
     def _start(self, operation: _Operation) -> StrictWork | None:
         """Enqueue it, or put it with those that are being coalesced."""
         if self._ended:
-            raise StrictError(f"group {self._name!r} was aborted or destroyed on this rank")
+            raise StrictError(f"communicator was aborted on this rank: {self._name!r}")
         if self._coalesced is not None:
             self._coalesced.append(operation)
             return None
         single = operation.kind in (SEND, RECEIVE) and not self._eager
         if single:
             pair = tuple(sorted({self._link.rank, *operation.peers}))
-            return self._enqueue(f"{self._name} {':'.join(map(str, pair))}", pair, [operation])
+            name = pair_of(self._name, pair)
+            return self._enqueue(name, pair, [operation])
         return self._enqueue(self._name, self._ranks, [operation])
 
     def _enqueue(
@@ -255,8 +257,7 @@ class StrictGroup(dist.ProcessGroup):
     def _end(self, why: str) -> None:
         if not self._ended:
             self._ended = True
-            for name in {self._name, *self._made}:
-                self._link.abort(name, why)
+            self._link.abort(self._name, why)
 
     @property
     def group_name(self) -> str:
@@ -268,6 +269,11 @@ class StrictGroup(dist.ProcessGroup):
 
     def get_group_store(self) -> Any:
         return self._store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """What is asked of a backend, of which torch would know that it has coalescing."""
+        options = SimpleNamespace(_timeout=self._timeout, backend=NAME)
+        return SimpleNamespace(options=options, supports_coalescing=True, supports_splitting=False)
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import Settings
+from .rules import group_of
 
 _ROOT = Path(__file__).parents[2]
 _LOOK_EVERY = 0.05  # seconds, while waiting, at what other threads do
@@ -171,20 +173,22 @@ class Link:
         elif pending.error is not None:
             raise StrictError(str(pending.error)) from pending.error
 
-    def abort(self, communicator: str, why: str) -> None:
-        """Take no more part in a communicator: what waits for this rank there ends in errors."""
-        if not self._closed:
-            self._tell("abort", communicator, why)
+    def abort(self, group: str, why: str) -> None:
+        """Take no more part in a group: what waits for this rank there ends in errors."""
+        with contextlib.suppress(StrictError):  # the referee is gone
+            if not self._closed:
+                self._tell("abort", group, why)
 
     def close(self) -> None:
         """Take no more part in anything."""
         if self._closed:
             return
-        self._tell("gone")
         self._closed = True
+        with contextlib.suppress(StrictError, OSError):
+            self._tell("gone")
+            self._socket.shutdown(socket.SHUT_RDWR)
         for worker in self._workers.values():
             worker.put(None)
-        self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         if self._referee is not None:
             self._referee.end()
@@ -202,6 +206,8 @@ class Link:
                 if time.monotonic() - started > timeout:
                     said = f"{what} was not over after {timeout:g} s"
                     pending.end(StrictError(f"{said}:\n{self._state()}"))
+                    if pending.number in self._pending:  # which nobody is to fill any more
+                        self.abort(group_of(self._pending[pending.number][0]), said)
         finally:
             self._waiting.discard(thread)
         if pending.error is not None:

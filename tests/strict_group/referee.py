@@ -20,7 +20,7 @@ from collections import defaultdict
 from typing import Any
 
 from . import Settings
-from .rules import Awaited, Operation, Rules
+from .rules import Awaited, Operation, Rules, group_of
 
 _ANYBODY = 60.0  # seconds until somebody must have come
 _QUIET = 0.003  # seconds without a message after which it looks for what is stuck
@@ -87,7 +87,7 @@ class Referee:
         self._world, self._settings = world, settings
         self._rules = Rules(one_connection=settings.one_connection)
         self._ranks: dict[int, _Rank] = {}
-        self._gone: dict[str, dict[int, str]] = defaultdict(dict)  # of a communicator; "" of all
+        self._gone: dict[str, dict[int, str]] = defaultdict(dict)  # of a group; "" of all
         self._timers: list[tuple[float, int, tuple[Operation, ...]]] = []
         self._order = itertools.count()
         self._changed = self._looked = 0.0
@@ -227,22 +227,22 @@ class Referee:
 
     def _lost(self, name: str, peers: object) -> str:
         """Which of some ranks are not in a communicator any more, and why."""
-        gone = {**self._gone[""], **self._gone[name]}
+        gone = {**self._gone[""], **self._gone[group_of(name)]}
         assert isinstance(peers, list | tuple)
         return "; ".join(f"rank {each} has left, as {gone[each]}" for each in peers if each in gone)
 
     def _leave(self, number: int, name: str, why: str) -> None:
-        """A rank takes no more part in a communicator; in none, without a name."""
+        """A rank takes no more part in a group; in none, without a name."""
         self._gone[name][number] = why
         reason = f"rank {number} has left, as {why}"
         for of, queues in self._rules.queues.items():
-            if name in ("", of):
+            if name in ("", group_of(of)):
                 for rank, queue in queues.items():
                     for operation in [each for entry in queue for each in entry]:
                         if rank == number or number in operation.peers:
                             self._fail(operation, reason)
         for of, making in self._rules.makings.items():
-            if name in ("", of) and not making.over and number in making.members:
+            if name in ("", group_of(of)) and not making.over and number in making.members:
                 for member in making.here:
                     self._ranks[member].tell("unmade", of, reason)
 

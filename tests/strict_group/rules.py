@@ -23,6 +23,16 @@ SEND, RECEIVE = "send", "receive"
 MESSAGES = (SEND, RECEIVE)
 
 
+def pair_of(group: str, pair: Sequence[int]) -> str:
+    """The communicator of two ranks of a group, for messages that are not coalesced."""
+    return f"{group}/{':'.join(map(str, pair))}"
+
+
+def group_of(communicator: str) -> str:
+    """The group that a communicator is one of."""
+    return communicator.partition("/")[0]
+
+
 class Operation:
     """What one rank gave to one communicator.
 

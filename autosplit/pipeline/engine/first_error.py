@@ -86,8 +86,14 @@ class RankActivity:
 
 _KEY = "autosplit/fault"
 # A look costs a round trip to the store, so a wait for the device naps in between.
-# What Gloo says of a connection that has ended.
-_LOST = ("gloo/transport", "Connection closed by peer", "caused pair closure", "Socket closed")
+# What Gloo says of a connection that has ended, and NCCL where the watch has cut it.
+_LOST = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "caused pair closure",
+    "Socket closed",
+    "communicator was aborted",
+)
 _LOOK_WHILE_WAITING = 0.05
 _NAP = 0.0002
 
@@ -331,7 +337,7 @@ class Guard:
 
 
 def _lost_inside(error: BaseException) -> LostPeerError | None:
-    """A connection that Gloo has lost in what a module or an optimizer does by itself, such as a
+    """A connection that was lost in what a module or an optimizer does by itself, such as a
     collective of ranks that share its tensors.
     """
     action = f" in {error.action}" if isinstance(error, ActionError) else ""
