@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,9 +22,12 @@ from torch.distributed.tensor.parallel import (
 
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipelining import SplitPipelineStage
+from tests.pipelining.programs import Program, block
 from tests.ranks import forget_meshes
 
 from .group import over
+from .link import StrictError
 
 WIDTH, ROWS, STEPS = 4, 8, 2
 MESHES = {
@@ -136,4 +140,55 @@ def compared(cells: Sequence[tuple[str, str]], texts: Sequence[str]) -> dict[str
                 equal = all(itertools.starmap(_same, zip(mine, expected[cell], strict=True)))
                 found[" ".join((*cell, text))] = "equal" if equal else "differs"
                 dist.barrier()
+    return found
+
+
+# --- torch's own ----------------------------------------------------------------------------------
+
+TORCHS = {
+    "ScheduleGPipe": (2, 4),
+    "Schedule1F1B": (2, 4),
+    "ScheduleInterleaved1F1B": (4, 4),
+    "ScheduleLoopedBFS": (4, 4),
+    "ScheduleInterleavedZeroBubble": (4, 4),
+    "ScheduleZBVZeroBubble": (4, 8),
+    "ScheduleDualPipeV": (4, 8),
+}
+"""On two ranks: stages and microbatches."""
+
+
+def _torchs_gradients(kind: str, stage: Any) -> list[Tensor]:
+    """Of this rank's stages, after two steps of a schedule of torch's."""
+    torch.manual_seed(0)
+    stages, microbatches = TORCHS[kind]
+    program = Program(
+        [block() for _ in range(stages)],
+        kind=kind,
+        microbatches=microbatches,
+        args=[torch.randn(16, 4)],
+        target=torch.randn(16, 4),
+        stage=stage,
+    )
+    for _ in range(2):
+        program.step()
+    grads = [p.grad for at in program.mine for p in program.parts[at].parameters()]
+    return [each.clone() for each in grads if each is not None]
+
+
+def torchs_compared(text: str) -> dict[str, str]:
+    """Of each schedule, with torch's stages and with ours: "equal" to what it gives over Gloo, or
+    what waits for what.
+    """
+    found = {}
+    for kind in TORCHS:
+        for stage in (PipelineStage, SplitPipelineStage):
+            with over("gloo"):
+                expected = _torchs_gradients(kind, stage)
+            with over(text):
+                try:
+                    mine = _torchs_gradients(kind, stage)
+                    said = "equal" if all(map(torch.equal, mine, expected)) else "differs"
+                except StrictError as error:
+                    said = str(error)
+            found[f"{kind} {stage.__name__}"] = said
     return found
