@@ -132,8 +132,11 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        why = devices.why_not(item.path.relative_to(Path(__file__).parent))
+        path = item.path.relative_to(Path(__file__).parent)
+        why = devices.why_not(path)
         if why and "gpu" not in item.keywords:
             item.add_marker(pytest.mark.skip(reason=f"on the CPU only: {why}"))
+        if said := strict_group.why_not(path):
+            item.add_marker(pytest.mark.skip(reason=f"over Gloo only: {said}"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)

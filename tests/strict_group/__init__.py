@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 VARIABLE = "AUTOSPLIT_TEST_COMM"
@@ -58,3 +59,15 @@ class Settings:
 def chosen() -> Settings | None:
     """What this process's environment says; None for Gloo."""
     return Settings.of(os.environ.get(VARIABLE, "gloo"))
+
+
+NOT_HERE = {
+    "pipelining/test_refusals.py": "over other backends than Gloo, neighbours of a rank that fails "
+    "in a step of torch's wait until the timeout",
+}
+"""Files of tests that are for Gloo only, and why."""
+
+
+def why_not(path: Path) -> str | None:
+    """Why a test file, named from ``tests/``, is not for NCCL's rules; None where it is."""
+    return NOT_HERE.get(path.as_posix()) if chosen() else None

@@ -157,7 +157,7 @@ TORCHS = {
 """On two ranks: stages and microbatches."""
 
 
-def _torchs_gradients(kind: str, stage: Any) -> list[Tensor]:
+def _torchs_gradients(kind: str, stage: Any, options: dict[str, Any]) -> list[Tensor]:
     """Of this rank's stages, after two steps of a schedule of torch's."""
     torch.manual_seed(0)
     stages, microbatches = TORCHS[kind]
@@ -167,6 +167,7 @@ def _torchs_gradients(kind: str, stage: Any) -> list[Tensor]:
         microbatches=microbatches,
         args=[torch.randn(16, 4)],
         target=torch.randn(16, 4),
+        schedule_options=options,
         stage=stage,
     )
     for _ in range(2):
@@ -175,18 +176,18 @@ def _torchs_gradients(kind: str, stage: Any) -> list[Tensor]:
     return [each.clone() for each in grads if each is not None]
 
 
-def torchs_compared(text: str) -> dict[str, str]:
+def torchs_compared(text: str, kinds: Sequence[str], options: dict[str, Any]) -> dict[str, str]:
     """Of each schedule, with torch's stages and with ours: "equal" to what it gives over Gloo, or
     what waits for what.
     """
     found = {}
-    for kind in TORCHS:
+    for kind in kinds:
         for stage in (PipelineStage, SplitPipelineStage):
             with over("gloo"):
-                expected = _torchs_gradients(kind, stage)
+                expected = _torchs_gradients(kind, stage, {})
             with over(text):
                 try:
-                    mine = _torchs_gradients(kind, stage)
+                    mine = _torchs_gradients(kind, stage, options)
                     said = "equal" if all(map(torch.equal, mine, expected)) else "differs"
                 except StrictError as error:
                     said = str(error)
