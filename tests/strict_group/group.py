@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -37,7 +36,7 @@ _links: dict[str, Link] = {}  # that of this process's default group
 class StrictWork(dist.Work):
     """What one or several coalesced operations are to whoever started them."""
 
-    def __init__(self, link: Link, operations: Sequence[_Operation], timeout: float) -> None:
+    def __init__(self, link: Link, operations: Sequence[Call], timeout: float) -> None:
         super().__init__()
         self._link, self._operations, self._timeout = link, operations, timeout
 
@@ -88,7 +87,7 @@ class StrictWork(dist.Work):
         return future
 
 
-class _Operation:
+class Call:
     """One call of a group, not yet in its queue."""
 
     def __init__(
@@ -141,7 +140,7 @@ class StrictGroup(dist.ProcessGroup):
         self._store, self._timeout, self._eager = store, timeout, eager
         self._default = default
         self._made: dict[str, dist.ProcessGroup] = {}
-        self._coalesced: list[_Operation] | None = None
+        self._coalesced: list[Call] | None = None
         self._ended = False
         if eager:
             self._communicator(name, self._ranks)
@@ -154,6 +153,11 @@ class StrictGroup(dist.ProcessGroup):
         store = dist.PrefixStore(f"beside {name}", self._store)
         link = self._link
         return StrictGroup(link, store, own, ranks, name, timeout, eager=eager, default=False)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks, as the default group numbers them."""
+        return self._ranks
 
     def number_of(self, rank: int) -> int:
         """In this group, of a rank as the default group numbers it."""
@@ -174,7 +178,7 @@ class StrictGroup(dist.ProcessGroup):
         under._register_backend(torch.device("cpu"), kind, gloo)
         under._set_default_backend(kind)
 
-    def _start(self, operation: _Operation) -> StrictWork | None:
+    def start(self, operation: Call) -> StrictWork | None:
         """Enqueue it, or put it with those that are being coalesced."""
         if self._ended:
             raise StrictError(f"communicator was aborted on this rank: {self._name!r}")
@@ -188,9 +192,7 @@ class StrictGroup(dist.ProcessGroup):
             return self._enqueue(name, pair, [operation])
         return self._enqueue(self._name, self._ranks, [operation])
 
-    def _enqueue(
-        self, name: str, members: Sequence[int], operations: Sequence[_Operation]
-    ) -> StrictWork:
+    def _enqueue(self, name: str, members: Sequence[int], operations: Sequence[Call]) -> StrictWork:
         self._communicator(name, members)
         under = self._made[name]
         for each in operations:
@@ -226,7 +228,7 @@ class StrictGroup(dist.ProcessGroup):
             call = under.send if kind == SEND else under.recv
             return call([tensor], list(members).index(peer), 0)
 
-        return self._start(_Operation(kind, (peer,), tensor.nbytes, tensors, run))
+        return self.start(Call(kind, (peer,), tensor.nbytes, tensors, run))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> StrictWork:
         raise StrictError("NCCL receives from a rank that is named")
@@ -240,7 +242,7 @@ class StrictGroup(dist.ProcessGroup):
         tensors = [each for each in _flat(args) if isinstance(each, Tensor)]
         sized = tensors if kind in _ALIKE else []
         size = [each.nbytes for each in sized]
-        return self._start(_Operation(kind, self._ranks, size, tensors, run))
+        return self.start(Call(kind, self._ranks, size, tensors, run))
 
     # --- the rest -------------------------------------------------------------------------------
 
@@ -258,6 +260,7 @@ class StrictGroup(dist.ProcessGroup):
         if not self._ended:
             self._ended = True
             self._link.abort(self._name, why)
+            self._made.clear()  # Gloo's threads end with what is under way
 
     @property
     def group_name(self) -> str:
@@ -304,7 +307,7 @@ def _flat(values: Any) -> list[Any]:
     return [values]
 
 
-def _moved(operation: _Operation, under: dist.ProcessGroup, members: Sequence[int]) -> None:
+def _moved(operation: Call, under: dist.ProcessGroup, members: Sequence[int]) -> None:
     """Move the data of an operation that may run."""
     work = operation.move(under, members)
     if work is not None:
@@ -379,7 +382,6 @@ def stop_using() -> None:
 
 _MAKERS = ("init_process_group", "new_group")
 _MARK = "_in_place_of"
-_turns = itertools.count()
 
 
 @contextlib.contextmanager
@@ -408,7 +410,7 @@ def _place() -> tuple[Any, int, int]:
     assert world is not None
     rank, size, store = world.rank(), world.size(), world.get_group_store()
     dist.destroy_process_group()
-    return dist.PrefixStore(f"turn {next(_turns)}", store), rank, size
+    return dist.PrefixStore("next", store), rank, size  # within that of the one before
 
 
 _TIMEOUT = timedelta(seconds=60)

@@ -135,7 +135,7 @@ class Link:
         Raises:
             StrictError: one of them never will.
         """
-        making = self._makings[communicator] = Pending(lambda: None)
+        making = self._makings[communicator] = Pending(_nothing)
         self._users.add(threading.get_ident())
         self._check()
         self._tell("make", threading.get_ident(), communicator, [*members])
@@ -296,6 +296,7 @@ class Link:
                 pending.run()
             except Exception as raised:
                 error = raised
+            pending.run = _nothing  # nor keep what it ran over
             self._pending.pop(pending.number, None)
             if not self._closed:
                 try:
@@ -320,6 +321,10 @@ class Link:
             pending.end(error)
         for making in [*self._makings.values()]:
             making.end(error)
+
+
+def _nothing() -> None:
+    """Moves no data."""
 
 
 def _lost(why: str) -> StrictError:

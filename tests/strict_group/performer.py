@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .group import StrictGroup, over
+from .group import Call, StrictGroup, over
 from .link import StrictError
-from .mutations import case
 from .player import Communicators, Item, Program
 from .rules import RECEIVE, SEND
 
@@ -52,19 +51,21 @@ def _do(item: Item, groups: dict[str, StrictGroup], works: dict[str, list[Any]])
         if kind in (SEND, RECEIVE):
             call = group.send if kind == SEND else group.recv
             call([torch.zeros(2)], group.number_of(peers[0]), 0)
-        elif kind == "all_reduce":
-            group.allreduce([torch.zeros(2)])
         else:
-            own = torch.zeros(2)
-            group.allgather([[torch.zeros(2) for _ in peers]], [own])
+            group.start(Call(kind, group.members, None, [], _sum))
     work = group._end_coalescing(torch.device("cpu"))
     works[name] += work.each()
 
 
-def perform_cases(seeds: Sequence[int], text: str) -> dict[int, str]:
-    """What is said of some mutated programs."""
+def _sum(under: dist.ProcessGroup, _: Any) -> dist.Work:
+    """Of any collective, what moves."""
+    return under.allreduce([torch.zeros(2)])
+
+
+def perform_all(programs: Mapping[Any, tuple[Program, Communicators]], text: str) -> dict[Any, str]:
+    """What is said of some programs, each in a process group of its own."""
     found = {}
-    for seed in seeds:
+    for name, given in programs.items():
         with over(text):
-            found[seed] = perform(*case(seed))
+            found[name] = perform(*given)
     return found

@@ -22,7 +22,7 @@ from typing import Any
 from . import Settings
 from .rules import Awaited, Operation, Rules, group_of
 
-_ANYBODY = 60.0  # seconds until somebody must have come
+_ANYBODY = 60.0  # seconds until all must have come
 _QUIET = 0.003  # seconds without a message after which it looks for what is stuck
 _AT_LEAST = 0.1  # ... and how often where it is never quiet
 
@@ -98,16 +98,16 @@ class Referee:
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ, None)
             deadline = time.monotonic() + _ANYBODY
-            while len(selector.get_map()) > 1 or time.monotonic() < deadline:
+            while len(selector.get_map()) > 1 or (
+                len(self._ranks) < self._world and time.monotonic() < deadline
+            ):
                 for key, _ in selector.select(self._pause()):
                     if key.data is None:
                         connection, _ = listener.accept()
                         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                         selector.register(connection, selectors.EVENT_READ, _Rank(connection))
-                        continue
-                    self._hear(key.data, selector)
-                    if key.data.left and len(selector.get_map()) == 1:
-                        return
+                    else:
+                        self._hear(key.data, selector)
                 self._release()
                 self._look()
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from tests.pipeline.validation.reported import CASES
 from tests.ranks import Ranks
 
 from . import Settings
 from .group import over
 from .link import StrictError
 from .mutations import case
-from .performer import perform_cases
+from .performer import perform_all
 from .player import play
 
 SLOW = timedelta(seconds=60)
@@ -160,11 +162,24 @@ def test_running_ranks_are_judged_as_written_queues_are(on_ranks: Ranks, text: s
     settings = Settings.of(text)
     assert settings is not None
     cases = {seed: case(seed) for seed in range(60)}
-    seeds = [seed for seed, (program, _) in cases.items() if len(program) == 2][:12]
-    verdicts = {
-        seed: play(*cases[seed], one_connection=settings.one_connection).ends for seed in seeds
-    }
+    cases = dict([(at, each) for at, each in cases.items() if len(each[0]) == 2][:12])
+    one = settings.one_connection
+    verdicts = {at: play(*each, one_connection=one).ends for at, each in cases.items()}
     assert {*verdicts.values()} == {True, False}
-    for found in on_ranks(perform_cases, 2, (seeds, text), timeout=90):
-        assert {seed: said == "ends" for seed, said in found.items()} == verdicts, found
-        assert all(said == "ends" or "wait for each other" in said for said in found.values())
+    _judged(on_ranks(perform_all, 2, (cases, text), timeout=90), verdicts)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_people_report_hangs_and_mended_ends(on_ranks: Ranks, ranks: int) -> None:
+    cases = {name: each for name, each in CASES.items() if len(each.program) == ranks}
+    programs = {name: (each.program, each.communicators) for name, each in cases.items()}
+    verdicts = {name: each.ends for name, each in cases.items()}
+    assert {name: play(*each).ends for name, each in programs.items()} == verdicts
+    _judged(on_ranks(perform_all, ranks, (programs, "strict"), timeout=90), verdicts)
+
+
+def _judged(found: list[dict[Any, str]], verdicts: dict[Any, bool]) -> None:
+    """Every rank has come to its end, or says why not, as was judged."""
+    for each in found:
+        assert {name: said == "ends" for name, said in each.items()} == verdicts, each
+        assert all(said == "ends" or "wait for each other" in said for said in each.values())

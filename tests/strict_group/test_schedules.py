@@ -7,26 +7,52 @@ import math
 import pytest
 
 from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.torch_internals.version import TORCH
 from tests.ranks import Ranks
 
 from . import chosen, schedules
+from .schedules import MESHES, TORCHS
 
-SLICE = [("pp=2", each) for each in SCHEDULES]
 LATE = "strict:ms=3,seed=5"
 
 
-def _holds(on_ranks: Ranks, cells: list[tuple[str, str]], texts: list[str]) -> None:
-    ranks = math.prod(schedules.MESHES[cells[0][0]])
-    for found in on_ranks(schedules.compared, ranks, (cells, texts), timeout=300):
+def _holds(on_ranks: Ranks, mesh: str, *texts: str) -> None:
+    # What fully_shard has sharded is refused two copies.
+    sharded = "dp_shard" in mesh
+    cells = [(mesh, name) for name, each in SCHEDULES.items() if not sharded or each.copies == 1]
+    for found in on_ranks(schedules.compared, math.prod(MESHES[mesh]), (cells, texts), timeout=300):
         assert {*found.values()} == {"equal"}, found
         assert len(found) == len(cells) * len(texts)
 
 
 def test_all_schedules_on_two_ranks(on_ranks: Ranks) -> None:
-    _holds(on_ranks, [("pp=2", each) for each in SCHEDULES], [LATE])
+    _holds(on_ranks, "pp=2", LATE)
 
 
-@pytest.mark.parametrize("mesh", schedules.MESHES)
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.skipif(chosen() is None, reason="with --comm strict: takes minutes")
 def test_all_schedules_over_meshes(on_ranks: Ranks, mesh: str) -> None:
-    _holds(on_ranks, [(mesh, each) for each in SCHEDULES], [LATE, "strict:eager=1"])
+    _holds(on_ranks, mesh, "strict", LATE)
+
+
+@pytest.mark.skipif(chosen() is None, reason="with --comm strict: takes minutes")
+def test_communicators_made_eagerly_that_share_a_connection(on_ranks: Ranks) -> None:
+    _holds(on_ranks, "pp=2,dp_replicate=2", "strict:eager=1,one_connection=1,ms=2,seed=1")
+
+
+def test_torchs_schedules_with_its_stages_and_ours(on_ranks: Ranks) -> None:
+    for found in on_ranks(schedules.torchs_compared, 2, (LATE, [*TORCHS], {}), timeout=120):
+        assert {*found.values()} == {"equal"}, found
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="has no such option")
+def test_receives_that_torch_defers_wait_for_each_other(on_ranks: Ranks) -> None:
+    """Both ranks send before they receive, over the communicator of the two: pytorch #172668's
+    first mend, of its option.
+    """
+    given = "strict", ["ScheduleInterleaved1F1B"], {"defer_pp_recv": True}
+    for found in on_ranks(schedules.torchs_compared, 2, given, timeout=120):
+        assert len(found) == 2
+        for said in found.values():
+            assert "rank 0: send to 1 (#11 of '0/0:1')  <-- waits for" in said
+            assert "rank 1: send to 0 (#11 of '0/0:1')  <-- waits for" in said

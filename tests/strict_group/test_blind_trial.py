@@ -1,0 +1,23 @@
+"""A thousand queues and changes of them, judged by the rules and by the model, which know nothing
+of each other.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pipeline.validation.programs import judge
+
+from .mutations import case
+from .player import play
+
+
+@pytest.mark.parametrize("one_connection", [False, True])
+def test_no_disagreement(one_connection: bool) -> None:
+    found = {True: 0, False: 0}
+    for seed in range(1000):
+        program, communicators = case(seed)
+        verdict = play(program, communicators, one_connection=one_connection)
+        assert judge(program, communicators, one_connection) == verdict.ends, (seed, verdict)
+        found[verdict.ends] += 1
+    assert min(found.values()) > 300
