@@ -115,9 +115,11 @@ def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """What messages between tensors of a device go over, in the default process group."""
+    """What messages between tensors of a device go over, in the default process group if any."""
     if device.type == "cuda":
         return "nccl"
+    if not dist.is_initialized():
+        return "gloo"
     config = dist.BackendConfig(dist.Backend(dist.get_backend_config()))
     return config.get_device_backend_map().get(device.type, "gloo")
 

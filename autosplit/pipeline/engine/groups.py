@@ -118,7 +118,7 @@ class Groups(Control):
         self.timeout = timeout
         self.place = RankActivity()
         self._device = device
-        self._backend = backend_for(device) if len(layout.ranks) > 1 else "gloo"
+        self._backend = backend_for(device)
         self.pairwise = self._backend != "gloo"
         self._beside: Control | None = None
         self._connected: dict[str, set[tuple[int, int]]] = {}

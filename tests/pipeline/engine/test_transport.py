@@ -28,6 +28,7 @@ F0, I0 = Action.parse("0F0"), Action.parse("1I0")
 def test_tensors_travel_as_bytes_whatever_they_hold() -> None:
     """NCCL (of torch 2.13) sends neither int16 nor complex64."""
     groups, rank = Groups(2, CPU, 30.0), dist.get_rank()
+    groups.connect([(0, 1)])
     lane = mock.Mock()
     with mock.patch.object(groups, "_towards", return_value=lane):
         groups.isend(torch.ones(2, dtype=torch.int16), 1 - rank)
