@@ -184,22 +184,23 @@ def in_one_order(schedule: Schedule, feeds: Feeds) -> Iterator[tuple[int, Action
                 yield rank, action
 
 
-def posts_of(schedule: Schedule, rank: int, feeds: Feeds) -> dict[Action, tuple[int, ...]]:
-    """For what ``rank`` computes, from whom it is to have the next receives posted before it.
+def posts_of(schedule: Schedule, feeds: Feeds) -> list[dict[Action, tuple[int, ...]]]:
+    """Per rank, for what it computes, from whom it is to have the next receives posted before it.
 
     A send begins where its message is made. With the receive next to it in one order of all that
     the ranks do, nothing stands in a queue behind what comes later in that order: whichever queues
     messages share, down to a single one for all, none waits for another in a circle.
     """
-    posts: dict[Action, tuple[int, ...]] = {}
-    coming: list[int] = []
+    posts: list[dict[Action, tuple[int, ...]]] = [{} for _ in schedule.ranks]
+    coming: list[list[int]] = [[] for _ in schedule.ranks]
     for maker, action in in_one_order(schedule, feeds):
-        if maker == rank and action.kind.is_compute:
-            posts[action] = tuple(coming)
-            coming.clear()
+        if action.kind.is_compute:
+            posts[maker][action] = tuple(coming[maker])
+            coming[maker].clear()
         for parcel in parcels_of(result_of(action), feeds):
-            if maker != rank == schedule.home(parcel.stage, action.microbatch):
-                coming.append(maker)
+            taker = schedule.home(parcel.stage, action.microbatch)
+            if taker != maker:
+                coming[taker].append(maker)
     return posts
 
 

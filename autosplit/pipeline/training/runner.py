@@ -281,7 +281,7 @@ class Runner:
         groups, shards = self._groups, self._held.sharded
         groups.connect(pairs_of(schedule, self._feeds))
         routes = routes_of(schedule, groups.rank, self._feeds)
-        posts = posts_of(schedule, groups.rank, self._feeds) if groups.pairwise else None
+        posts = posts_of(schedule, self._feeds)[groups.rank] if groups.pairwise else None
         if shards is not None:
             schedule = with_sharding(schedule, shards.stages)
         moves = None

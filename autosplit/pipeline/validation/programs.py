@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
 from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
@@ -164,19 +164,27 @@ def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
     """
     if {SHARD, EXPERT_SHARD}.intersection(dimensions):
         schedule = with_sharding(schedule)
-    ranks = range(len(schedule.ranks))
-    return {rank: _EngineRank(schedule, rank, dimensions).run() for rank in ranks}
+    feeds = Feeds(schedule.stages)
+    return {
+        rank: _EngineRank(schedule, rank, feeds, posts, dimensions).run()
+        for rank, posts in enumerate(posts_of(schedule, feeds))
+    }
 
 
 class _EngineRank(Host):
     """One rank, as executor, transport, mailbox and moves have it."""
 
-    def __init__(self, schedule: Schedule, rank: int, dimensions: Collection[str]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        feeds: Feeds,
+        posts: Mapping[Action, Sequence[int]],
+        dimensions: Collection[str],
+    ) -> None:
         super().__init__(rank, schedule.home, "edge", dimensions)
-        self._schedule = schedule
-        self._feeds = feeds = Feeds(schedule.stages)
+        self._schedule, self._feeds, self._posts = schedule, feeds, posts
         self._routes = routes = routes_of(schedule, rank, feeds)
-        self._posts = posts_of(schedule, rank, feeds)
         self._receives = {peer: deque(parcels) for peer, parcels in routes.receives.items()}
         self._moves: dict[int, int] = {}
         self._needs = defaultdict(list, waited_departures(schedule.ranks[rank]))

@@ -158,7 +158,7 @@ def _run(
             negotiation,
             device=CPU,
             prefetch=prefetch,
-            posts=posts_of(schedule, port.rank, Feeds(schedule.stages)) if in_order else None,
+            posts=posts_of(schedule, Feeds(schedule.stages))[port.rank] if in_order else None,
         )
         if greeted:
             greet(port, sorted(pairs_of(schedule, Feeds(schedule.stages))), CPU)

@@ -92,7 +92,7 @@ def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     negotiation = Negotiation("train", Groups(1, CPU, 1.0), lambda: None)
     negotiation.known |= dict.fromkeys(range(schedule.stages), (META,))
     link: Any = log
-    posts = posts_of(schedule, rank, feeds)
+    posts = posts_of(schedule, feeds)[rank]
     transport = Transport(routes_of(schedule, rank), link, negotiation, device=CPU, posts=posts)
     stages = dict.fromkeys(schedule.held(rank), Stage())
     executor = Executor(stages, schedule, rank, transport, loss_grad=torch.ones(1))
