@@ -69,12 +69,17 @@ def read_schedule(
 
 
 def certificate(schedule: Schedule, programs: Programs) -> str:
-    """What is proved of a step that ends, and what it has under way at most."""
+    """What is proved of a step that is known to end where each communicator has a stream, and what
+    it has under way at most.
+    """
     lines = ["ends, whatever anything takes, with any buffers in the network or none:"]
     for sharing, what in _RULES.items():
-        verdict = "ends" if stuck(programs, sharing) is None else "may hang"
-        if sharing != "streams" and has_moves(schedule):
+        if sharing == "streams":
+            verdict = "ends"
+        elif has_moves(schedule):
             verdict = "not judged, as moves have threads of their own"
+        else:
+            verdict = "ends" if stuck(programs, sharing) is None else "may hang"
         lines.append(f"  {what}: {verdict}")
     lines.append("communicators, and the most operations of a rank over one of them:")
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
