@@ -392,7 +392,7 @@ class Specializations:
                 return held(args, kwargs)
             return functions.fits_budget(leaves) and held(args, kwargs)
 
-        call = signature, leaves, structure, partial(_spec_of, args, kwargs), called, fits
+        call = signature, leaves, structure, (args, kwargs), called, fits
         with self._capturing:
             if self._sharding is None:
                 return self._graphs.find(signature, fits, leaves) or self._capture_fitting(*call)
@@ -404,13 +404,13 @@ class Specializations:
         signature: CallSignature,
         leaves: Sequence[Any],
         structure: CallStructure,
-        spec: Callable[[], TreeSpec],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
         called: bool,
         fits: Callable[[SplitFunctions], bool],
     ) -> SplitFunctions:
         if self._busy:  # only the thread that captures comes here meanwhile
             raise calls_itself(self._model)
-        make = partial(self._capture, signature, leaves, spec(), called)
+        make = partial(self._capture, signature, leaves, _spec_of(*arguments), called)
         found = self._sizes.capture(structure, leaves, make, fits)
         if not fits(found):
             raise CaptureError(
