@@ -104,6 +104,11 @@ class Sharding:
         return ", ".join(f"{name}: {placement}" for name, placement in self.by_dimension())
 
 
+def sharding_of(tensor: Tensor) -> Sharding | None:
+    """How a tensor lies over ranks; None where it is no DTensor."""
+    return Sharding.of(tensor) if is_dtensor(tensor) else None
+
+
 def like(tensor: Tensor, local: Tensor) -> Tensor:
     """``local`` as this rank's part of what lies over ranks as ``tensor`` does; itself where that
     is no DTensor.

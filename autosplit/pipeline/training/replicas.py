@@ -26,7 +26,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.timeline import Span
-from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
+from autosplit.torch_internals.dtensor import local_tensor, sharding_of
 from autosplit.torch_internals.state import versions
 
 from .sharded_stages import ShardedStages
@@ -293,7 +293,7 @@ class ModelReplicas:
 
 
 def _is_expert(tensor: Tensor) -> bool:
-    return is_dtensor(tensor) and is_expert(Sharding.of(tensor))
+    return is_expert(sharding_of(tensor))
 
 
 def _buffers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[tuple[int, str], Tensor]]:

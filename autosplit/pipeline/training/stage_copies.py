@@ -17,7 +17,13 @@ from autosplit.mesh.dimensions import EXPERT, TENSOR
 from autosplit.pipeline.engine.control import Control
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.torch_internals.dtensor import Sharding, is_dtensor, lay_gradient_out, local_tensor
+from autosplit.torch_internals.dtensor import (
+    Sharding,
+    is_dtensor,
+    lay_gradient_out,
+    local_tensor,
+    sharding_of,
+)
 from autosplit.torch_internals.state import versions
 
 Modules = Mapping[int, nn.Module]
@@ -182,8 +188,7 @@ class TensorParts:
         copies: dict[int, Tensor] = {}
         for stage, module in modules.items():
             for own, tensor in _named(module):
-                lies = Sharding.of(tensor) if is_dtensor(tensor) else None
-                lies = sharded.get(id(tensor), lies)
+                lies = self._lies(tensor)
                 if lies is not None:
                     shared += 1
                     _check_lies(f"stage {stage}'s {own}", lies, name, group)
@@ -201,12 +206,15 @@ class TensorParts:
             others = "the ranks that share its tensors"
             adopt(copies.values(), group[0], groups.of_several(sets), groups, others)
 
+    def _lies(self, tensor: Tensor) -> Sharding | None:
+        """How a tensor lies over ranks, of one that is sharded once it is gathered."""
+        return self._sharded.get(id(tensor), sharding_of(tensor))
+
     def is_counted(self, parameter: Tensor) -> bool:
         """Whether this rank counts what it has of a parameter where the model's elements are
         counted: of copies the first rank's.
         """
-        lies = Sharding.of(parameter) if is_dtensor(parameter) else None
-        lies = self._sharded.get(id(parameter), lies)
+        lies = self._lies(parameter)
         sharded = id(parameter) in self._sharded
         place = self._place
         apart = {
