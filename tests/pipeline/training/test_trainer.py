@@ -146,6 +146,22 @@ def test_shared_parameters_of_ranks_that_are_no_neighbours() -> None:
     shared(3)
 
 
+def train_beside(engine: PipelineTrainer, model: nn.Module, steps: int) -> list[str]:
+    """Train for some steps, whose losses are those of a single process with the whole model; the
+    name of the schedule behind each.
+    """
+    names = []
+    optimizer = workers.sgd(list(model.parameters()))
+    for step in range(steps):
+        inputs, targets = workers.data(8, seed=step)
+        expected = workers.single_process(model, inputs, targets, 4)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(engine.step((inputs, targets)), expected)
+        names.append(engine.schedule.name)
+    return names
+
+
 @ranks(2)
 def test_modules_of_a_list_may_have_a_parameter_in_common() -> None:
     """Nobody says so."""
@@ -156,14 +172,8 @@ def test_modules_of_a_list_may_have_a_parameter_in_common() -> None:
         return [ends[0], workers.block(1), ends[1]]
 
     model = nn.Sequential(*build())
-    optimizer = workers.sgd(list(model.parameters()))
     with workers.trainer(build()) as engine:
-        for step in range(2):
-            inputs, targets = workers.data(8, seed=step)
-            expected = workers.single_process(model, inputs, targets, 4)
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.testing.assert_close(engine.step((inputs, targets)), expected)
+        train_beside(engine, model, 2)
         assert_state(engine, model)
 
 
@@ -351,18 +361,10 @@ def test_steps_in_flight_give_the_same_losses_and_weights() -> None:
 def test_auto_measures_then_changes_the_schedule() -> None:
     """In six steps, which are those of a single process."""
     model = workers.whole(4)
-    optimizer = workers.sgd(list(model.parameters()))
-    names = []
     with workers.trainer(stages=4, schedule="auto", **OWN) as engine:
         kinds = [action.kind for row in engine.schedule.ranks for action in row]
         assert kinds.count(ActionKind.BACKWARD) == 4, "one to measure at each stage"
-        for step in range(6):
-            inputs, targets = workers.data(8, seed=step)
-            expected = workers.single_process(model, inputs, targets, 4)
-            optimizer.step()
-            optimizer.zero_grad()
-            torch.testing.assert_close(engine.step((inputs, targets)), expected)
-            names.append(engine.schedule.name)
+        names = train_beside(engine, model, 6)
         assert_state(engine, model)
         rows: list[Any] = [None, None]
         dist.all_gather_object(rows, engine.schedule)
