@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -29,6 +30,18 @@ KEEPING = {
 Left to itself, it gives memory back and takes it anew, page by page, in every step; how much
 depends on what happens to lie at the end of the heap.
 """
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings and logs, which a table's progress would be lost in."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +111,7 @@ class Page(Generic[S]):
         """The page beside the results."""
         (results.path.parent / "README.md").write_text(self.render(results))
 
+    @quiet()
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Measure parts; each row is kept, and the page written, as soon as it is there."""
         options, settings = self._options(arguments)
@@ -105,8 +119,6 @@ class Page(Generic[S]):
             # Malloc reads its settings only at the start of a process.
             command = [sys.executable, "-m", f"benchmarks.{self.name}", *sys.argv[1:]]
             os.execve(sys.executable, command, os.environ | KEEPING)
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
         options.output.mkdir(parents=True, exist_ok=True)
         results = Results.read(options.output / "results.json")
         device = getattr(settings, "device", "cpu")

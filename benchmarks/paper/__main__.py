@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import pathlib
 import shlex
-import warnings
 from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from ..page import parse
+from ..page import parse, quiet
 from ..results import Results, describe
 from .overview import overview
 from .settings import FAMILIES, SIZES, Settings
@@ -21,10 +19,9 @@ from .theory import BY_LABEL
 HERE = pathlib.Path(__file__).parent
 
 
+@quiet()
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     settings = Settings(
         size=options.size,
         families=tuple(options.families),
