@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -13,17 +14,38 @@ from .grid import Cell
 Found = tuple[str, tuple[Cell, ...]]
 """A fault's text, and its cells: rank and position in its row."""
 
-_Event = tuple[int, ActionKind]
-"""What a rank does with one microbatch of a stage: the place in its row, and the kind."""
+_NOT_YET, _HELD, _LET_GO = "not there yet", "held", "let go"
+_UNMADE = "not there before its RECOMPUTE"
+_EVICTED, _OFFLOADED = "evicted", "offloaded"
+_BACK = "back and not used"
+_NOT_HERE, _GUEST, _RETURNED = "not here", "here", "given back"
 
-_BACK = {ActionKind.LOAD: ActionKind.EVICT, ActionKind.RELOAD: ActionKind.OFFLOAD}
-_COUNTERPART = {ActionKind.EVICT: ActionKind.ACCEPT, ActionKind.LOAD: ActionKind.RETURN}
-_USES = (
-    ActionKind.BACKWARD_INPUT,
-    ActionKind.BACKWARD,
-    ActionKind.BACKWARD_WEIGHT,
-    ActionKind.RECOMPUTE,
-)
+_RULES: dict[ActionKind, tuple[tuple[str, ...], str]] = {
+    ActionKind.FORWARD: ((_NOT_YET,), _HELD),
+    ActionKind.RECOMPUTE: ((_UNMADE,), _HELD),
+    ActionKind.BACKWARD_INPUT: ((_HELD, _BACK), _HELD),
+    ActionKind.BACKWARD_WEIGHT: ((_HELD, _BACK), _LET_GO),
+    ActionKind.BACKWARD: ((_HELD, _BACK), _LET_GO),
+    ActionKind.EVICT: ((_HELD,), _EVICTED),
+    ActionKind.OFFLOAD: ((_HELD,), _OFFLOADED),
+    ActionKind.LOAD: ((_EVICTED,), _BACK),
+    ActionKind.RELOAD: ((_OFFLOADED,), _BACK),
+    ActionKind.ACCEPT: ((_NOT_HERE, _RETURNED), _GUEST),
+    ActionKind.RETURN: ((_GUEST,), _RETURNED),
+    ActionKind.AWAIT: ((_EVICTED, _OFFLOADED, _RETURNED), ""),
+}
+"""In which states an action may find a microbatch of a stage on its rank, and how it leaves that;
+an AWAIT as it was. The rank that runs the stage begins with one that is not there yet, its partner
+with one that is not here.
+"""
+
+_TRANSFERS = {
+    ActionKind.EVICT: True,
+    ActionKind.ACCEPT: True,
+    ActionKind.LOAD: False,
+    ActionKind.RETURN: False,
+}
+"""Between partners: whether it leaves the rank that runs the stage."""
 
 
 def partner_faults(schedule: Schedule) -> Iterator[str]:
@@ -55,143 +77,66 @@ def right_rank(action: Action, schedule: Schedule, rank: int) -> int | None:
 
 def move_faults(schedule: Schedule) -> Iterator[Found]:
     """Whatever is wrong with moves and recomputation, of actions that are on their ranks."""
-    if not any(action.kind.is_memory for row in schedule.ranks for action in row):
-        return
-    rows: dict[tuple[int, int, int], list[_Event]] = defaultdict(list)
+    rows: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    moved = set()
     for rank, row in enumerate(schedule.ranks):
         for place, action in enumerate(row):
-            rows[rank, action.stage, action.microbatch].append((place, action.kind))
-    for (rank, stage, microbatch), events in rows.items():
-        if rank == schedule.home(stage, microbatch):
-            yield from _owner_faults(schedule, rank, stage, microbatch, events)
-        else:
-            yield from _holder_faults(rank, stage, microbatch, events)
-    yield from _unmatched(schedule, rows)
-    yield from _out_of_order(schedule)
-
-
-def _owner_faults(
-    schedule: Schedule, rank: int, stage: int, microbatch: int, events: Sequence[_Event]
-) -> Iterator[Found]:
-    """One microbatch on the rank that runs the stage: here, away, and back; and run again."""
-    again = [place for place, kind in events if kind is ActionKind.RECOMPUTE]
-    states = [*_states(events, again=bool(again))]
-    alone = schedule.partners is None or schedule.partners[rank] == rank
-    away: tuple[int, ActionKind] | None = None
-    unused = False  # since it came back
-    for (place, kind), state in zip(events, states, strict=True):
-        action, here = Action(stage, kind, microbatch), ((rank, place),)
-        if kind is ActionKind.EVICT and alone:
-            yield f"{action}: rank {rank} has no partner to send it to", here
-        if kind in _BACK.values():
-            if away is not None:
-                yield f"{action} sends away what is away already", ((rank, away[0]), *here)
-            elif state != "held":
-                yield f"{action} sends away what is {state}", here
-            elif unused:
-                yield f"{action} sends away what came back and was not used", here
-            away = place, kind
-        elif kind is ActionKind.AWAIT and away is None:
-            yield f"{action} waits for what no EVICT or OFFLOAD sent away", here
-        elif kind in _BACK:
-            if away is None or away[1] is not _BACK[kind]:
-                yield f"{action} brings back what no {_BACK[kind].value} sent away", here
-            away, unused = None, True
-        elif away is not None and kind in _USES:
-            left = Action(stage, away[1], microbatch)
-            yield f"{action} uses what is away since {left}", ((rank, away[0]), *here)
-            away = None
-        unused = unused and kind not in _USES
-        if kind is ActionKind.RECOMPUTE and place != again[0]:
-            yield f"{action} runs {len(again)} times, expected at most once", here
-        elif kind is ActionKind.RECOMPUTE and state == "let go":
-            yield f"{action} comes behind the backward that needs it", here
-        elif kind is ActionKind.BACKWARD_INPUT and again and state != "held":
-            yield f"{action} comes before the RECOMPUTE that it needs", here
-    if away is not None:
-        yield f"{Action(stage, away[1], microbatch)} is never brought back", ((rank, away[0]),)
-
-
-def _states(events: Sequence[_Event], *, again: bool) -> Iterator[str]:
-    """What there is of a microbatch before each event; ``again``: its F is run again."""
-    state = "not there yet"
-    for _, kind in events:
-        yield state
-        if kind is ActionKind.FORWARD:
-            state = "not there before its RECOMPUTE" if again else "held"
-        elif kind in (ActionKind.RECOMPUTE, ActionKind.BACKWARD_INPUT):
-            state = "held"
-        elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-            state = "let go"
-
-
-def _holder_faults(
-    rank: int, stage: int, microbatch: int, events: Sequence[_Event]
-) -> Iterator[Found]:
-    """The same on the partner: taken in, given back."""
-    holds = gave = False
-    for place, kind in events:
-        action, here = Action(stage, kind, microbatch), ((rank, place),)
-        if kind is ActionKind.AWAIT and not gave:
-            yield f"{action} waits for what no RETURN sent away", here
-        gave = gave or kind is ActionKind.RETURN
-        if kind is ActionKind.ACCEPT:
-            if holds:
-                yield f"{action} takes in what rank {rank} has already", here
-            holds = True
-        elif kind is ActionKind.RETURN:
-            if not holds:
-                yield f"{action} gives back what rank {rank} has not", here
-            holds = False
-
-
-def _unmatched(
-    schedule: Schedule, rows: Mapping[tuple[int, int, int], Sequence[_Event]]
-) -> Iterator[Found]:
-    """An ACCEPT for every EVICT, a RETURN for every LOAD, and no others."""
-    if schedule.partners is None:
-        return
-    for key in sorted({(stage, microbatch) for _, stage, microbatch in rows}):
-        stage, microbatch = key
-        home = schedule.home(stage, microbatch)
-        partner = schedule.partners[home]
-        for one, other in _COUNTERPART.items():
-            mine, theirs = Action(stage, one, microbatch), Action(stage, other, microbatch)
-            here = [(home, p) for p, kind in rows.get((home, *key), ()) if kind is one]
-            there = [(partner, p) for p, kind in rows.get((partner, *key), ()) if kind is other]
-            if len(here) != len(there):
-                yield (
-                    f"rank {home} lists {mine} {len(here)} times, but its partner, rank {partner}, "
-                    f"lists {theirs} {len(there)} times",
-                    (*here, *there),
-                )
-
-
-def _out_of_order(schedule: Schedule) -> Iterator[Found]:
-    """Between two ranks every transfer begins at both ends in one order, or one waits for ever."""
+            key = rank, action.stage, action.microbatch
+            if action.kind in _RULES and 0 <= action.stage < schedule.stages:
+                rows[key].append(place)
+            if action.kind.is_memory:
+                moved.add(key)
+    for key, places in rows.items():
+        if key in moved:
+            yield from _state_faults(schedule, *key, places)
     for low, high in enumerate(schedule.partners or ()):
-        if low >= high:
-            continue
-        mine, theirs = _transfers(schedule, low), _transfers(schedule, high)
-        wrong = next(
-            (pair for pair in zip(mine, theirs, strict=False) if pair[0][0] != pair[1][0]), None
-        )
-        if wrong is not None:
-            (_, place), (_, other) = wrong
-            yield (
-                f"rank {low} comes to {schedule.ranks[low][place]} where its partner, rank {high}, "
-                f"comes to {schedule.ranks[high][other]}; two ranks list the transfers between "
-                "them in one order",
-                ((low, place), (high, other)),
-            )
+        if low < high:
+            yield from _order_faults(schedule, low, high)
 
 
-def _transfers(schedule: Schedule, rank: int) -> list[tuple[tuple[int, int, bool], int]]:
-    """What a rank exchanges with its partner: of whom, whether it goes out, and its place."""
-    out = ActionKind.EVICT, ActionKind.ACCEPT
-    kinds = *out, ActionKind.LOAD, ActionKind.RETURN
-    return [
-        ((action.stage, action.microbatch, action.kind in out), place)
-        for place, action in enumerate(schedule.ranks[rank])
-        if action.kind in kinds
+def _state_faults(
+    schedule: Schedule, rank: int, stage: int, microbatch: int, places: Sequence[int]
+) -> Iterator[Found]:
+    """What happens to a microbatch of a stage on a rank, action by action."""
+    actions = [schedule.ranks[rank][place] for place in places]
+    again = any(action.kind is ActionKind.RECOMPUTE for action in actions)
+    alone = schedule.partners is None or schedule.partners[rank] == rank
+    state = _NOT_YET if schedule.home(stage, microbatch) == rank else _NOT_HERE
+    before: tuple[Cell, ...] = ()
+    for place, action in zip(places, actions, strict=True):
+        here = rank, place
+        expected, after = _RULES[action.kind]
+        if action.kind is ActionKind.EVICT and alone:
+            yield f"{action}: rank {rank} has no partner to send it to", (here,)
+        if state not in expected:
+            wanted = " or ".join(expected)
+            yield f"{action} finds what is {state}, expected {wanted}", (*before, here)
+        state = _UNMADE if again and action.kind is ActionKind.FORWARD else after or state
+        before = (here,)
+    if state in (_EVICTED, _OFFLOADED):
+        yield f"{actions[-1]} leaves what is {state}, and nothing brings it back", before
+
+
+def _order_faults(schedule: Schedule, low: int, high: int) -> Iterator[Found]:
+    """Two partners begin every transfer between them in one order, or one waits for ever."""
+    ends = [
+        [
+            ((action.stage, action.microbatch, _TRANSFERS[action.kind]), place)
+            for place, action in enumerate(schedule.ranks[rank])
+            if action.kind in _TRANSFERS
+        ]
+        for rank in (low, high)
     ]
+    for mine, theirs in zip_longest(*ends, fillvalue=(None, -1)):
+        if mine[0] != theirs[0]:
+            one, other = (
+                str(schedule.ranks[rank][place]) if what is not None else "its end"
+                for rank, (what, place) in ((low, mine), (high, theirs))
+            )
+            cells = ((low, mine[1]), (high, theirs[1]))
+            yield (
+                f"rank {low} comes to {one} where its partner, rank {high}, comes to {other}; two "
+                "ranks list the transfers between them in one order",
+                tuple(cell for cell in cells if cell[1] >= 0),
+            )
+            return

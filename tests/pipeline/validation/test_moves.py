@@ -32,33 +32,45 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "fault"),
     [
-        ("0F0 0EVICT0 0F1 0B0 0LOAD0 0B1", HOLDER, "0B0 uses what is away since 0EVICT0"),
-        ("0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0LOAD0 brings back what no EVICT sent away"),
+        (
+            "0F0 0EVICT0 0F1 0B0 0LOAD0 0B1",
+            HOLDER,
+            "0B0 finds what is evicted, expected held or back",
+        ),
+        ("0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0LOAD0 finds what is held, expected evicted"),
         (
             "0F0 0EVICT0 0F1 0LOAD0 0LOAD0 0B0 0B1",
             HOLDER,
-            "0LOAD0 brings back what no EVICT sent away",
+            "0LOAD0 finds what is back and not used, expected evicted",
         ),
-        ("0EVICT0 0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0EVICT0 sends away what is not there yet"),
-        ("0F0 0EVICT0 0F1 0B1", HOLDER, "0EVICT0 is never brought back"),
+        ("0EVICT0 0F0 0F1 0LOAD0 0B0 0B1", HOLDER, "0EVICT0 finds what is not there yet"),
+        ("0F0 0EVICT0 0F1 0B1", HOLDER, "0EVICT0 leaves what is evicted, and nothing"),
         (
             "0F0 0EVICT0 0OFFLOAD0 0F1 0RELOAD0 0LOAD0 0B0 0B1",
             HOLDER,
-            "0OFFLOAD0 sends away what is away already",
+            "0OFFLOAD0 finds what is evicted, expected held",
         ),
         (
             "0F0 0OFFLOAD0 0F1 0RELOAD0 0OFFLOAD0 0RELOAD0 0B0 0B1",
             HOLDER,
-            "0OFFLOAD0 sends away what came back and was not used",
+            "0OFFLOAD0 finds what is back and not used, expected held",
         ),
-        ("0F0 0AWAIT0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "0AWAIT0 waits for what no EVICT or OFFL"),
+        ("0F0 0AWAIT0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "0AWAIT0 finds what is held, expected evic"),
         (
             "0F0 0EVICT0 0AWAIT0 0F1 0LOAD0 0B0 0B1",
             "1F0 0ACCEPT0 0RETURN0 1B0 1F1 1F1 1B1",
             "1F1 runs 2 times",
         ),
-        (OWNER, "0ACCEPT0 1F0 1B0 1F1 1B1", "0LOAD0 1 times, but its partner, rank 1, lists"),
-        (OWNER, "0RETURN0 0ACCEPT0 1F0 1B0 1F1 1B1", "0RETURN0 gives back what rank 1 has not"),
+        (
+            OWNER,
+            "0ACCEPT0 1F0 1B0 1F1 1B1",
+            "comes to 0LOAD0 where its partner, rank 1, comes to its end",
+        ),
+        (
+            OWNER,
+            "0RETURN0 0ACCEPT0 1F0 1B0 1F1 1B1",
+            "0RETURN0 finds what is not here, expected here",
+        ),
         (
             "0F0 0EVICT0 0F1 0EVICT1 0LOAD0 0LOAD1 0B0 0B1",
             "0ACCEPT1 0ACCEPT0 0RETURN0 0RETURN1 1F0 1B0 1F1 1B1",
@@ -67,17 +79,17 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
         (
             "0F0 0F1 0RECOMPUTE0 0RECOMPUTE0 0B0 0B1",
             "1F0 1B0 1F1 1B1",
-            "0RECOMPUTE0 runs 2 times, expected at most once",
+            "0RECOMPUTE0 finds what is held, expected not there before its RECOMPUTE",
         ),
         (
             "0F0 0F1 0B0 0RECOMPUTE0 0B1",
             "1F0 1B0 1F1 1B1",
-            "0RECOMPUTE0 comes behind the backward that needs it",
+            "0B0 finds what is not there before its RECOMPUTE, expected held",
         ),
         (
             "0F0 0OFFLOAD0 0F1 0RELOAD0 0RECOMPUTE0 0B0 0B1",
             "1F0 1B0 1F1 1B1",
-            "0OFFLOAD0 sends away what is not there before its RECOMPUTE",
+            "0OFFLOAD0 finds what is not there before its RECOMPUTE",
         ),
         (
             "0ACCEPT0 0F0 0F1 0B0 0RETURN0 0B1",
