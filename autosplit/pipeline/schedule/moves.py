@@ -195,31 +195,16 @@ _LEAVES = (ActionKind.EVICT, ActionKind.OFFLOAD)
 
 
 @dataclass(eq=False, slots=True)
-class _Departure:
+class _Transfer:
     """Attributes:
     action: that starts it.
-    size: how much leaves.
-    accepted: the number of the arrival by which it had come, of a guest.
+    size: how much more the rank holds behind it; of a departure less than 0.
+    came: the arrival by which it had come, of a guest that leaves.
     """
 
     action: Action
     size: float
-    accepted: int | None
-
-
-@dataclass(eq=False, slots=True)
-class _Arrivals:
-    """What may have come by now, and what has left if it has.
-
-    Attributes:
-        change: how much more there is once it has come.
-        came: numbers of the arrivals.
-        gone: the departures that they have waited for, and those before them have not.
-    """
-
-    change: float
-    came: list[int]
-    gone: list[_Departure]
+    came: _Transfer | None = None
 
 
 class LevelByOrder:
@@ -232,22 +217,23 @@ class LevelByOrder:
     Go through a row with ``begin`` and ``end`` for each action.
     """
 
-    __slots__ = ("_arrivals", "_begun", "_fresh", "_latest", "_level", "_passed")
+    __slots__ = ("_fresh", "_latest", "_level", "_passed", "_unsure")
 
     def __init__(self) -> None:
-        self._level = 0.0  # while nothing of the arrivals below has come
-        self._arrivals: list[_Arrivals] = []
-        self._begun = 0
-        self._latest: dict[tuple[int, int], int] = {}  # arrival of what is here or comes here
-        self._fresh: list[_Departure] = []
-        self._passed: list[_Departure] = []  # behind which an action has computed
+        self._level = 0.0
+        # Arrivals, each behind the departures that it and none before it has waited for: so much
+        # of it as has happened by now is there from its beginning on.
+        self._unsure: list[_Transfer] = []
+        self._latest: dict[tuple[int, int], _Transfer] = {}  # what is here or comes here
+        self._fresh: list[_Transfer] = []  # departures
+        self._passed: list[_Transfer] = []  # behind which an action has computed
 
     @property
     def most(self) -> float:
         """The most that there may be now."""
         most = now = self._level
-        for arrivals in self._arrivals:
-            now += arrivals.change
+        for transfer in self._unsure:
+            now += transfer.size
             if now > most:
                 most = now
         return most
@@ -260,12 +246,15 @@ class LevelByOrder:
         """Come to an action, behind what it waits for; ``size`` is how much a move carries."""
         kind = action.kind
         if kind in ARRIVALS:
-            self._arrive(action, size)
+            arrival = _Transfer(action, size)
+            self._latest[action.stage, action.microbatch] = arrival
+            offloads = (d for d in self._fresh if d.action.kind is ActionKind.OFFLOAD)
+            waited = [d for d in (*self._passed, *offloads) if d not in self._unsure]
+            self._unsure += [*waited, arrival]
         elif kind in DEPARTURES:
             guest = kind is ActionKind.RETURN
-            key = action.stage, action.microbatch
-            accepted = self._latest.pop(key, None) if guest else None
-            self._fresh.append(_Departure(action, size, accepted))
+            came = self._latest.pop((action.stage, action.microbatch), None) if guest else None
+            self._fresh.append(_Transfer(action, -size, came))
         elif kind is ActionKind.AWAIT:
             self._leave([each for each in self._pending if awaits(action, each.action)])
         elif kind in TAKERS:
@@ -281,33 +270,8 @@ class LevelByOrder:
             self._fresh.clear()
 
     @property
-    def _pending(self) -> list[_Departure]:
+    def _pending(self) -> list[_Transfer]:
         return [*self._passed, *self._fresh]
-
-    def _arrive(self, action: Action, size: float) -> None:
-        self._begun += 1
-        self._latest[action.stage, action.microbatch] = self._begun
-        waited = [each for each in self._pending if self._is_waited_for(each)]
-        if waited:
-            size -= sum(each.size for each in waited)
-            self._arrivals.append(_Arrivals(size, [self._begun], waited))
-        elif self._arrivals:
-            # With nothing gone for it, it may as well have come.
-            self._arrivals[-1].change += size
-            self._arrivals[-1].came.append(self._begun)
-        else:
-            self._level += size
-
-    def _is_waited_for(self, departure: _Departure) -> bool:
-        """Whether what arrives from here on waits for a departure, and nothing before it has."""
-        fresh = departure in self._fresh
-        if fresh and departure.action.kind is not ActionKind.OFFLOAD:
-            return False
-        return self._waiting(departure) is None
-
-    def _waiting(self, departure: _Departure) -> _Arrivals | None:
-        """The first arrivals that have waited for a departure."""
-        return next((each for each in self._arrivals if departure in each.gone), None)
 
     def _use(self, stage: int, microbatch: int) -> None:
         """A microbatch is used: what was away of it has left before, and is here again."""
@@ -318,7 +282,7 @@ class LevelByOrder:
         away = ((each, each.action) for each in self._pending if each.action.kind in _LEAVES)
         self._leave([d for d, a in away if (a.stage, a.microbatch) == (stage, microbatch)])
 
-    def _leave(self, departures: Sequence[_Departure]) -> None:
+    def _leave(self, departures: Sequence[_Transfer]) -> None:
         """These have left for sure, and those before them in their lanes."""
         lanes: set[bool] = set()
         gone = []
@@ -328,41 +292,19 @@ class LevelByOrder:
                 lanes.add(lane)
                 gone.append(departure)
         for departure in reversed(gone):
-            if departure.accepted is not None:
-                self._come(departure.accepted)
-            if departure in self._passed or departure in self._fresh:  # not before what came
-                self._go(departure)
+            if departure.came is not None:
+                self._come(departure.came)
+            if departure in self._pending:  # not before what came
+                self._settle([departure])
 
-    def _go(self, departure: _Departure) -> None:
-        self._level -= departure.size
-        arrivals = self._waiting(departure)
-        if arrivals is not None:
-            arrivals.change += departure.size
-            arrivals.gone.remove(departure)
-            if not arrivals.gone:
-                self._merge(arrivals)
-        self._forget([departure])
-
-    def _merge(self, arrivals: _Arrivals) -> None:
-        """What has nothing gone for it any more may as well have come."""
-        place = self._arrivals.index(arrivals)
-        if place:
-            self._arrivals[place - 1].change += arrivals.change
-            self._arrivals[place - 1].came += arrivals.came
-        else:
-            self._level += arrivals.change
-        del self._arrivals[place]
-
-    def _come(self, arrival: int) -> None:
+    def _come(self, arrival: _Transfer) -> None:
         """An arrival is there for sure, and all that it has waited for is gone."""
-        for place, each in enumerate(self._arrivals):
-            if arrival in each.came:
-                for come in self._arrivals[: place + 1]:
-                    self._level += come.change
-                    self._forget(come.gone)
-                del self._arrivals[: place + 1]
-                return
+        if arrival in self._unsure:
+            self._settle(self._unsure[: self._unsure.index(arrival) + 1])
 
-    def _forget(self, departures: Sequence[_Departure]) -> None:
-        self._passed = [each for each in self._passed if each not in departures]
-        self._fresh = [each for each in self._fresh if each not in departures]
+    def _settle(self, transfers: Sequence[_Transfer]) -> None:
+        """These have happened."""
+        self._level += sum(each.size for each in transfers)
+        self._unsure = [each for each in self._unsure if each not in transfers]
+        self._passed = [each for each in self._passed if each not in transfers]
+        self._fresh = [each for each in self._fresh if each not in transfers]

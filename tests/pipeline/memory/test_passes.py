@@ -230,7 +230,7 @@ def test_a_rank_may_wait_until_what_it_gives_back_has_left() -> None:
     validate(less)
     assert peak_memory(less, costs.memory)[3] > peak_memory(balanced, costs.memory)[3]
     early = (Action(0, ActionKind.AWAIT, 7), *last)
-    with pytest.raises(ScheduleError, match="waits for what no RETURN sent away"):
+    with pytest.raises(ScheduleError, match="0AWAIT7 finds what is not here"):
         validate(replace(balanced, ranks=(*balanced.ranks[:3], early)))
 
 
