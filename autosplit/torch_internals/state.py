@@ -5,7 +5,6 @@ optimizer will keep before its first step.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import repeat
@@ -47,14 +46,6 @@ def allow_other_memory(tensors: Iterable[torch.Tensor]) -> None:
 def allows_other_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor may lie elsewhere than before, with the same values."""
     return hasattr(tensor, _OTHER_MEMORY)
-
-
-def storage_users(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Reference counts of a storage: by tensors, views included, and by Python.
-
-    Both count the caller's own references; compare with an answer from the same place.
-    """
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def storage_sizes(

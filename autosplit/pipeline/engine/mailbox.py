@@ -1,15 +1,9 @@
-"""The messages of one step between this rank and one peer, and the memory that they come into.
+"""The messages of one step between this rank and one peer.
 
-Receive buffers are used again as soon as nobody holds a tensor in them any more. A received
-activation lives in the stage that took it until its backward, and whoever keeps it longer (a
-user's list, another stage, a message that passes it on) keeps it alive by its storage, whatever
-view of it they hold. So memory is free when its storage has no users but this pool. A schedule then
-settles at as many buffers as it has in flight at most; no step after the first makes one, unless
-somebody kept one.
-
-On CUDA a buffer is used again only under the stream under which it was made. A receive starts
-behind all that this stream was given before, so it cannot overtake a kernel that still reads; work
-that a stage gives another stream must be waited for by this one before the stage lets go.
+Each is received into memory of its own, which lives as long as somebody holds a tensor in it: the
+stage that took it until its backward, a user's list, a message that passes it on. On CUDA it is
+made under the stream that computes, behind all that this stream was given before, so that a receive
+cannot overtake a kernel that still reads what lay there.
 """
 
 from __future__ import annotations
@@ -24,71 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.pipeline.schedule.routes import Parcel, Routes
-from autosplit.torch_internals.state import storage_users
 
 from .boundaries import Negotiation, TensorMeta
 from .first_error import LostPeerError
 from .groups import Groups, lost
 
 _NOTED = 64  # of the last messages
-
-_Key = tuple[torch.Size, torch.dtype, int]
-
-
-class Buffers:
-    """The buffers of one rank under one schedule.
-
-    Attributes:
-        made: how many were made so far.
-
-    Args:
-        device: where they lie.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.made = 0
-        self._device = device
-        self._rings: dict[_Key, deque[_Buffer]] = {}
-
-    def take(self, meta: TensorMeta) -> Tensor:
-        """A contiguous tensor in memory that nobody else has; what it holds means nothing."""
-        cuda = self._device.type == "cuda"
-        stream = torch.cuda.current_stream(self._device).cuda_stream if cuda else 0
-        ring = self._rings.setdefault((meta.shape, meta.dtype, stream), deque())
-        for _ in range(len(ring)):
-            buffer = ring[0]
-            ring.rotate(-1)  # what was used last is asked last: it is the least likely to be free
-            if buffer.is_free():
-                return buffer.tensor.data
-        self.made += 1
-        ring.append(_Buffer(meta, self._device))
-        return ring[-1].tensor.data
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """One over each buffer, whoever uses it."""
-        return [buffer.tensor.data for ring in self._rings.values() for buffer in ring]
-
-    def settle(self) -> None:
-        """At the end of a step, leave what is still in use to those who use it."""
-        for key, ring in self._rings.items():
-            self._rings[key] = deque(buffer for buffer in ring if buffer.is_free())
-
-
-class _Buffer:
-    """One piece of memory; ``tensor.data`` are tensors of their own over it."""
-
-    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
-        with torch.inference_mode(False):  # or it could never be written outside of that mode
-            self.tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-        self._storage = self.tensor.untyped_storage()
-        self._bytes = self._storage.nbytes()
-        self._alone = storage_users(self._storage)
-
-    def is_free(self) -> bool:
-        """Whether nobody else has a tensor, a view or the storage, and it was not shrunk."""
-        alone = storage_users(self._storage) == self._alone
-        return alone and self._storage.nbytes() == self._bytes
 
 
 class _Message(NamedTuple):
@@ -186,7 +121,7 @@ class Inbox(_Box):
         peer: the sender.
         routes: what it sends, in its order, and which tensors those are.
         negotiation: where shapes are agreed on.
-        buffers: what the messages are received into.
+        device: where tensors are received.
         prefetch: receives kept posted beyond what was taken.
     """
 
@@ -198,7 +133,7 @@ class Inbox(_Box):
         peer: int,
         routes: Routes,
         negotiation: Negotiation,
-        buffers: Buffers,
+        device: torch.device,
         prefetch: int,
     ) -> None:
         super().__init__(link, peer)
@@ -206,11 +141,16 @@ class Inbox(_Box):
         self._parcels = routes.receives[peer]
         self._place = {parcel: place for place, parcel in enumerate(self._parcels)}
         self._negotiation = negotiation
-        self._buffers = buffers
+        self._device = device
         self._prefetch = prefetch
         self._posted = 0
         self._coming: dict[Parcel, _Message] = {}
         self._agreed: dict[Parcel, Sequence[TensorMeta | None]] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is posted and was not taken."""
+        return [t for message in self._coming.values() for t in message.tensors if t is not None]
 
     def begin(self) -> None:
         """Start a step: post the first receives."""
@@ -249,15 +189,15 @@ class Inbox(_Box):
             if meta is None:
                 message.tensors.append(None)
             else:
-                self._start(message, self._link.irecv, self._buffers.take(meta))
+                made = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+                self._start(message, self._link.irecv, made)
 
     def _metas(self, parcel: Parcel) -> Sequence[TensorMeta | None]:
         """What comes with a parcel; None for a gradient that is not wanted."""
         found = self._agreed.get(parcel)
         if found is None:
             agreed = self._negotiation.known[parcel.boundary]
-            carried = self._routes.carried(parcel)
-            metas = agreed if carried is None else [agreed[position] for position in carried]
+            metas = self._routes.feeds.select(agreed, parcel.boundary, parcel.taker)
             found = [meta if parcel.forward or meta.requires_grad else None for meta in metas]
             self._agreed[parcel] = found
         return found

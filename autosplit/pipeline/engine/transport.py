@@ -1,9 +1,8 @@
 """Tensors between stages, over point-to-point messages or by hand on one rank.
 
-Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead into memory
-that belongs to the stage for as long as it keeps a tensor there (see ``mailbox``); sends are not
-waited for, and what they send is kept until a later message proves that it arrived (see ``routes``)
-or the step ends. What several stages of another rank take is sent to that rank once.
+Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead (see
+``mailbox``); sends are not waited for, and what they send is kept until a later message proves that
+it arrived (see ``routes``) or the step ends. What several stages take is sent to each.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autosplit.pipeline.schedule.wiring import Feeds
 
 from .boundaries import Boundary, Negotiation, TensorMeta
 from .groups import Groups
-from .mailbox import Buffers, Inbox, Outbox
+from .mailbox import Inbox, Outbox
 
 Receive = Callable[[], "list[Tensor | None]"]
 Send = Callable[[Sequence[Any]], None]
@@ -34,7 +33,6 @@ class Transport:
 
     Attributes:
         feeds: who feeds whom.
-        buffers: what messages are received into.
 
     Args:
         routes: what travels where.
@@ -62,18 +60,15 @@ class Transport:
         self._negotiation = negotiation
         self._device = device
         self.feeds = routes.feeds
-        self.buffers = Buffers(device)
         self._routes = routes
         self._outboxes = {peer: Outbox(link, peer) for peer in routes.sends}
         ahead = prefetch if posts is None else 0
         self._inboxes = {
-            peer: Inbox(link, peer, routes, negotiation, self.buffers, ahead)
-            for peer in routes.receives
+            peer: Inbox(link, peer, routes, negotiation, device, ahead) for peer in routes.receives
         }
         self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
         self._source = {each: peer for peer, parcels in routes.receives.items() for each in parcels}
         self._here: dict[Parcel, list[Tensor | None]] = {}
-        self._kept: dict[tuple[Action, int], Tensor | None] = {}
 
     def begin(self) -> None:
         """Start a step: post the first receives."""
@@ -92,15 +87,13 @@ class Transport:
         """
         for outbox in self._outboxes.values():
             outbox.drain()
-        if self._inboxes:
-            self.buffers.settle()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What messages hold: buffers, sends under way, results on their way to stages here."""
-        here = [*self._kept.values(), *(each for part in self._here.values() for each in part)]
-        sent = [each for outbox in self._outboxes.values() for each in outbox.tensors]
-        return [*self.buffers.tensors, *sent, *(each for each in here if each is not None)]
+        """What messages hold: what comes, what goes, results on their way to stages here."""
+        boxes: tuple[Inbox | Outbox, ...] = (*self._inboxes.values(), *self._outboxes.values())
+        here = [each for part in self._here.values() for each in part if each is not None]
+        return [*here, *(tensor for box in boxes for tensor in box.tensors)]
 
     @property
     def send_seconds(self) -> float:
@@ -142,50 +135,18 @@ class Transport:
         peer = self._source[parcel]
         inbox, outbox = self._inboxes[peer], self._outboxes.get(peer)
         proven = self._routes.proven[parcel]
-        complete = self._completion(parcel)
 
         def receive() -> list[Tensor | None]:
             tensors, travelled = inbox.take(parcel)
             if travelled and outbox is not None:
                 outbox.retire(proven)
-            return tensors if complete is None else complete(tensors)
+            return tensors
 
         return receive
 
-    def _completion(
-        self, parcel: Parcel
-    ) -> Callable[[list[Tensor | None]], list[Tensor | None]] | None:
-        """From the tensors that came with a parcel to all that its stage takes; None if these are
-        the same and no later stage of this rank takes any. Stages run in order, so what the stages
-        before it were sent is here.
-        """
-        result = parcel.result
-        wanted = self.feeds.positions(parcel.boundary, parcel.taker)
-        if not parcel.forward or wanted is None:
-            return None
-        own = self._routes.carried(parcel) or ()
-        later = {
-            position
-            for stage in self.feeds.targets(result.stage)
-            if stage > parcel.stage and Parcel(result, stage) in self._source
-            for position in self.feeds.positions(result.stage, stage) or ()
-        }
-        if own == wanted and not later.intersection(wanted):
-            return None
-        kept = self._kept
-
-        def complete(tensors: list[Tensor | None]) -> list[Tensor | None]:
-            for position, tensor in zip(own, tensors, strict=True):
-                kept[result, position] = tensor
-            return [
-                kept[result, position] if position in later else kept.pop((result, position))
-                for position in wanted
-            ]
-
-        return complete
-
     def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
-        puts = [(self._put(each), self._routes.carried(each)) for each in parcels]
+        feeds = self.feeds
+        puts = [(self._put(each), feeds.positions(each.boundary, each.taker)) for each in parcels]
         known, stage = self._negotiation.known, result.stage
 
         def send(tensors: Sequence[Tensor]) -> None:

@@ -6,7 +6,7 @@ Storages without tensors: how many hold each, and how many bytes there are in al
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -22,20 +22,20 @@ class Storage:
 
     Attributes:
         bytes: its size.
-        own: whether it is gone when nobody holds it; a buffer of messages stays.
+        own: whether it is counted here; what is on its way elsewhere is not.
         holders: how many hold it.
     """
 
     __slots__ = ("bytes", "holders", "own")
 
-    def __init__(self, size: int, *, own: bool = True) -> None:
+    def __init__(self, size: int) -> None:
         self.bytes = size
-        self.own = own
+        self.own = True
         self.holders = 0
 
 
 class Level:
-    """Bytes of all storages that are held, and of the buffers.
+    """Bytes of all storages that are held.
 
     Attributes:
         now: bytes.
@@ -44,7 +44,6 @@ class Level:
 
     def __init__(self) -> None:
         self.now = self.highest = 0
-        self._buffers: dict[Hashable, list[Storage]] = defaultdict(list)
 
     def begin(self) -> None:
         """Count the most from here on."""
@@ -73,19 +72,6 @@ class Level:
             storage.holders -= 1
             if storage.own and not storage.holders:
                 self.now -= storage.bytes
-
-    def buffer(self, key: Hashable, size: int) -> Storage:
-        """A buffer that nobody holds, held by the caller: a new one where none is free."""
-        for storage in self._buffers[key]:
-            if not storage.holders:
-                storage.holders = 1
-                return storage
-        made = Storage(size, own=False)
-        made.holders = 1
-        self._buffers[key].append(made)
-        self.now += size
-        self.note(0)
-        return made
 
 
 Values = list[Storage | None]
@@ -121,7 +107,6 @@ class MessageReplay:
         self._retired: dict[int, int] = {}
         self._coming: dict[Parcel, Values] = {}
         self._here: dict[Parcel, Values] = {}
-        self._kept: dict[tuple[Action, int], Storage | None] = {}
         self._losses: list[Storage] = []
 
     def begin(self) -> None:
@@ -201,7 +186,8 @@ class MessageReplay:
         if wiring is None:
             given = [*values]
         elif parcel.forward:
-            given = [values[position] for position in self._routes.carried(parcel) or ()]
+            positions = self._feeds.positions(parcel.boundary, parcel.taker) or ()
+            given = [values[position] for position in positions]
         else:
             given = []
             for position in self._feeds.positions(parcel.boundary, parcel.taker) or ():
@@ -233,49 +219,22 @@ class MessageReplay:
         self._post(peer, self._place[parcel] + 1 + _PREFETCH)
         values = self._coming.pop(parcel)
         if not any(values):  # nothing travels, so nothing tells what has arrived
-            return self._complete(parcel, values)
+            return values
         while self._retired[peer] < self._routes.proven[parcel]:
             self._level.release(self._sent[peer].popleft())
             self._retired[peer] += 1
-        return self._complete(parcel, values)
-
-    def _complete(self, parcel: Parcel, values: Values) -> Values:
-        """What came, with what was kept for this stage of what came before."""
-        wanted = self._feeds.positions(parcel.boundary, parcel.taker)
-        if not parcel.forward or wanted is None:
-            return values
-        result = parcel.result
-        later = {
-            position
-            for stage in self._feeds.targets(result.stage)
-            if stage > parcel.stage and Parcel(result, stage) in self._source
-            for position in self._feeds.positions(result.stage, stage) or ()
-        }
-        for position, each in zip(self._routes.carried(parcel) or (), values, strict=True):
-            self._kept[result, position] = each
-        complete: Values = []
-        for position in wanted:
-            each = self._kept[result, position]
-            if position in later:
-                self._level.hold([each])
-            else:
-                del self._kept[result, position]
-            complete.append(each)
-        return complete
+        return values
 
     def _post(self, peer: int, count: int) -> None:
         parcels = self._routes.receives[peer]
         while self._posted[peer] < min(count, len(parcels)):
             parcel = parcels[self._posted[peer]]
             self._posted[peer] += 1
-            carried, metas = self._routes.carried(parcel), self._boundaries(parcel.boundary)
-            chosen = metas if carried is None else [metas[position] for position in carried]
-            self._coming[parcel] = [
-                self._buffer(meta) if parcel.forward or meta.requires_grad else None
-                for meta in chosen
+            metas = self._boundaries(parcel.boundary)
+            self._coming[parcel] = coming = [
+                Storage(meta.shape.numel() * meta.dtype.itemsize)
+                if parcel.forward or meta.requires_grad
+                else None
+                for meta in self._feeds.select(metas, parcel.boundary, parcel.taker)
             ]
-
-    def _buffer(self, meta: TensorMeta) -> Storage:
-        return self._level.buffer(
-            (meta.shape, meta.dtype), meta.shape.numel() * meta.dtype.itemsize
-        )
+            self._level.hold(coming)

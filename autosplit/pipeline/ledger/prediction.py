@@ -90,10 +90,6 @@ class RankReplay:
 
     def levels(self, guests: Evicted) -> list[tuple[Action, int]]:
         """As ``peak``, for each action of the row: the most from the end of the one before it."""
-        self._step(guests)  # buffers of messages are made
-        return self._step(guests)
-
-    def _step(self, guests: Evicted) -> list[tuple[Action, int]]:
         self._summed.clear()
         self.evicted = {}
         visits = {name: [*sizes] for name, sizes in guests.items()}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .action import Action, ActionKind
@@ -92,20 +92,12 @@ class Routes:
         proven: for what comes, how many of the parcels sent to its maker (the first k of
             ``sends``) that rank must have taken before it could make this one. Once it is here,
             waiting for those sends to complete costs nothing.
-        shared: of outputs that several stages of one other rank take, which travel with each
-            parcel: those that no stage before it is sent. Only parcels that lack some are here.
     """
 
     feeds: Feeds
     sends: Mapping[int, tuple[Parcel, ...]]
     receives: Mapping[int, tuple[Parcel, ...]]
     proven: Mapping[Parcel, int]
-    shared: Mapping[Parcel, tuple[int, ...]] = field(default_factory=dict)
-
-    def carried(self, parcel: Parcel) -> tuple[int, ...] | None:
-        """Which outputs, or gradients of which, travel with a parcel; None for all there are."""
-        found = self.shared.get(parcel)
-        return self.feeds.positions(parcel.boundary, parcel.taker) if found is None else found
 
 
 @dataclass(frozen=True, order=True)
@@ -157,13 +149,6 @@ def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Rout
         sends={peer: parcels for peer, parcels in sends.items() if parcels},
         receives={peer: tuple(parcels) for peer, parcels in receives.items() if parcels},
         proven=proven,
-        shared={
-            parcel: positions
-            for parcels in (*sends.values(), *receives.values())
-            for parcel in parcels
-            if (positions := positions_of(parcel, schedule, feeds)) is not None
-            and positions != feeds.positions(parcel.boundary, parcel.taker)
-        },
     )
 
 
@@ -228,25 +213,6 @@ def parcels_for(action: Action, feeds: Feeds) -> tuple[Parcel, ...]:
     """What ``action`` needs of other stages: one parcel of each, in the order of the stages."""
     stage = action.stage
     return tuple(Parcel(need, stage) for need in needs_of(action, feeds) if need.stage != stage)
-
-
-def positions_of(parcel: Parcel, schedule: Schedule, feeds: Feeds) -> tuple[int, ...] | None:
-    """Which outputs, or gradients of which, travel with a parcel to another rank; None for all.
-
-    Outputs that the rank was sent for an earlier stage do not travel again.
-    """
-    stage, wanted = parcel.stage, feeds.positions(parcel.boundary, parcel.taker)
-    if not parcel.forward or wanted is None:
-        return wanted
-    source, microbatch = parcel.result.stage, parcel.result.microbatch
-    rank = schedule.home(stage, microbatch)
-    known = {
-        position
-        for earlier in feeds.targets(source)
-        if earlier < stage and schedule.home(earlier, microbatch) == rank
-        for position in feeds.positions(source, earlier) or ()
-    }
-    return tuple(position for position in wanted if position not in known)
 
 
 def _sent(schedule: Schedule, source: int, target: int, feeds: Feeds) -> dict[Parcel, int]:

@@ -126,7 +126,9 @@ class Feeds:
         return tuple(self._targets[stage])
 
     def positions(self, source: int, target: int) -> tuple[int, ...] | None:
-        """Which outputs of ``source`` go to ``target``, each once, in order; None for all."""
+        """Which outputs of ``source`` go to ``target``, and their gradients back, each once, in
+        order; None for all.
+        """
         return None if self.wiring is None else self._positions[source, target]
 
     def select(self, outputs: Sequence[T], source: int, target: int) -> Sequence[T]:

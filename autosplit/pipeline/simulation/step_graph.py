@@ -9,7 +9,7 @@ from copy import copy
 from typing import NamedTuple
 
 from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.schedule.routes import Parcel, needs_of, parcels_of, positions_of, result_of
+from autosplit.pipeline.schedule.routes import Parcel, needs_of, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 
@@ -161,7 +161,7 @@ class StepGraph:
     def _travel(self, parcel: Parcel, source: int, target: int) -> tuple[float, float]:
         """Seconds for which a parcel keeps the link between two ranks, and then to its arrival."""
         latency, bandwidth = self._transfer.link(source, target)
-        positions = positions_of(parcel, self._schedule, self._feeds)
+        positions = self._feeds.positions(parcel.boundary, parcel.taker)
         outputs = self._feeds.wiring.outputs[parcel.boundary] if self._feeds.wiring else 0
         return self._transfer.bytes_of(parcel, positions, outputs) / bandwidth, latency
 

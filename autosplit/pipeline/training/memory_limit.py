@@ -26,7 +26,6 @@ from .rank_memory import RankMemory
 
 _TRIES = 6  # searches, each with what the schedule before it turned out to hold beside
 _CORRECTIONS = 3  # schedules that held more than was known of them, before it is given up
-_SETTLED = 2  # steps of a new schedule, of which the first makes its buffers
 
 _KINDS = (
     ActionKind.FORWARD,
@@ -96,7 +95,6 @@ class LimitTuner(Tuner):
         self._graphs: Beside = {}
         self._measured: tuple[Schedule, list[float]] = schedule, []
         self._found_first = False
-        self._since = 0
         self._corrections = 0
 
     def before_step(self, stages: Mapping[int, TrainableStage]) -> Schedule:
@@ -122,10 +120,6 @@ class LimitTuner(Tuner):
             self._found_first = True
             self._note_measured()
             return self._within(stages)
-        self._since += 1
-        if self._since < _SETTLED:
-            return None
-        self._since = 0
         if max(self._note_measured()) <= self._limit:
             self.done = True
             return None

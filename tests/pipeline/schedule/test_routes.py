@@ -18,7 +18,6 @@ from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.groups import Groups, greet
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import (
     Parcel,
     Routes,
@@ -59,19 +58,6 @@ def test_gpipe_proves_activations_only_with_gradients() -> None:
     schedule = build("gpipe", 2, 3, split_backward=False)
     assert _proven(routes_of(schedule, 0)) == {"1I0": 3, "1I1": 3, "1I2": 3}
     assert _proven(routes_of(schedule, 1)) == {"0F0": 0, "0F1": 0, "0F2": 0}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_several_stages_of_a_rank_take_travels_with_the_first(rank: int) -> None:
-    """Stages 1 and 3 share rank 1: output 0 comes with what stage 1 takes, not again for 3."""
-    schedule = build("interleaved", 4, 2, ranks=2)
-    routes = routes_of(schedule, rank, Feeds(4, SKIPS))
-    to_first, to_last = (Parcel(Action.parse("0F1"), stage) for stage in (1, 3))
-    assert routes.carried(to_first) == (0, 1)
-    assert routes.carried(to_last) == (2,)
-    # Gradients are added up in the order of the stages, so each travels by itself.
-    assert routes.carried(Parcel(Action.parse("3I1"), 0)) == (0, 2)
-    assert routes.carried(Parcel(Action.parse("1I1"), 0)) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.routes import Parcel, positions_of
+from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import ListScheduler, play, rows_of
@@ -110,7 +110,9 @@ class Reference:
         wiring, transfer = self.costs.wiring, self.costs.transfer
         if wiring is None:
             return transfer.bytes_of(parcel)
-        positions = positions_of(parcel, self.schedule, Feeds(self.schedule.stages, wiring)) or ()
+        positions = (
+            Feeds(self.schedule.stages, wiring).positions(parcel.boundary, parcel.taker) or ()
+        )
         return transfer.bytes_of(parcel, positions, wiring.outputs[parcel.boundary])
 
 
