@@ -1,4 +1,4 @@
-"""Checkpoints in files of tensors, read one tensor at a time; how they tell that they are damaged.
+"""What a checkpoint has, and those in files of tensors; how they tell that they are damaged.
 
 And values that can be read back from a checkpoint without running anything.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
 from numbers import Integral, Real
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -33,128 +35,123 @@ def reading(what: object) -> Iterator[None]:
         raise CheckpointError(f"cannot read {what}: {error}") from error
 
 
-class Reader(Protocol):
-    """A checkpoint of a whole model. Opening and reading one runs nothing that it contains.
+@dataclass(frozen=True)
+class Entry:
+    """One tensor or plain value of a checkpoint.
+
+    Attributes:
+        shape: of a tensor; None: it is none.
+        kind: of a tensor's values, see ``kind_of``.
+        read: gives it, on the CPU.
+        verify: finds out whether what it is read from is as it was written. Raises CheckpointError:
+            it is missing or damaged, as far as its form shows that.
+    """
+
+    shape: torch.Size | None
+    kind: str
+    read: Callable[[], Any]
+    verify: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint has. Opening and reading one runs nothing that it contains.
 
     Attributes:
         path: where it is.
-        shapes: of its tensors, by name.
-        kinds: of its tensors, by name, see ``kind_of``.
+        identity: tells it from others, without its tensors being read.
+        model: its tensors, by name.
+        optimizer: what it has of an optimizer, flattened as ``get_optimizer_state_dict`` with
+            ``flatten_optimizer_state_dict`` does.
+        run: what it has of the run: its step, random generators and so on.
     """
 
     path: Path
-    shapes: dict[str, torch.Size]
-    kinds: dict[str, str]
-
-    def verify(self, names: Iterable[str]) -> None:
-        """Find out whether what the tensors ``names`` are read from is as it was written.
-
-        Raises:
-            CheckpointError: it is missing or damaged, as far as its form shows that.
-        """
-        ...
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors ``names``, on the CPU."""
-        ...
+    identity: str
+    model: Mapping[str, Entry]
+    optimizer: Mapping[str, Entry] = field(default_factory=dict)
+    run: Mapping[str, Entry] = field(default_factory=dict)
 
 
-class StateDictFile:
-    """A file of ``torch.save``; its tensors are mapped into memory, not read.
+def read_all(entries: Iterable[Entry]) -> list[Any]:
+    """Verify entries, and then read them.
 
-    ``verify`` compares the checksums that ``torch.save`` writes, unless it was told not to, or in
-    its old form, which has none.
+    Raises:
+        CheckpointError: one is damaged.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._verified = False
-        with reading(f"{path} as a state dict"):
-            with path.open("rb") as file:
-                self._zip = file.read(4) == b"PK\x03\x04"  # as torch.load looks for it
-            found = torch.load(path, map_location="cpu", mmap=self._zip, weights_only=True)
-        self._tensors = _tensors_of(found, path)
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.kinds = {name: kind_of(tensor.dtype) for name, tensor in self._tensors.items()}
-
-    def verify(self, names: Iterable[str]) -> None:
-        if self._zip and not self._verified:
-            check_archive(self.path, str(self.path))
-        self._verified = True
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._tensors[name] for name in names}
+    entries = list(entries)
+    for each in entries:
+        each.verify()
+    return [each.read() for each in entries]
 
 
-class SafetensorsFile:
-    """One file of safetensors; it has no checksums, only a length that must be right."""
+def open_file(path: Path) -> dict[str, Entry]:
+    """The tensors of one file. Pipes and devices, which would be waited for, are refused as well.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with self._open() as file, reading(path):
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            self.shapes = {n: torch.Size(part.get_shape()) for n, part in slices.items()}
-            self.kinds = {n: _kind_called(part.get_dtype()) for n, part in slices.items()}
-
-    def verify(self, names: Iterable[str]) -> None:
-        self._open()  # looks at the length again
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        with self._open() as file, reading(self.path):
-            return {name: file.get_tensor(name) for name in names}
-
-    def _open(self) -> Any:
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise CheckpointError(
-                f"reading {self.path} needs safetensors: pip install autosplit[safetensors]"
-            ) from error
-        with reading(self.path):
-            return safe_open(self.path, framework="pt")
-
-
-class IndexedFiles:
-    """Several files and an index that says in which of them each tensor is."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._files = _weight_map(path)
-        readers: dict[str, Reader] = {}
-        for file in sorted({*self._files.values()}):
-            if leads_out(file):
-                raise CheckpointError(f"{path} leads out of its folder, to {file}")
-            readers[file] = open_file(path.parent / file)
-        absent = [f"{n} in {f}" for n, f in self._files.items() if n not in readers[f].shapes]
-        if absent:
-            raise CheckpointError(f"{path} promises what is not there: {'; '.join(absent)}")
-        self._readers = readers
-        self.shapes = {name: readers[file].shapes[name] for name, file in self._files.items()}
-        self.kinds = {name: readers[file].kinds[name] for name, file in self._files.items()}
-
-    def verify(self, names: Iterable[str]) -> None:
-        for file, wanted in self._by_file(names).items():
-            self._readers[file].verify(wanted)
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        names = list(names)
-        found: dict[str, Tensor] = {}
-        for file, wanted in self._by_file(names).items():
-            found |= self._readers[file].read(wanted)
-        return {name: found[name] for name in names}
-
-    def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for name in names:
-            found.setdefault(self._files[name], []).append(name)
-        return found
-
-
-def open_file(path: Path) -> Reader:
-    """Of one file. Pipes and devices, which would be waited for, are refused as well."""
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     if not path.is_file():
         raise CheckpointError(f"expected a file at {path}; there is none, or it is none")
-    return SafetensorsFile(path) if path.suffix == ".safetensors" else StateDictFile(path)
+    with reading(path):
+        return _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path)
+
+
+def _state_dict(path: Path) -> dict[str, Entry]:
+    """Of a file of ``torch.save``; its tensors are mapped into memory, not read.
+
+    What is verified are the checksums that ``torch.save`` writes, unless it was told not to, or in
+    its old form, which has none.
+    """
+    with path.open("rb") as file:
+        zipped = file.read(4) == b"PK\x03\x04"  # as torch.load looks for it
+    with reading(f"{path} as a state dict"):
+        found = torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+    verify = cache(lambda: check_archive(path, str(path)) if zipped else None)
+    tensors = _tensors_of(found, path)
+    return {
+        name: Entry(each.shape, kind_of(each.dtype), partial(tensors.get, name), verify)
+        for name, each in tensors.items()
+    }
+
+
+def _safetensors(path: Path) -> dict[str, Entry]:
+    """Of safetensors; there are no checksums, only a length that must be right."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise CheckpointError(
+            f"reading {path} needs safetensors: pip install autosplit[safetensors]"
+        ) from error
+    file: Any = safe_open(path, framework="pt")
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    return {
+        name: Entry(
+            torch.Size(part.get_shape()),
+            _kind_called(part.get_dtype()),
+            partial(file.get_tensor, name),
+            lambda: None,
+        )
+        for name, part in slices.items()
+    }
+
+
+def open_indexed(path: Path) -> dict[str, Entry]:
+    """The tensors of several files, of an index that says in which of them each is.
+
+    Raises:
+        CheckpointError: one cannot be read, or is not in the folder of the index.
+    """
+    places = _weight_map(path)
+    files: dict[str, dict[str, Entry]] = {}
+    for file in sorted({*places.values()}):
+        if leads_out(file):
+            raise CheckpointError(f"{path} leads out of its folder, to {file}")
+        files[file] = open_file(path.parent / file)
+    absent = [f"{name} in {file}" for name, file in places.items() if name not in files[file]]
+    if absent:
+        raise CheckpointError(f"{path} promises what is not there: {'; '.join(absent)}")
+    return {name: files[file][name] for name, file in places.items()}
 
 
 def leads_out(file: str) -> bool:

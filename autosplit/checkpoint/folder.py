@@ -10,8 +10,9 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,27 +20,30 @@ from torch import Tensor
 from autosplit.errors import CheckpointError
 
 from .files import (
-    IndexedFiles,
-    Reader,
+    Checkpoint,
+    Entry,
     check_archive,
     check_dense,
     kind_of,
     load_plain,
     open_file,
+    open_indexed,
+    read_all,
     reading,
 )
-from .metadata import Chunk, Stored, parse_metadata
+
+if TYPE_CHECKING:
+    from .metadata import Chunk, Stored
 
 METADATA = ".metadata"
 SAVE = "save-"
 """What the folder's name begins with in which a save has its files."""
 _FORM = 1
 _INDEX = "*.index.json"
-_RUN, _OPTIMIZER = "autosplit.", "optimizer."
 
 
-def open_checkpoint(path: str | Path) -> Reader:
-    """A reader for whatever is at ``path``.
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Whatever is at ``path``.
 
     Nothing in it is run, whoever wrote it: only tensors and plain values are read.
 
@@ -54,14 +58,15 @@ def open_checkpoint(path: str | Path) -> Reader:
     """
     path = Path(path)
     with reading(path):
-        if path.is_dir():
-            return DistributedFolder(path) if (path / METADATA).exists() else _of_folder(path)
+        if (path / METADATA).exists():
+            return _distributed(path)
         if not path.exists():
             raise CheckpointError(f"there is no checkpoint at {path}")
-        return open_file(path)
+        tensors = _of_folder(path) if path.is_dir() else open_file(path)
+        return Checkpoint(path, _sha256({n: each.shape for n, each in tensors.items()}), tensors)
 
 
-def _of_folder(path: Path) -> Reader:
+def _of_folder(path: Path) -> dict[str, Entry]:
     found = sorted(path.glob(_INDEX)) or sorted(path.glob("*.safetensors"))
     if len(found) != 1:
         listed = ", ".join(sorted(file.name for file in path.iterdir())[:10])
@@ -71,7 +76,7 @@ def _of_folder(path: Path) -> Reader:
             f"one .safetensors file; there is {listed or 'nothing'}: "
             + ("a save that did not get to its end" if unfinished else "give the path of one file")
         )
-    return IndexedFiles(found[0]) if found[0].suffix == ".json" else open_file(found[0])
+    return open_indexed(found[0]) if found[0].suffix == ".json" else open_file(found[0])
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
@@ -80,159 +85,90 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: as for ``open_checkpoint``, or it is damaged.
     """
-    reader = open_checkpoint(path)
-    reader.verify(reader.shapes)
-    return reader.read(reader.shapes)
+    tensors = open_checkpoint(path).model
+    return dict(zip(tensors, read_all(tensors.values()), strict=True))
 
 
-class DistributedFolder:
+def _distributed(path: Path) -> Checkpoint:
     """A folder of torch.distributed.checkpoint; every process reads what it wants by itself.
 
     What ``save_checkpoint`` wrote has a manifest and is compared with it; what others wrote, with
     the checksums that ``torch.save`` gives each entry.
-
-    Attributes:
-        entries: all that it has, by key.
-        optimizer: what it has of an optimizer, flattened as ``get_optimizer_state_dict`` with
-            ``flatten_optimizer_state_dict`` does.
-        run: what it has of the run: its step, random generators and so on.
     """
+    from .metadata import read_metadata  # torch's takes a second to import
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        metadata = path / METADATA
-        try:
-            contents = parse_metadata(metadata.read_bytes() if metadata.is_file() else b"")
-        except (CheckpointError, OSError) as error:
-            raise CheckpointError(f"cannot read {metadata}: {error}") from error
-        self.entries = contents.entries
-        self._check_lengths()
-        self._manifest = self._find_manifest()
-        self.optimizer, self.run = (Part(self, prefix) for prefix in (_OPTIMIZER, _RUN))
-        others = () if contents.wrapped else (_OPTIMIZER, _RUN)
-        self._model = Part(self, "model." if contents.wrapped else "", others)
-        tensors = {
-            name: (entry.shape, entry.dtype)
-            for name, entry in self._model.entries.items()
-            if entry.shape is not None and entry.dtype is not None
-        }
-        self.shapes = {name: shape for name, (shape, _) in tensors.items()}
-        self.kinds = {name: kind_of(dtype) for name, (_, dtype) in tensors.items()}
+    stored, wrapped = read_metadata(path / METADATA)
+    chunks = sorted(chunk for each in stored.values() for chunk in each.chunks)
+    ends = {chunk.file: chunk.start + chunk.length for chunk in chunks}
+    for file, end in ends.items():
+        if not (path / file).is_file() or (path / file).stat().st_size < end:
+            raise CheckpointError(f"{path / file} is missing or cut off: expected {end} bytes")
+    manifest = _manifest_of(path, ends)
+    entries = {key: _entry(path, key, each, manifest) for key, each in stored.items()}
+    parts = {prefix: _under(prefix, entries) for prefix in ("model.", "optimizer.", "autosplit.")}
+    own = parts["model."]
+    if not wrapped:
+        own = {k: e for k, e in entries.items() if not k.startswith(("optimizer.", "autosplit."))}
+    model = {name: each for name, each in own.items() if each.shape is not None}
+    return Checkpoint(path, _sha256(stored), model, parts["optimizer."], parts["autosplit."])
 
-    def verify(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError: what ``names`` of the model are read from is damaged."""
-        self._model.verify(names)
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return self._model.read(names)
+def _under(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    found = {key: each for key, each in entries.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): each for key, each in found.items()}
 
-    def verify_share(self, share: int, shares: int) -> None:
-        """As ``verify``, of one of ``shares`` parts of all files that a manifest has."""
-        if self._manifest is not None:
-            self._manifest.verify(sorted(self._manifest.digests)[share::shares])
 
-    def verify_entry(self, key: str, entry: Stored) -> None:
-        """As ``verify``, of one entry."""
-        if self._manifest is not None:
-            self._manifest.verify([METADATA, *(chunk.file for chunk in entry.chunks)])
+def _sha256(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+def _entry(path: Path, key: str, stored: Stored, manifest: Manifest | None) -> Entry:
+    """What is read and verified, chunk by chunk."""
+
+    def verify() -> None:
+        if manifest is not None:
+            manifest.verify([chunk.file for chunk in stored.chunks])
             return
-        for chunk in entry.chunks:
-            check_archive(io.BytesIO(self._bytes(chunk)), f"{key} in {self.path / chunk.file}")
-            self._loaded(key, entry, chunk)
+        for chunk in stored.chunks:
+            check_archive(io.BytesIO(_bytes(path, chunk)), f"{key} in {path / chunk.file}")
+            _loaded(path, key, stored, chunk)
 
-    def value(self, key: str, entry: Stored) -> Any:
-        """The tensor or plain value of an entry."""
-        parts = [(chunk, self._loaded(key, entry, chunk)) for chunk in entry.chunks]
-        if entry.shape is None or (len(parts) == 1 and parts[0][1].shape == entry.shape):
-            return parts[0][1]
-        whole = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
-        for chunk, part in parts:
-            pairs = zip(chunk.offsets, chunk.sizes, strict=True)
-            whole[tuple(slice(at, at + size) for at, size in pairs)] = part
-        return whole
+    kind = "" if stored.dtype is None else kind_of(stored.dtype)
+    return Entry(stored.shape, kind, partial(_value, path, key, stored), verify)
 
-    def _check_lengths(self) -> None:
-        """Refuse a folder that cannot have all that its metadata names."""
-        ends: dict[str, int] = {}
-        for entry in self.entries.values():
-            for chunk in entry.chunks:
-                ends[chunk.file] = max(chunk.start + chunk.length, ends.get(chunk.file, 0))
-        for file, end in ends.items():
-            path = self.path / file
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
-            if path.stat().st_size < end:
-                raise CheckpointError(
-                    f"{path} is cut off: expected {end} bytes, there are {path.stat().st_size}"
-                )
 
-    def _find_manifest(self) -> Manifest | None:
-        """The manifest of the save that wrote this; None if ``save_checkpoint`` did not."""
-        files = {chunk.file for entry in self.entries.values() for chunk in entry.chunks}
-        saves = {file.partition("/")[0] for file in files if file.startswith(SAVE)}
-        if not saves:
-            return None
-        manifest = Manifest(self.path, self.path / min(saves) / "manifest.json")
-        if unknown := sorted({*files, METADATA} - manifest.digests.keys()):
-            raise CheckpointError(
-                f"{self.path} is damaged: {', '.join(unknown)} not of the save that wrote the rest"
-            )
-        manifest.verify([METADATA])
-        return manifest
+def _value(path: Path, key: str, stored: Stored) -> Any:
+    """The tensor or plain value of an entry."""
+    parts = [_loaded(path, key, stored, chunk) for chunk in stored.chunks]
+    if stored.shape is None or (len(parts) == 1 and parts[0].shape == stored.shape):
+        return parts[0]
+    whole = torch.zeros(stored.shape, dtype=stored.dtype, device="cpu")
+    for chunk, part in zip(stored.chunks, parts, strict=True):
+        pairs = zip(chunk.offsets, chunk.sizes, strict=True)
+        whole[tuple(slice(at, at + size) for at, size in pairs)] = part
+    return whole
 
-    def _loaded(self, key: str, entry: Stored, chunk: Chunk) -> Any:
-        what = f"{key} in {self.path / chunk.file}"
-        value = load_plain(self._bytes(chunk), what)
-        if entry.shape is None:
-            return value
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{what} is a {type(value).__name__} and no tensor")
-        check_dense(value, what)
-        if value.shape != chunk.sizes or value.dtype != entry.dtype:
-            raise CheckpointError(
-                f"{what} is damaged: expected {entry.dtype} {list(chunk.sizes)}, came "
-                f"{value.dtype} {list(value.shape)}"
-            )
+
+def _loaded(path: Path, key: str, stored: Stored, chunk: Chunk) -> Any:
+    what = f"{key} in {path / chunk.file}"
+    value = load_plain(_bytes(path, chunk), what)
+    if stored.shape is None:
         return value
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"{what} is a {type(value).__name__} and no tensor")
+    check_dense(value, what)
+    if value.shape != chunk.sizes or value.dtype != stored.dtype:
+        raise CheckpointError(
+            f"{what} is damaged: expected {stored.dtype} {list(chunk.sizes)}, came "
+            f"{value.dtype} {list(value.shape)}"
+        )
+    return value
 
-    def _bytes(self, chunk: Chunk) -> bytes:
-        path = self.path / chunk.file
-        with reading(path), path.open("rb") as file:
-            file.seek(chunk.start)
-            return file.read(chunk.length)
 
-
-class Part:
-    """What a folder has of the model, the optimizer or the run.
-
-    Args:
-        folder: the folder.
-        prefix: of the keys.
-        others: the prefixes that others have.
-
-    Attributes:
-        entries: by name, without the prefix.
-    """
-
-    def __init__(
-        self, folder: DistributedFolder, prefix: str, others: tuple[str, ...] = ()
-    ) -> None:
-        self._folder = folder
-        self._prefix = prefix
-        self.entries = {
-            key.removeprefix(prefix): entry
-            for key, entry in folder.entries.items()
-            if key.startswith(prefix) and not key.startswith(others)
-        }
-
-    def verify(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError: what ``names`` are read from is damaged."""
-        for name in names:
-            self._folder.verify_entry(self._prefix + name, self.entries[name])
-
-    def read(self, names: Iterable[str]) -> dict[str, Any]:
-        """What is there under ``names``."""
-        return {n: self._folder.value(self._prefix + n, self.entries[n]) for n in names}
+def _bytes(path: Path, chunk: Chunk) -> bytes:
+    with reading(path / chunk.file), (path / chunk.file).open("rb") as file:
+        file.seek(chunk.start)
+        return file.read(chunk.length)
 
 
 def digest(path: Path) -> str:
@@ -251,7 +187,7 @@ def manifest_text(digests: Mapping[str, str]) -> str:
 
 
 class Manifest:
-    """The digests of a checkpoint, and which of its files were found to have them.
+    """The digests of a checkpoint, with which each of its files is compared once.
 
     Args:
         folder: of the checkpoint.
@@ -263,11 +199,10 @@ class Manifest:
 
     def __init__(self, folder: Path, path: Path) -> None:
         self._folder = folder
-        self._verified: set[str] = set()
+        self._verify = cache(self._compare)
         try:
             found = json.loads(path.read_text())
-            form, digests = found["form"], found["sha256"]
-            self.digests = {str(name): str(value) for name, value in digests.items()}
+            form, self.digests = found["form"], dict(found["sha256"])
         except Exception as error:  # JSON can be wrong in any way
             raise CheckpointError(
                 f"cannot read {path}, and without it nobody knows whether {folder} is whole: "
@@ -280,24 +215,36 @@ class Manifest:
             )
 
     def verify(self, files: Iterable[str]) -> None:
-        """Compare files with their digests, each once; all are in the manifest.
+        """Compare files with their digests; all are in the manifest.
 
         Raises:
             CheckpointError: one is missing or damaged.
         """
         for name in files:
-            if name in self._verified:
-                continue
-            path = self._folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
-            with reading(path):
-                found = digest(path)
-            if found != self.digests[name]:
-                raise CheckpointError(
-                    f"{path} is damaged: it is not what was written (its SHA-256 is another)"
-                )
-            self._verified.add(name)
+            self._verify(name)
+
+    def _compare(self, name: str) -> None:
+        path = self._folder / name
+        with reading(path):
+            found = digest(path)
+        if found != self.digests[name]:
+            raise CheckpointError(
+                f"{path} is damaged: it is not what was written (its SHA-256 is another)"
+            )
+
+
+def _manifest_of(path: Path, files: Iterable[str]) -> Manifest | None:
+    """The manifest of the save that wrote this; None if ``save_checkpoint`` did not."""
+    saves = {file.partition("/")[0] for file in files if file.startswith(SAVE)}
+    if not saves:
+        return None
+    manifest = Manifest(path, path / min(saves) / "manifest.json")
+    if unknown := sorted({*files, METADATA} - manifest.digests.keys()):
+        raise CheckpointError(
+            f"{path} is damaged: {', '.join(unknown)} not of the save that wrote the rest"
+        )
+    manifest.verify([METADATA])
+    return manifest
 
 
 def parts_in_use(path: Path) -> set[str]:
@@ -306,6 +253,7 @@ def parts_in_use(path: Path) -> set[str]:
     Raises:
         CheckpointError: its metadata cannot be read.
     """
-    contents = parse_metadata((path / METADATA).read_bytes())
-    entries = contents.entries.values()
-    return {chunk.file.partition("/")[0] for entry in entries for chunk in entry.chunks}
+    from .metadata import read_metadata
+
+    entries, _ = read_metadata(path / METADATA)
+    return {c.file.partition("/")[0] for each in entries.values() for c in each.chunks}

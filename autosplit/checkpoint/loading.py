@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.torch_internals.dtensor import laid_out, local_tensor
 
 from . import optimizer_state, run_state
-from .files import Reader
-from .folder import DistributedFolder, open_checkpoint
+from .files import Checkpoint, read_all
+from .folder import open_checkpoint
 from .naming import Mismatch, ModelTensor, Names, Naming, tensors_of, trained
 from .ranks import Ranks
-
-_AT_ONCE = 2**30  # bytes to read before they go where they belong
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ def load_checkpoint(
     trainer.finish()
     naming = Naming.of_ranks(ranks, names)
     intake = ranks.do(lambda: _Intake(ranks, naming, Path(path), optimizer=optimizer))
-    _check_one(ranks.gather(intake.identity), path)
+    _check_one(ranks.gather(intake.found.identity), path)
     mismatches = intake.check(strict=strict)
     run = ranks.do(lambda: intake.run(scheduler, generators=generators))
     ranks.do(intake.verify)
@@ -117,19 +113,15 @@ class _Intake:
     def __init__(self, ranks: Ranks, naming: Naming, path: Path, *, optimizer: bool | None) -> None:
         self._ranks = ranks
         self._naming = naming
-        self._path = path
         self._trainer = ranks.trainer
-        self.reader = open_checkpoint(path)
-        self._folder = self.reader if isinstance(self.reader, DistributedFolder) else None
+        self.found = open_checkpoint(path)
         self._tensors = [
             (tensor, name)
             for at, tensor in tensors_of(self._trainer, naming.own).items()
-            if (name := naming.own[at].source(self.reader.shapes)) is not None
+            if (name := naming.own[at].source(self.found.model)) is not None
         ]
         self._groups = trained(self._trainer, naming)
-        paths: Collection[str] = ()
-        if self._folder is not None and optimizer is not False:
-            paths = self._folder.optimizer.entries
+        paths = self.found.optimizer if optimizer is not False else ()
         if optimizer and not paths:
             raise CheckpointError(f"the checkpoint {path} has no optimizer state")
         entries = {k: e for group in self._groups for k, e in group.items()} if paths else {}
@@ -147,76 +139,52 @@ class _Intake:
         self._called = {key: name for key, name in found.items() if name is not None}
         self._places = {name: there[name] for name in self._called.values()}
 
-    @property
-    def identity(self) -> str:
-        """Tells the checkpoint from others, without its tensors being read."""
-        there = self.reader.shapes if self._folder is None else self._folder.entries
-        return hashlib.sha256(repr(there).encode()).hexdigest()
-
     def check(self, *, strict: bool) -> tuple[Mismatch, ...]:
         """Refuse what does not fit; collective. Gives what is missing or too much."""
-        mismatches = self._ranks.do(lambda: self._naming.fitting(self.reader, strict=strict))
+        mismatches = self._ranks.do(lambda: self._naming.fitting(self.found, strict=strict))
         everywhere = sorted({n for part in self._ranks.gather(self._lacking) for n in part})
         if everywhere:
             raise CheckpointError(
-                f"the checkpoint {self._path} has no optimizer state for {', '.join(everywhere)}: "
-                "optimizer=False leaves the optimizer as it is"
+                f"the checkpoint {self.found.path} has no optimizer state for "
+                f"{', '.join(everywhere)}: optimizer=False leaves the optimizer as it is"
             )
         return mismatches
 
     def run(self, scheduler: Any, *, generators: bool) -> run_state.RunState:
         """What there is of the run."""
         return run_state.unpack_run(
-            _run(self.reader), self._ranks, self._groups, scheduler=scheduler, generators=generators
+            _run(self.found), self._ranks, self._groups, scheduler=scheduler, generators=generators
         )
 
     def verify(self) -> None:
         """Find out whether all is as it was written, and the optimizer can take its options."""
-        self.reader.verify(name for _, name in self._tensors)
-        if self._folder is None:
-            return
+        for _, name in self._tensors:
+            self.found.model[name].verify()
         for kinds in self._places.values():
             for paths in kinds.values():
-                self._folder.optimizer.verify(paths.values())
-        # Between them, the ranks look at what none of them reads.
-        self._folder.verify_share(self._ranks.number, self._ranks.count)
+                for path in paths.values():
+                    self.found.optimizer[path].verify()
         if self._trainer.optimizer is not None and self._places:
             options = self._optimizer(optimizer_state.OPTIONS)
             optimizer_state.check_groups(self._trainer.optimizer, self._called, options)
 
+    @torch.no_grad()
     def load(self) -> None:
         """Fill the tensors and the optimizer."""
-        _fill(self._tensors, self.reader)
+        for tensor, name in self._tensors:
+            value = self.found.model[name].read()
+            local_tensor(tensor).copy_(local_tensor(laid_out(value, tensor)))
         if self._trainer.optimizer is not None and self._places:
             kinds = map(self._optimizer, (optimizer_state.STATE, optimizer_state.OPTIONS))
             optimizer_state.restore_optimizer(self._trainer.optimizer, self._called, *kinds)
 
     def _optimizer(self, kind: str) -> dict[str, dict[str, Any]]:
-        if self._folder is None:
-            return {}
-        return optimizer_state.read(self._folder.optimizer, self._places, kind)
+        return optimizer_state.read(self.found.optimizer, self._places, kind)
 
 
-def _run(reader: Reader) -> dict[str, Any]:
+def _run(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a checkpoint has of a run, verified."""
-    if not isinstance(reader, DistributedFolder):
-        return {}
-    reader.run.verify(reader.run.entries)
-    return reader.run.read(reader.run.entries)
-
-
-@torch.no_grad()
-def _fill(wanted: Sequence[tuple[Tensor, str]], reader: Reader) -> None:
-    """Read what there is for tensors, a part at a time."""
-    waiting, size = [], 0
-    for number, (tensor, name) in enumerate(wanted, 1):
-        waiting.append((tensor, name))
-        size += tensor.nbytes
-        if size >= _AT_ONCE or number == len(wanted):
-            values = reader.read(dict.fromkeys(name for _, name in waiting))
-            for target, known in waiting:
-                local_tensor(target).copy_(local_tensor(laid_out(values[known], target)))
-            waiting, size = [], 0
+    return dict(zip(checkpoint.run, read_all(checkpoint.run.values()), strict=True))
 
 
 def _check_one(identities: Sequence[str], path: str | Path) -> None:

@@ -14,7 +14,7 @@ from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.shared_parameters import Holder
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 
-from .files import Reader, kind_of
+from .files import Checkpoint, kind_of
 from .ranks import Ranks
 
 Names: TypeAlias = "Callable[[int, str], str]"
@@ -99,12 +99,12 @@ class Naming:
         _check_unique(entries)
         return cls(entries, {at: e for at, e in found.items() if at[0] in trainer.modules})
 
-    def fitting(self, reader: Reader, *, strict: bool) -> tuple[Mismatch, ...]:
+    def fitting(self, checkpoint: Checkpoint, *, strict: bool) -> tuple[Mismatch, ...]:
         """What is missing or too much in a checkpoint. A tied tensor may be there under any of its
         names.
 
         Args:
-            reader: of the checkpoint.
+            checkpoint: it.
             strict: whether tensors may be neither.
 
         Raises:
@@ -112,26 +112,27 @@ class Naming:
                 model has floating point numbers, or, with ``strict``, missing or too much. It
                 names them all.
         """
-        found = self._mismatches(reader.shapes)
+        there = checkpoint.model
+        found = self._mismatches({n: each.shape or () for n, each in there.items()})
         wrong = [str(m) for m in found if strict or None not in (m.expected, m.came)]
         advice = ""
         if wrong and strict:
             advice = "\nstrict=False leaves out what is missing or too much, not other shapes"
         if not wrong:
-            wanted = ((entry.source(reader.kinds), entry.dtype) for entry in self.entries)
+            wanted = ((entry.source(there), entry.dtype) for entry in self.entries)
             wrong = [
-                f"{name}: expected {dtype}, came {reader.kinds[name]}"
+                f"{name}: expected {dtype}, came {there[name].kind}"
                 for name, dtype in wanted
-                if name is not None and kind_of(dtype) != reader.kinds[name]
+                if name is not None and kind_of(dtype) != there[name].kind
             ]
         if wrong:
             listed = "\n  ".join(wrong)
             raise CheckpointError(
-                f"the checkpoint {reader.path} does not fit the model:\n  {listed}{advice}"
+                f"the checkpoint {checkpoint.path} does not fit the model:\n  {listed}{advice}"
             )
         return tuple(found)
 
-    def _mismatches(self, shapes: Mapping[str, torch.Size]) -> list[Mismatch]:
+    def _mismatches(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Mismatch]:
         found = []
         for entry in self.entries:
             there = [name for name in entry.names if name in shapes]

@@ -17,8 +17,7 @@ from torch import Tensor
 from autosplit.errors import CheckpointError
 from autosplit.torch_internals.dtensor import laid_out
 
-from .files import packed, plain
-from .folder import Part
+from .files import Entry, packed, plain
 
 STATE, OPTIONS = "state", "param_groups"
 _PER_GROUP = ("params", "param_names")
@@ -62,13 +61,12 @@ def places(paths: Iterable[str], names: Collection[str]) -> Places:
     return found
 
 
-def read(part: Part, there: Places, kind: str) -> dict[str, dict[str, Any]]:
+def read(entries: Mapping[str, Entry], there: Places, kind: str) -> dict[str, dict[str, Any]]:
     """What there is of a kind, of parameters by name."""
-    found = {}
-    for name, kinds in there.items():
-        own = kinds.get(kind, {})
-        found[name] = dict(zip(own, part.read(own.values()).values(), strict=True))
-    return found
+    return {
+        name: {key: entries[path].read() for key, path in kinds.get(kind, {}).items()}
+        for name, kinds in there.items()
+    }
 
 
 def check_groups(

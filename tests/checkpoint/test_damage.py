@@ -87,7 +87,7 @@ def test_a_truncated_file_is_noticed(
     path = write(tmp_path)
     content = data(path).read_bytes()
     data(path).write_bytes(content[: int(left * len(content))])
-    refused(path, "is damaged|is cut off|cannot read")
+    refused(path, "is damaged|is missing or cut off|cannot read")
 
 
 def test_what_belongs_to_no_manifest_is_noticed(tmp_path: Path) -> None:
