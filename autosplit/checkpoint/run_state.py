@@ -46,24 +46,6 @@ def pack_run(
     return found
 
 
-def check_alike(ranks: Ranks, *, scheduler: Any, step: int | None) -> None:
-    """Refuse what ranks were told differently; collective.
-
-    Raises:
-        CheckpointError: on every rank.
-    """
-    moves = ranks.trainer.optimizer is not None
-    said = ranks.gather((step, scheduler is not None if moves else None))
-    if len({each for each, _ in said}) > 1:
-        raise CheckpointError(f"the ranks are at different steps: {[each for each, _ in said]}")
-    if len({given for _, given in said if given is not None}) > 1:
-        lacking = [str(rank) for rank, (_, given) in enumerate(said) if given is False]
-        raise CheckpointError(
-            f"rank {', '.join(lacking)} gave no scheduler and others did: give one on every rank "
-            "that has an optimizer"
-        )
-
-
 @dataclass
 class RunState:
     """What a checkpoint has of a run, for this rank.
@@ -113,7 +95,6 @@ def unpack_run(
     device, number = ranks.trainer.device, ranks.number
     states = [row["generators"] for row in rows]
     if same and device.type in states[number]:
-        _check_generators(states[number], device)
         restore.append(lambda: _restore_generators(states[number], device))
         return RunState(step, extra, "continued", restore)
     restore.append(lambda: _reseed(states, number))
@@ -141,20 +122,6 @@ def _generators(device: torch.device) -> dict[str, Tensor]:
     if device.type != "cpu":
         found[device.type] = generator_state(device)
     return found
-
-
-def _check_generators(found: Mapping[str, Tensor], device: torch.device) -> None:
-    """Refuse states that generators cannot take."""
-    now = _generators(device)
-    for kind in now.keys() & found.keys():
-        expected, came = now[kind], found[kind]
-        if came.dtype != torch.uint8 or came.shape != expected.shape:
-            raise CheckpointError(
-                f"the state of the {kind} generator has {list(came.shape)} {came.dtype}, expected "
-                f"{list(expected.shape)} torch.uint8: generators=False leaves them as they are"
-            )
-    if "cpu" in found:
-        torch.Generator().set_state(found["cpu"])  # raises for what is none
 
 
 def _restore_generators(found: Mapping[str, Tensor], device: torch.device) -> None:

@@ -2,9 +2,8 @@
 
 A save has its files in a folder of its own, ``save-NUMBER``, in which they get their place and are
 never renamed. What names them is the checkpoint's ``.metadata``, and renaming that one file takes
-back the old checkpoint and gives the new one. Where there was no folder yet, it is made beside its
-place and renamed when it is whole. So whoever reads, whenever a save was killed, finds the old
-checkpoint or the new one; the next save removes what was left.
+back the old checkpoint and gives the new one. So whoever reads, whenever a save was killed, finds
+the old checkpoint, if there was one, or the new one; the next save removes what was left.
 """
 
 from __future__ import annotations
@@ -137,11 +136,10 @@ def save_checkpoint(
     trainer.finish()
     path = Path(path)
     naming = Naming.of_ranks(ranks, names)
-    run_state.check_alike(ranks, scheduler=scheduler, step=step)
     state = ranks.do(
         lambda: _state(ranks, naming, scheduler=scheduler, step=step, extra=extra or {})
     )
-    staging = _staging(ranks, path)
+    staging = _staging(ranks, path, step)
     if not asynchronous:
         _write(state, staging, ranks)
         return None
@@ -202,15 +200,15 @@ def _state(
     return state
 
 
-def _staging(ranks: Ranks, path: Path) -> Staging:
-    """Where all ranks write; rank 0 has made it."""
-    said = ranks.gather((str(path), secrets.token_hex(8), not path.is_dir()))
-    if len({each for each, _, _ in said}) > 1:
-        raise CheckpointError(
-            f"the ranks save to different folders: {', '.join(each for each, _, _ in said)}"
-        )
-    _, number, fresh = said[0]
-    staging = Staging(path, number, fresh=fresh)
+def _staging(ranks: Ranks, path: Path, step: int | None) -> Staging:
+    """Where all ranks write what they have of one step; rank 0 has made it."""
+    said = ranks.gather((str(path), step, secrets.token_hex(8)))
+    paths, steps, numbers = zip(*said, strict=True)
+    if len({*paths}) > 1:
+        raise CheckpointError(f"the ranks save to different folders: {', '.join(paths)}")
+    if len({*steps}) > 1:
+        raise CheckpointError(f"the ranks are at different steps: {[*steps]}")
+    staging = Staging(path, numbers[0])
     ranks.do(lambda: staging.prepare() if ranks.number == 0 else None)
     return staging
 
@@ -226,17 +224,14 @@ class Staging:
     Args:
         path: of the checkpoint.
         number: of the save, the same on all ranks, which no other save has.
-        fresh: whether there is no folder at ``path`` yet.
 
     Attributes:
         folder: where the ranks write.
     """
 
-    def __init__(self, path: Path, number: str, *, fresh: bool) -> None:
+    def __init__(self, path: Path, number: str) -> None:
         self._path = path
-        self._beside = path.absolute().parent / f".{path.name}.saving"
-        self._root = self._beside if fresh else path
-        self.folder = self._root / f"{SAVE}{number}"
+        self.folder = path / f"{SAVE}{number}"
         self._committed = False
 
     def prepare(self) -> None:
@@ -247,7 +242,6 @@ class Staging:
         """
         if self._path.exists() and not self._path.is_dir():
             raise CheckpointError(f"{self._path} is a file: give the path of a folder to save to")
-        shutil.rmtree(self._beside, ignore_errors=True)
         # If that cannot be read, nobody knows what it needs; it is replaced all the same.
         with contextlib.suppress(CheckpointError, OSError):
             there = (self._path / METADATA).exists()
@@ -277,19 +271,16 @@ class Staging:
             file.flush()
             os.fsync(file.fileno())
         _sync(self.folder)
-        (self.folder / METADATA).replace(self._root / METADATA)
-        self._committed = self._root == self._path
-        _sync(self._root)
-        if not self._committed:
-            self._root.rename(self._path)
-            self._committed = True
-            _sync(self._path.absolute().parent)
+        (self.folder / METADATA).replace(self._path / METADATA)
+        self._committed = True
+        for folder in (self._path, self._path.absolute().parent):
+            _sync(folder)
         _clear(self._path, {name})
 
     def abandon(self) -> None:
         """Remove what was written, after a save that failed before it was the checkpoint."""
         if not self._committed:
-            shutil.rmtree(self.folder if self._root == self._path else self._root, True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _clear(path: Path, used: set[str]) -> None:

@@ -110,7 +110,7 @@ def test_whenever_a_save_is_killed(
                     save_checkpoint(engine, path)
             except (Killed, CheckpointError):  # the latter where torch has caught the former
                 died = True
-            if there or path.exists():
+            if there or (path / ".metadata").exists():
                 found = values(path)
                 state = {"model": {"bias": torch.zeros(2)}}
                 with unworried():
@@ -147,7 +147,7 @@ def test_whatever_a_save_fails_at(
                     save_checkpoint(engine, path)
                 except CheckpointError:
                     told = True
-            if there or path.exists():
+            if there or (path / ".metadata").exists():
                 assert values(path) in ([{1.0}, {2.0}] if told else [{2.0}])
             if not refused:
                 break
