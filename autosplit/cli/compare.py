@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
+from autosplit.compare.example import load_workload
 from autosplit.compare.run import compare as run
 from autosplit.compare.run import write_json, write_timelines_of
 from autosplit.compare.settings import Settings, comparison_table, durations_table
-from autosplit.compare.workload import load_workload
 from autosplit.pipeline.builders.build import build
 from autosplit.runtime.split_options import check_backend
 
@@ -80,8 +80,9 @@ def compare(
     mesh: tuple[tuple[str, int], ...],
     **options: Any,
 ) -> None:
-    """Train FACTORY (MODULE:NAME, returning a Workload) with the fused and with the split
-    backward, alternating step by step, and print what changed.
+    """Train FACTORY with the fused and with the split backward, alternating step by step, and print
+    what changed. FACTORY (MODULE:NAME) returns (model, args), of a microbatch, or (model, args,
+    kwargs), whose output stands in for the loss; or an autosplit.compare.Workload.
     """
     dump = str(output / "graphs") if output else None
     if mesh and ranks is not None:

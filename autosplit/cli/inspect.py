@@ -9,25 +9,12 @@ import click
 from torch import Tensor, nn
 
 from autosplit.cli.options import backend, folder_to_write, memory_option, setting, typed_errors
-from autosplit.compare.workload import Workload, example_of, failures_of, prepared
+from autosplit.compare.example import example_of
+from autosplit.compare.workload import failures_of, prepared
 from autosplit.errors import AutosplitError
 from autosplit.module import SplitModule
 from autosplit.splitting import split
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
-
-
-def _example(made: Any, factory: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A module with positional and keyword inputs: of a Workload the whole model, as one stage.
-
-    Raises:
-        PipelineError: ``made`` is something else, or a Workload's own functions fail.
-    """
-    if not isinstance(made, Workload):
-        return example_of(made, factory)
-    with failures_of(f"{factory}, of its batch or only stage,"):
-        value, _ = made.batch_fn(0, made.microbatch_size)
-        module = made.stage_fn(0, 1)
-    return module, value if isinstance(value, tuple) else (value,), {}
 
 
 def _split(
@@ -84,7 +71,7 @@ def inspect(
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns a Workload or
     (model, args) or (model, args, kwargs).
     """
-    model, args, kwargs = _example(prepared(factory, overrides)(), factory)
+    model, args, kwargs = example_of(prepared(factory, overrides)(), factory)
     if not no_input_grads:
         leaves, spec = tree_flatten((args, kwargs))
         args, kwargs = tree_unflatten([*map(_with_grad, leaves)], spec)

@@ -15,9 +15,10 @@ from typing import Any
 
 import click
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from autosplit.compare.workload import example_of, prepared
+from autosplit.compare.example import example_of, memory_for_trials, resized, samples_of
+from autosplit.compare.workload import prepared
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
@@ -55,64 +56,11 @@ from autosplit.report.plan_tables import (
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size, size_text
 from autosplit.text.files import write_text
-from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .options import backend, counts, file_to_write, json_option, names, setting, typed_errors
 
 _SECONDS = 60.0
 _TIMEOUT = 24 * 3600.0  # a model may take long to capture; a rank that dies ends all at once
-
-
-def resized(inputs: Any, size: int) -> Any:
-    """Example inputs with ``size`` samples: repeated or cut along dimension 0.
-
-    Only tensors with as many samples as the first one are; others, such as a mask that all samples
-    share, stay as they are.
-
-    Raises:
-        PlanError: there is no tensor with samples, or this machine has no room for so many.
-    """
-    leaves, spec = tree_flatten(inputs)
-    count = samples_of(inputs)
-
-    def has(leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
-
-    needed = size * (8 + sum(leaf.nbytes // count for leaf in leaves if has(leaf)))
-    if 0.0 < memory_for_trials() < needed:
-        raise PlanError(
-            f"the inputs of a microbatch of {size:,} samples take {size_text(needed)}, more than "
-            f"half of this machine's memory: take a smaller batch, or more microbatches"
-        )
-    rows = torch.arange(size) % count
-    made = [leaf[rows.to(leaf.device)] if has(leaf) else leaf for leaf in leaves]
-    return tree_unflatten(made, spec)
-
-
-def samples_of(inputs: Any) -> int:
-    """Of the first tensor among example inputs, along dimension 0.
-
-    Raises:
-        PlanError: there is none.
-    """
-    leaves = tree_flatten(inputs)[0]
-    counts = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    if not counts or not counts[0]:
-        raise PlanError(
-            "the example inputs hold no tensor with samples along dimension 0, of which a batch "
-            "could be made"
-        )
-    return counts[0]
-
-
-def memory_for_trials() -> float:
-    """Bytes that a rehearsal may take: half of what the machine, or its devices, have."""
-    if torch.cuda.device_count():
-        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return sum(each.total_memory for each in devices) / 2
-    if not hasattr(os, "sysconf"):
-        return 0.0
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2
 
 
 @dataclass(frozen=True)
@@ -226,7 +174,7 @@ def _outcome(
 
 def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResult:
     """The plan, measured by this process or by all of its group at once."""
-    model, args, kwargs = example_of(meta_model(build), name)
+    model, args, kwargs = meta_model(lambda: example_of(build(), name))
     limits, alone = request.limits, not grouped()
     if request.machine is not None:
         limits = request.machine.limits(limits)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
@@ -34,76 +36,58 @@ from autosplit.planner.profile import BlockOptions
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.text.figures import spread
+from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
+from .example import load_workload
 from .settings import Comparison, Row, Settings
-from .workload import Workload, load_workload
+from .workload import Workload
 
-Gradients = dict[int, dict[str, Tensor]]
+Gradients = Mapping[str, Tensor]
 
 
 def single_process_gradients(
-    workload: Workload,
-    stages: int,
-    microbatches: int,
-    batch: tuple[Any, Any],
-    device: torch.device,
+    workload: Workload, microbatches: int, batch: tuple[Any, Any], device: torch.device
 ) -> Gradients:
-    """Gradients of the mean loss over the microbatches, by stage and parameter name, on the CPU.
-
-    The stages run one after another in this process, on ``device``; gradients of shared parameters
-    are summed over their holders.
+    """Gradients of the mean loss over the microbatches, by name, on the CPU; of the whole model,
+    which runs in this process, on ``device``.
     """
-    modules = [workload.stage_fn(index, stages).to(device) for index in range(stages)]
-    inputs, targets = (part.to(device).chunk(microbatches) for part in batch)
-    for value, target in zip(inputs, targets, strict=True):
-        for module in modules:
-            value = module(*value) if isinstance(value, tuple) else module(value)
-        loss = workload.loss_fn(value, target)
+    module = workload.stage_fn(0, 1).to(device)
+    parts = (chunks(part, microbatches, device) for part in batch)
+    for inputs, targets in zip(*parts, strict=True):
+        loss = workload.loss_fn(_called(module, inputs), targets)
         loss.backward(torch.full_like(loss, 1.0 / microbatches))
-    found = {
-        index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-        for index, module in enumerate(modules)
-    }
-    _sum_shared(found, workload.shared_parameters(stages))
-    return on_cpu(found)
+    return _on_cpu(module)
 
 
-def on_cpu(gradients: Gradients) -> Gradients:
-    """As they can be sent to another rank and compared there."""
-    return {
-        index: {name: grad.cpu() for name, grad in named.items()}
-        for index, named in gradients.items()
-    }
+def _called(module: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
 
 
-def united(mine: Gradients, names: Iterable[str]) -> Gradients:
-    """Gradients of stages, whose parameters have the names of the whole model, as those of one.
-
-    Of a parameter that several stages hold, under names that the whole model has for it, each has
-    the sum; only ``names`` are kept.
-    """
-    every = {name: grad for grads in mine.values() for name, grad in grads.items()}
-    wanted = set(names)
-    return {0: {name: grad for name, grad in every.items() if name in wanted}}
-
-
-def largest_difference(mine: Gradients, reference: Gradients) -> float:
-    """The largest absolute difference; infinite where one side has a gradient the other lacks."""
-    if {k: v.keys() for k, v in mine.items()} != {k: v.keys() for k, v in reference.items()}:
-        return float("inf")
-    differences = [
-        (mine[index][name] - grad).abs().max().item()
-        for index, grads in reference.items()
-        for name, grad in grads.items()
+def chunks(part: Any, count: int, device: torch.device | None = None) -> list[Any]:
+    """Inputs or targets of a batch in ``count`` equal parts along dimension 0."""
+    leaves, spec = tree_flatten(part)
+    cut = [
+        each.to(device=device).chunk(count) if isinstance(each, Tensor) else [each] * count
+        for each in leaves
     ]
+    return [tree_unflatten([each[at] for each in cut], spec) for at in range(count)]
+
+
+def _on_cpu(module: nn.Module) -> Gradients:
+    named = module.named_parameters()
+    return {name: each.grad.cpu() for name, each in named if each.grad is not None}
+
+
+def largest_difference(mine: Gradients, whole: Gradients) -> float:
+    """The largest absolute difference of stages' gradients from those of the whole model; infinite
+    where they lack one. Of a parameter that several stages hold each has the sum.
+    """
+    if not mine.keys() >= whole.keys():
+        return float("inf")
+    differences = [(mine[name] - grad).abs().max().item() for name, grad in whole.items()]
     return max(differences, default=0.0)
-
-
-def _sum_shared(found: Gradients, groups: Sequence[Sequence[tuple[int, str]]]) -> None:
-    for group in groups:
-        total = torch.stack([found[stage][name] for stage, name in group]).sum(0)
-        for stage, name in group:
-            found[stage][name] = total
 
 
 def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
@@ -146,7 +130,7 @@ class _Run:
 
     trainer: PipelineTrainer
     split: bool
-    difference: float = 0.0
+    difference: float | None = 0.0
     peak: list[int] = dataclasses.field(default_factory=list)
     kept: list[StageMemory] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -245,35 +229,39 @@ class _Case:
         return self.workload.batch_fn(step, count * self.workload.microbatch_size)
 
     def _share(self, run: _Run, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """What this rank's replica takes of a batch."""
+        """What this rank's replica takes of a batch: tensors; named inputs have other values, too,
+        which are fixed when the model is cut.
+        """
+        inputs, targets = batch
+        if isinstance(inputs, Mapping):
+            batch = {k: v for k, v in inputs.items() if isinstance(v, Tensor)}, targets
         mesh, replicas = run.trainer.mesh, self.settings.replicas
         if mesh is None or replicas == 1:
             return batch
-        inputs, targets = (part.chunk(replicas) for part in batch)
         own = mesh.get_local_rank(REPLICATE)
-        return inputs[own], targets[own]
+        inputs, targets = (chunks(part, replicas)[own] for part in batch)
+        return inputs, targets
 
     def _check_gradients(self, runs: list[_Run]) -> None:
         """Compare both trainers' gradients of step 0 with plain autograd's, on rank 0."""
         batch = self._batch(0)
-        reference = None
-        if _rank() == 0:
-            whole = self.workload.model_fn is not None
-            stages = 1 if whole else self.settings.stages
-            device = runs[0].trainer.device
-            reference = single_process_gradients(
-                self.workload, stages, self.microbatches * self.settings.replicas, batch, device
-            )
+        whole, again = None, functools.cache(lambda: self._whole(runs[0], batch))
         for run in runs:
             run.trainer.forward_backward(self._share(run, batch))
-            gathered = _gather(on_cpu(run.trainer.gradients()))
-            if reference is not None:
-                mine: Gradients = {stage: g for part in gathered for stage, g in part.items()}
-                mine = united(mine, reference[0]) if len(reference) == 1 else mine
-                run.difference = largest_difference(mine, reference)
+            gathered = _gather([*map(_on_cpu, run.trainer.modules.values())])
+            if _rank() == 0:
+                whole = whole or self._whole(runs[0], batch)
+                mine = {name: g for part in gathered for own in part for name, g in own.items()}
+                run.difference = largest_difference(mine, whole)
+                if 0.0 < run.difference < math.inf and largest_difference(whole, again()):
+                    run.difference = None
             for module in run.trainer.modules.values():
                 module.zero_grad(set_to_none=True)
             self.advance()
+
+    def _whole(self, run: _Run, batch: tuple[Any, Any]) -> Gradients:
+        count = self.microbatches * self.settings.replicas
+        return single_process_gradients(self.workload, count, batch, run.trainer.device)
 
     def _measure_memory(self, run: _Run) -> None:
         """Steps that are not timed; the optimizer's state exists from here on."""

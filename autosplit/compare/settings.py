@@ -122,7 +122,8 @@ class Row:
         bubble: idle share of the ranks' time between first start and last end, measured.
         ideal_bubble: the same, simulated with the durations measured in this run.
         peak_bytes: per rank, the most bytes of tensors at any time of forward and backward.
-        max_grad_diff: largest difference from gradients of single-process autograd.
+        max_grad_diff: largest difference from gradients of single-process autograd, of the whole
+            model; None where those differ from call to call, as with dropout.
         first_loss: mean loss of the first step, of replicas the first one's.
         last_loss: mean loss of the last step, likewise.
         durations_s: action kind -> median seconds, by stage.
@@ -142,7 +143,7 @@ class Row:
     bubble: float
     ideal_bubble: float
     peak_bytes: list[int]
-    max_grad_diff: float
+    max_grad_diff: float | None
     first_loss: float
     last_loss: float
     durations_s: dict[str, list[float]]
@@ -226,6 +227,6 @@ def _cells(row: Row) -> list[str]:
         f"{row.bubble:.1%}",
         f"{row.ideal_bubble:.1%}",
         ", ".join(map(size_text, row.peak_bytes)),
-        f"{row.max_grad_diff:.2g}",
+        "random" if row.max_grad_diff is None else f"{row.max_grad_diff:.2g}",
         f"{row.first_loss:.4f} -> {row.last_loss:.4f}",
     ]

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autosplit.compare.workload import load_workload
+from autosplit.compare.example import load_workload
 from autosplit.pipeline.engine.launch import launch
 from autosplit.text.figures import quartiles, ratios, spread
 

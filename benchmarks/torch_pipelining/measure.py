@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autosplit.compare.workload import Workload, load_workload
+from autosplit.compare import Workload
+from autosplit.compare.example import load_workload
 from autosplit.pipeline.engine.launch import launch
 
 from ..page import option

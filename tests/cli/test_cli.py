@@ -210,11 +210,19 @@ def test_plan_of_ranks_that_measure_and_rehearse(tmp_path: pathlib.Path) -> None
 def test_a_schedule_that_is_always_split_is_held_against_1f1b(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "out.json"
     options = f"--stages 2 --ranks 1 --schedule zb-v --steps 1 --json {file}"
-    result = run(f"compare {SMALL} {options}")
+    result = run(f"compare examples.models:llama_whole {TINY} {options}")  # a model, no Workload
     assert result.exit_code == 0, result.output
     rows = json.loads(file.read_text())["rows"]
     assert [(row["schedule"], row["split"]) for row in rows] == [("1f1b", False), ("zb-v", True)]
     assert [row["max_grad_diff"] for row in rows] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("stages", "found"), [("lacking", "inf"), ("dropping", "random")])
+def test_gradients_are_compared_with_the_whole_model(stages: str, found: str) -> None:
+    options = "--ranks 1 --steps 1 --warmup 0 --microbatches 1"
+    result = run(f"compare tests.failing:{stages} {options}")
+    assert result.exit_code == 0, result.output
+    assert result.output.count(f" {found} ") == 2
 
 
 def test_a_mesh_is_compared_with_replicas_of_the_pipeline(tmp_path: pathlib.Path) -> None:
@@ -274,10 +282,8 @@ def test_inspect_a_workload() -> None:
         (f"{LLAMA} --steps 0", "steps must be at least 1, got 0"),
         (f"{LLAMA} --microbatches two", "expected counts such as"),
         (f"{LLAMA} --set dim", "expected NAME=VALUE, got 'dim'"),
-        (
-            "compare examples.models:llama_whole --steps 1",
-            "expected a factory that returns an autosplit.compare.Workload",
-        ),
+        ("compare tests.failing:sized --microbatches 1,0", "expected counts of at least 1, got"),
+        ("compare tests.failing:listed", "returned a tuple of Linear, tuple, list; return (model,"),
         (f"{STEP} --times 1,2", "times needs 3 numbers, or 3 for each of the 4"),
         (f"{STEP} --times 1,2,x", "expected numbers such as 2,1.5, got '1,2,x'"),
         (f"{STEP} --times 1,2,-3", "times must be finite numbers >= 0"),
@@ -339,7 +345,7 @@ def test_inspect_a_workload() -> None:
         ),
         (
             "plan tests.failing:nothing --devices 2 --batch 8 --estimate",
-            "must return an nn.Module, or a tuple that begin",
+            "returned a NoneType; return (model, args) or",
         ),
         (
             "plan tests.failing:listed --devices 2 --batch 8 --estimate",

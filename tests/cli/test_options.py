@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from autosplit.cli.options import typed_errors
-from autosplit.cli.plan import resized
+from autosplit.compare.example import resized
 from autosplit.errors import AutosplitError, PipelineError, PlanError, ScheduleError
 
 # --- what commands say of errors ------------------------------------------------------------------

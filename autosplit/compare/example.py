@@ -1,0 +1,157 @@
+"""What a factory returns, as commands take it: a model with example inputs, or what is trained."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autosplit.errors import PipelineError, PlanError
+from autosplit.text.figures import size_text
+from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
+
+from .workload import Workload, failures_of, prepared
+
+
+def example_of(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A model with its positional and keyword inputs.
+
+    Args:
+        made: what the factory `spec` returned: `(model, args)`, `(model, args, kwargs)`, where a
+            dictionary as `args` is keyword inputs; a model that has `dummy_inputs`, as those of
+            transformers do; or a Workload.
+        spec: for messages.
+
+    Raises:
+        PipelineError: `made` is something else, or a Workload's own functions fail.
+    """
+    if isinstance(made, Workload):
+        with failures_of(f"{spec}, of its batch or only stage,"):
+            inputs, _ = made.batch_fn(0, made.microbatch_size)
+            made = made.stage_fn(0, 1), inputs
+    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+        model, args, kwargs = *made[:2], made[2] if len(made) == 3 else {}
+        if isinstance(args, Mapping) and not kwargs:
+            args, kwargs = (), args
+        if isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs):
+            return model, args if isinstance(args, tuple) else (args,), dict(kwargs)
+    dummy = getattr(made, "dummy_inputs", None)
+    if isinstance(made, nn.Module) and isinstance(dummy, Mapping):
+        return made, (), dict(dummy)
+    came = f"a {type(made).__name__}"
+    if isinstance(made, nn.Module):
+        came += " without example inputs"
+    elif isinstance(made, tuple):
+        came += f" of {', '.join(type(each).__name__ for each in made)}"
+    raise PipelineError(
+        f"{spec} returned {came}; return (model, args) or (model, args, kwargs), a tuple of inputs "
+        "and a dictionary of keyword inputs, so that there is something to trace the model with"
+    )
+
+
+def load_workload(spec: str, overrides: Mapping[str, object]) -> Workload:
+    """What the factory `spec` returns for these settings, to be trained.
+
+    Of a model with example inputs, these are a microbatch, and what it puts out stands in for the
+    loss. Weights are drawn from the same seed wherever this is called.
+
+    Raises:
+        PipelineError: as `prepared`, or the factory returns neither.
+        PlanError: example inputs without samples.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = prepared(spec, overrides)()
+    if isinstance(made, Workload):
+        return made
+    model, args, kwargs = example_of(made, spec)
+    positional = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+    inputs = {**positional, **kwargs} if kwargs else args
+    build = functools.partial(copy.deepcopy, model)
+    return Workload(
+        stage_fn=lambda index, stages: build(),
+        loss_fn=stand_in_loss,
+        batch_fn=lambda step, size: (resized(inputs, size), ()),
+        microbatch_size=samples_of(inputs),
+        tokens_per_sample=_tokens_of(inputs),
+        model_fn=build,
+    )
+
+
+def stand_in_loss(output: Any, targets: Any) -> Tensor:
+    """An output's own `loss`, or the mean square of its first floating-point tensor."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    leaves = tree_flatten(output)[0]
+    floating = (each for each in leaves if isinstance(each, Tensor) and each.is_floating_point())
+    return next(floating).float().square().mean()
+
+
+def _tokens_of(inputs: Any) -> int:
+    """Of a sample: the length of token ids; 1 where there are none."""
+    first = next(each for each in tree_flatten(inputs)[0] if isinstance(each, Tensor))
+    return 1 if first.dim() < 2 or first.is_floating_point() else first.shape[1]
+
+
+def resized(inputs: Any, size: int) -> Any:
+    """Example inputs with ``size`` samples: cut along dimension 0, or repeated, each repetition
+    rolled along dimension 1, so that not all microbatches are the same.
+
+    Only tensors with as many samples as the first one are; others, such as a mask that all samples
+    share, stay as they are.
+
+    Raises:
+        PlanError: there is no tensor with samples, or this machine has no room for so many.
+    """
+    leaves, spec = tree_flatten(inputs)
+    count = samples_of(inputs)
+
+    def has(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
+
+    needed = size * (8 + sum(leaf.nbytes // count for leaf in leaves if has(leaf)))
+    if 0.0 < memory_for_trials() < needed:
+        raise PlanError(
+            f"the inputs of a microbatch of {size:,} samples take {size_text(needed)}, more than "
+            f"half of this machine's memory: take a smaller batch, or more microbatches"
+        )
+    times = range(math.ceil(size / count))
+
+    def repeated(leaf: Tensor) -> Tensor:
+        return torch.cat([leaf.roll(by, 1) if leaf.dim() > 1 else leaf for by in times])[:size]
+
+    return tree_unflatten([repeated(leaf) if has(leaf) else leaf for leaf in leaves], spec)
+
+
+def samples_of(inputs: Any) -> int:
+    """Of the first tensor among example inputs, along dimension 0.
+
+    Raises:
+        PlanError: there is none.
+    """
+    leaves = tree_flatten(inputs)[0]
+    counts = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    if not counts or not counts[0]:
+        raise PlanError(
+            "the example inputs hold no tensor with samples along dimension 0, of which a batch "
+            "could be made"
+        )
+    return counts[0]
+
+
+def memory_for_trials() -> float:
+    """Bytes that a rehearsal may take: half of what the machine, or its devices, have."""
+    if torch.cuda.device_count():
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        return sum(each.total_memory for each in devices) / 2
+    if not hasattr(os, "sysconf"):
+        return 0.0
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2
