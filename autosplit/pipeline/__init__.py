@@ -10,7 +10,7 @@ from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import Costs, simulate
-from autosplit.pipeline.simulation.timeline import Span, Timeline, critical_path
+from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
 from autosplit.pipeline.validation.validate import validate
 
@@ -34,7 +34,6 @@ __all__ = [
     "Transfer",
     "balance",
     "build",
-    "critical_path",
     "launch",
     "offload",
     "peak_memory",

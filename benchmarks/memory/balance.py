@@ -58,8 +58,7 @@ def least(plain: Schedule, known: Costs) -> Schedule:
             if tried is not None and known.timeline(tried).step_time <= longest:
                 found = tried
                 break
-        in_time = known.peaks(found, known.timeline(found))  # a tensor more where two cross
-        bounds = [*map(max, peak_memory(found, known.memory), in_time)]
+        bounds = peak_memory(found, known.memory)
     return found
 
 

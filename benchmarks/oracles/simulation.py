@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline import SCHEDULES, Costs, Schedule, build, critical_path, peak_memory
+from autosplit.pipeline import SCHEDULES, Costs, Schedule, build, peak_memory
 
 from .costs import costs_of
 from .names import find
@@ -21,19 +21,16 @@ def cases() -> Iterator[tuple[str, Any]]:
 
 
 def step(schedule: Schedule, costs: Costs) -> dict[str, Any]:
-    """What a step takes, and what its ranks hold by the order of their rows and in time."""
+    """What a step takes, and what its ranks hold by the order of their rows."""
     timeline = costs.timeline(schedule)
-    path = critical_path(timeline)
     return {
         "makespan": timeline.makespan,
         "step": timeline.step_time,
         "busy": [timeline.busy(rank) for rank in range(timeline.ranks)],
         "starts": sum(span.start * sum(map(ord, str(span.action))) for span in timeline.spans),
         "spans": len(timeline.spans),
-        "path": sum(span.end - span.start for span in path),
         "hidden": timeline.reduction_hidden,
         "peaks by order": peak_memory(schedule, costs.memory),
-        "peaks in time": costs.peaks(schedule, timeline),
     }
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import ARRIVALS, Action, ActionKind
+from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, LevelByOrder, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.fitting import fitting
 
-from .timeline import Span, Timeline
+from .timeline import Timeline
 
 ROUNDING = 1 + 1e-9
 """Of a cap: by so much sums of what is kept may exceed it."""
@@ -202,88 +204,43 @@ class PeakMemory:
 def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]:
     """Per rank, the most it keeps at once: a matter of order, not of time.
 
-    Of what moves this is a bound, whatever transfers take (``LevelByOrder``). In time
-    (``memory_over_time``) it may be less.
+    Of what moves this is a bound, whatever transfers take (``LevelByOrder``).
 
     Raises:
         ScheduleError: not one size for each stage.
     """
-    _check_count(schedule.stages, sizes)
+    if len(sizes) != schedule.stages:
+        raise ScheduleError(
+            f"expected the memory of each of {schedule.stages} stages, got that of {len(sizes)}"
+        )
     return PeakMemory(sizes).of(schedule)
 
 
 def memory_over_time(
-    timeline: Timeline,
-    sizes: Sequence[StageMemory],
-    rank: int,
-    moved: Mapping[int, int] | None = None,
+    timeline: Timeline, sizes: Sequence[StageMemory], rank: int
 ) -> list[tuple[float, float]]:
-    """What ``rank`` keeps from each second of one step's timeline on, whenever that changes.
+    """What ``rank`` keeps from each second of one step's timeline on, whenever that changes, where
+    nothing moves and no F runs again.
 
     A W that ran in slices lets go with the last of them: what each slice frees is not known. So do
-    several W that ran in one call, at its end. A move's span is the time of its transfer.
+    several W that ran in one call, at its end.
 
     Args:
-        timeline: of the step, with the spans of all ranks.
+        timeline: of the step.
         sizes: by stage.
         rank: whose.
-        moved: see ``Schedule.moved``.
     """
     spans = sorted(
-        (span for span in timeline.spans if span.rank == rank), key=lambda span: span.start
+        (s for s in timeline.spans if s.rank == rank and s.action.kind.is_compute),
+        key=lambda span: span.start,
     )
-    _check_count(1 + max((span.action.stage for span in spans), default=-1), sizes, least=True)
-    inputs = _inputs(timeline)
-    again = recomputed([span.action for span in spans])
     last = {span.action: place for place, span in enumerate(spans)}
     events: list[tuple[float, float]] = []
     for place, span in enumerate(spans):
-        action = span.action
-        size, key = sizes[action.stage], (action.stage, action.microbatch)
-        if action.kind.is_move:
-            deferred = span.start >= inputs.get(key, math.inf)
-            travels = moved_bytes(moved or {}, action.stage, size, deferred=deferred)
-            events += _on_the_way(span, travels, size.tensors)
-        elif action.kind.is_compute:
-            before, after = size.change(action.kind, again=key in again)
-            freed = len(action.microbatches) * after if last[action] == place else 0.0
-            events += [(span.start, before), (span.end, -freed)]
-    return _curve(events)
-
-
-def _inputs(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """By stage and microbatch, when its I started, on whatever rank."""
-    return {
-        (span.action.stage, span.action.microbatch): span.start
-        for span in timeline.spans
-        if span.action.kind is ActionKind.BACKWARD_INPUT
-    }
-
-
-def _on_the_way(span: Span, size: float, tensors: int) -> Iterator[tuple[float, float]]:
-    """The changes of a transfer, tensor by tensor: of an arrival when its turn comes, of a
-    departure when it has left.
-    """
-    arrives = span.action.kind in ARRIVALS
-    for tensor in range(tensors):
-        share = (tensor + (not arrives)) / tensors
-        when = span.start + share * (span.end - span.start)
-        yield when, size / tensors if arrives else -size / tensors
-
-
-def _curve(events: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The level from each moment on; of changes at one moment, those of what came first first."""
-    steps: list[tuple[float, float]] = [(0.0, 0.0)]
-    now = 0.0
-    for when, change in sorted(events, key=lambda event: event[0]):
-        if change:
-            now += change
-            steps.append((when, now))
-    return steps
-
-
-def _check_count(stages: int, sizes: Sequence[StageMemory], *, least: bool = False) -> None:
-    if len(sizes) < stages or (not least and len(sizes) > stages):
-        raise ScheduleError(
-            f"expected the memory of each of {stages} stages, got that of {len(sizes)}"
-        )
+        before, after = sizes[span.action.stage].change(span.action.kind)
+        freed = len(span.action.microbatches) * after if last[span.action] == place else 0.0
+        events += [(span.start, before), (span.end, -freed)]
+    # Of changes at one moment, those of what came first first.
+    events = [event for event in sorted(events, key=itemgetter(0)) if event[1]]
+    levels = accumulate(change for _, change in events)
+    return [(0.0, 0.0), *zip((when for when, _ in events), levels, strict=True)]

@@ -14,7 +14,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Wiring
 
-from .activation_memory import StageMemory, memory_over_time
+from .activation_memory import StageMemory
 from .lanes import add_lanes
 from .playing import play, rows_of, waits_of
 from .reductions import Reductions
@@ -228,11 +228,3 @@ class Costs:
             reductions=self.reductions,
             gathers=self.gathers,
         )
-
-    def peaks(self, schedule: Schedule, timeline: Timeline) -> list[float]:
-        """Per rank, the most that it keeps at once in a timeline of ``schedule``."""
-        curves = (
-            memory_over_time(timeline, self.memory, rank, schedule.moved)
-            for rank in range(timeline.ranks)
-        )
-        return [max(size for _, size in curve) for curve in curves]

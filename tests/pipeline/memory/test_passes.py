@@ -19,7 +19,6 @@ from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import (
     StageMemory,
-    memory_over_time,
     moved_bytes,
     peak_memory,
 )
@@ -65,7 +64,7 @@ def test_the_papers_bound_in_whole_microbatches(ranks: int) -> None:
     balanced = balance(plain)
     validate(balanced)
     costs = costs_of(ranks, took=1e-9, tensors=1)
-    peaks = costs.peaks(balanced, costs.timeline(balanced))
+    peaks = peak_memory(balanced, costs.memory)
     assert max(peaks) == pytest.approx(1e6 * ((ranks + 3) // 2))
     assert balanced.partners == tuple(reversed(range(ranks)))
     assert not balanced.moved
@@ -79,8 +78,8 @@ def test_ranks_hold_alike_at_no_cost(ranks: int, share: float, even: float) -> N
     balanced = balance(plain, share * ranks * 1e6, costs=costs)
     validate(balanced)
     before, after = costs.timeline(plain), costs.timeline(balanced)
-    peaks = costs.peaks(balanced, after)
-    assert max(peaks) <= 1.0001 * share * max(costs.peaks(plain, before))
+    peaks = peak_memory(balanced, costs.memory)
+    assert max(peaks) <= 1.0001 * share * max(peak_memory(plain, costs.memory))
     assert max(peaks) <= even * min(peaks)
     assert after.step_time <= 1.03 * before.step_time
 
@@ -89,7 +88,7 @@ def test_deferred_tensors_travel_too() -> None:
     """With 2BP's placement most of what is held waits for W."""
     costs = costs_of(4, deferred=1.2)
     plain = build("1f1b", 4, 8, weights="2bp")
-    peaks = costs.peaks(plain, costs.timeline(plain))
+    peaks = peak_memory(plain, costs.memory)
     balanced = balance(plain, [0.85 * peaks[0], 0.85 * peaks[1], 1e8, 1e8], costs=costs)
     validate(balanced)
     assert any(journey.deferred for journey in journeys_of(balanced))
@@ -144,17 +143,11 @@ def test_any_schedule_stays_legal_after_any_passes(
     for name in order:
         if name == "balance" and schedule.partners is not None:
             continue
-        peaks = costs.peaks(schedule, costs.timeline(schedule))
+        peaks = peak_memory(schedule, costs.memory)
         bounds = [share * max(peaks)] * ranks
         schedule = NEAREST[name](schedule, costs, bounds)
         validate(schedule)
-        timeline = costs.timeline(schedule)
-        by_order = peak_memory(schedule, costs.memory)
-        for rank in range(ranks):
-            curve = memory_over_time(timeline, costs.memory, rank, schedule.moved)
-            assert min(size for _, size in curve) >= -1.0  # of a million
-            assert curve[-1][1] == pytest.approx(0.0, abs=1.0)
-            assert max(size for _, size in curve) <= by_order[rank] + 1.0
+        costs.timeline(schedule)  # ranks do not wait for each other in a circle
 
 
 def test_half_is_offloaded_for_nothing_where_bandwidth_allows() -> None:
@@ -165,9 +158,9 @@ def test_half_is_offloaded_for_nothing_where_bandwidth_allows() -> None:
     free = measures.offload(plain, fast)
     after = fast.timeline(free)
     assert after.step_time <= 1.003 * before.step_time
-    assert max(fast.peaks(free, after)) <= 0.5 * max(fast.peaks(plain, before))
+    assert max(peak_memory(free, fast.memory)) <= 0.5 * max(peak_memory(plain, fast.memory))
     stuck = measures.offload(plain, slow)
-    assert max(slow.peaks(stuck, slow.timeline(stuck))) > 0.9 * max(slow.peaks(plain, before))
+    assert max(peak_memory(stuck, slow.memory)) > 0.9 * max(peak_memory(plain, slow.memory))
 
 
 def test_recomputation_runs_while_its_rank_waits() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -23,10 +22,10 @@ from autosplit.pipeline.simulation.activation_memory import (
 )
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.simulate import Costs, simulate
-from autosplit.pipeline.simulation.timeline import Span, Timeline, critical_path, median_durations
+from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations
 from tests.pipeline.tables import most_alive, schedule_of, seconds, small
 
-# --- timelines: busy and idle, medians, the critical path -----------------------------------------
+# --- timelines: busy and idle, medians ------------------------------------------------------------
 
 
 def span(rank: int, text: str, start: float, end: float) -> Span:
@@ -67,21 +66,6 @@ def test_the_slices_of_a_weight_gradient_are_one_action_of_their_step() -> None:
         (0, ActionKind.FORWARD): 4.0,
         (0, ActionKind.BACKWARD_WEIGHT): 5.0,
     }
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 6), st.booleans())
-def test_its_actions_and_transfers_fill_the_step(
-    name: str, ranks: int, microbatches: int, moving: bool
-) -> None:
-    schedule = small(name, ranks, microbatches)
-    transfer = 0.25 if moving else 0.0
-    timeline = simulate(schedule, seconds(3, 2, 1), transfer=transfer)
-    path = critical_path(timeline)
-    assert path[0].start == 0.0
-    crossings = sum(one.rank != other.rank for one, other in itertools.pairwise(path))
-    working = sum(span.end - span.start for span in path)
-    assert timeline.makespan == pytest.approx(working + transfer * crossings)
 
 
 # --- what a rank keeps, over an order and over time -----------------------------------------------
