@@ -11,7 +11,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.activation_memory import ROUNDING, PeakMemory, levels_of
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, PeakMemory
 from autosplit.pipeline.simulation.lanes import add_lanes
 from autosplit.pipeline.simulation.playing import Play, play
 from autosplit.pipeline.simulation.simulate import Costs
@@ -160,15 +160,6 @@ class Problem(StepGraph):
         peaks = zip(self._peaks.of(schedule, journeys), self.caps, strict=True)
         return sum(max(0.0, peak / cap - ROUNDING) for peak, cap in peaks if cap > 0)
 
-    def first_over(self, schedule: Schedule) -> tuple[int, int] | None:
-        """A rank and the first place in its row where it holds too much; counts likewise."""
-        self.tally.actions += sum(map(len, schedule.ranks)) // 4
-        for rank, levels in enumerate(levels_of(schedule, self.costs.memory)):
-            for place, level in enumerate(levels):
-                if level > self.room[rank]:
-                    return rank, place
-        return None
-
     def opened(self, schedule: Schedule) -> Schedule:
         """The schedule with each B as its I and W where it is no better whole."""
         rows = (tuple(part for a in row for part in self._parts(a)) for row in schedule.ranks)
@@ -239,11 +230,6 @@ class PlayedOrder:
     def changed(self, schedule: Schedule | None) -> PlayedOrder:
         """How what a schedule was made from ran; this, if there is none."""
         return self if schedule is None else replace(self, schedule=schedule)
-
-    def start(self, action: Action) -> float:
-        """When a compute action began; -1 for others."""
-        number = self.problem.number.get(action)
-        return -1.0 if number is None else self.run.starts[number]
 
     @cached_property
     def blocks(self) -> list[tuple[int, list[Action]]]:

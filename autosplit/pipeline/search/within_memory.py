@@ -20,11 +20,9 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.text.figures import few
 
-from .changes import adds_in_order, early
 from .local_search import improve
-from .problem import Problem, Row, Tally
+from .problem import Problem, Tally
 from .search import caps_of, placed, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
@@ -40,14 +38,12 @@ _KINDS = {
     "recompute": ActionKind.RECOMPUTE,
 }
 
-_ALONE = 100_000
-"""Actions simulated for one setting with one measure; what ``search`` plays is beside that."""
+_WORK = 300_000
+"""Actions simulated; what ``search`` plays is beside that."""
 
-_TOGETHER = 240_000  # with all of them, behind that
 _ORDERS = 60_000  # actions that each search for an order without measures plays
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
 _STARTS = 3  # schedules that other orders are looked for from
-_SHORT = 0.6  # of the work with several measures is a look from each start, the rest for the best
 _SAME = 1 + 1e-6  # of a step
 
 
@@ -113,13 +109,13 @@ def search_within(
     ranks: int | None = None,
     placement: Sequence[int] | None = None,
     fixed: Sequence[float] = (),
-    measures: Sequence[str] = tuple(MEASURES),
 ) -> WithinMemory:
     """The shortest step that was found in which no rank holds more than a limit; deterministic.
 
     What a rank holds is counted by the order of its row (``peak_memory``), which the engine keeps
-    whatever transfers take. The step is never longer than the shortest that any single measure
-    gives on a named schedule or on one that ``search`` finds. How much is simulated is bounded.
+    whatever transfers take. Measures are taken by their rules, alone and in pairs, on named
+    schedules and on those that ``search`` finds; then local search changes the order. How much is
+    simulated is bounded.
 
     Args:
         costs: of every stage.
@@ -129,23 +125,19 @@ def search_within(
         placement: the rank of every stage, where that is settled.
         fixed: per rank, bytes of parameters, gradients and optimizer state, which count towards
             the limit; none where the limit is of activations only.
-        measures: of ``MEASURES``, those that may be taken.
 
     Raises:
         LimitError: a limit below what is fixed, or one that no measures keep; says the least for
             which something was found, what nothing can do with less than, and what dominates there.
-        ScheduleError: an unknown measure, or a bad count.
+        ScheduleError: a bad count.
     """
-    unknown = [measure for measure in measures if measure not in MEASURES]
-    if unknown:
-        raise ScheduleError(f"unknown measure {unknown[0]!r}; known: {few(list(MEASURES), 9)}")
     count = ranks or len(costs.times)
     limits = caps_of(limit, count)
     rests = [*fixed] if fixed else [0.0] * count
     if len(rests) != count:
         raise ScheduleError(f"expected what is fixed on each of {count} ranks, got {len(rests)}")
     caps = [most - rest for most, rest in zip(limits, rests, strict=True)]
-    one = _LimitSearch(costs, microbatches, count, placement, caps, measures)
+    one = _LimitSearch(costs, microbatches, count, placement, caps)
     # Without room on some rank for what every schedule needs there is nothing to look for.
     found = one.run() if max(one.bound) <= 0.0 else None
     if found is None:
@@ -222,16 +214,13 @@ class _LimitSearch:
         ranks: int,
         placement: Sequence[int] | None,
         caps: Sequence[float],
-        measures: Sequence[str],
     ) -> None:
         # What is reduced behind a step, every order leaves to the end.
         self._costs = _CountedCosts.of(replace(costs, reductions=None))
         self._caps = caps
-        self._measures = measures
-        self._kept: dict[Sequence[str], list[_Kept]] = {}
-        """By the measures that were tried, those that keep the limit."""
+        self._kept: list[_Kept] = []
+        """Those that keep the limit."""
         self._nearest: _Kept | None = None
-        self._made: dict[tuple[str, tuple[Row, ...]], Schedule] = {}
         self._bases = self._found(microbatches, ranks, placement)
         self._problems = {
             place: Problem(self._costs, place, microbatches, caps, self._costs.tally)
@@ -281,18 +270,21 @@ class _LimitSearch:
         return self._costs.timeline(schedule).step_time
 
     def run(self) -> WithinMemory | None:
-        """The best; None if nothing keeps the limit.
-
-        What one measure alone gives is what it gives where no other may be taken.
-        """
-        for measure in self._measures:
-            self._within((measure,), _ALONE)
-        if len(self._measures) != 1 and not self._is_least():
-            self._within(tuple(self._measures), _TOGETHER)
-        fitting = self._fitting()
-        if not fitting:
+        """The best; None if nothing keeps the limit."""
+        for place, (step, base) in enumerate(self._bases):
+            # All that are to come are longer, whatever is done to them.
+            if step >= self._shortest or self._keep(base, base.name):
+                break
+            for made in self._measured(base, several=place < _BASES):
+                self._keep(made, base.name)
+                if self.simulated > _WORK // 2:
+                    break
+        self._rearranged()
+        if not self._kept:
+            self._try_least()
+        if not self._kept:
             return None
-        schedule = fitting[0].schedule
+        schedule = min(self._kept, key=_step).schedule
         return WithinMemory(
             replace(schedule, name="auto"),
             self._costs.timeline(schedule),
@@ -302,101 +294,73 @@ class _LimitSearch:
             self.simulated,
         )
 
-    def _within(self, measures: tuple[str, ...], work: int) -> None:
-        """Look for the best with some measures, in so many actions."""
-        begun, found = self.simulated, self._kept.setdefault(measures, [])
-        for place, (step, base) in enumerate(self._bases):
-            shortest = min(map(_step, found), default=math.inf)
-            # All that are to come are longer, whatever is done to them.
-            if step >= shortest or self._keep(base, base.name, found):
-                break
-            for made in self._measured(base, measures):
-                if place >= _BASES and len(measures) > 1:
-                    break
-                self._keep(made, base.name, found)
-                if self.simulated > begun + work // 2:
-                    break
-        self._rearranged(measures, found, begun + work)
+    @property
+    def _shortest(self) -> float:
+        return min(map(_step, self._kept), default=math.inf)
 
-    def _measured(self, base: Schedule, measures: tuple[str, ...]) -> Iterator[Schedule]:
-        """A base with one measure; of several, with each for what another leaves too much.
+    def _measured(self, base: Schedule, *, several: bool) -> Iterator[Schedule]:
+        """A base with each measure; of several, with a second one for what the first leaves too
+        much.
 
         A partner takes only what is not sent to the host or run again: it comes first.
         """
-        for first in measures:
-            key = first, base.ranks
-            if key not in self._made:
-                self._made[key] = MEASURES[first](base, self._costs, self._caps)
-            made = self._made[key]
-            if len(measures) == 1:
-                yield made
-            for second in measures:
+        for first, take in MEASURES.items():
+            made = take(base, self._costs, self._caps)
+            yield made
+            for second in MEASURES if several else ():
                 if second not in (first, "balance"):
                     yield MEASURES[second](made, self._costs, self._caps)
 
     def frugal(self) -> tuple[float, str, Schedule]:
         """What comes nearest to the limit: by how much it exceeds it, what it is, and itself."""
-        if self._nearest is None or self._nearest.excess > max(self.bound):
-            least = [max(cap + over, 1.0) for cap, over in zip(self._caps, self.bound, strict=True)]
-            for _, base in self._bases:
-                self._keep(base, base.name, [])
-            _, base = min(self._bases, key=lambda each: self._excess(each[1]))
-            for measure in self._measures:
-                self._keep(MEASURES[measure](base, self._costs, least), base.name, [])
+        if self._nearest is None:
+            self._try_least()
         if self._nearest is None:  # cannot be: there is a base
             raise ScheduleError("no schedule admits the counts")
         _, schedule, base_name, excess = self._nearest
         taken = " and ".join(_taken(schedule)) or "no measure"
         return excess, f"{base_name} with {taken}", schedule
 
-    def _rearranged(self, measures: tuple[str, ...], found: list[_Kept], most: int) -> None:
-        """What the best become with other orders, and what shorter ones without measures do."""
-        together = len(measures) > 1
-        known = self._fitting() if together else sorted(found, key=_step)
-        first = self._bases[0][1]
-        if self._is_least(known):
-            return
-        starts = [*{fits.schedule.ranks: fits.schedule for fits in known}.values()]
+    def _try_least(self) -> None:
+        """Keep what each measure makes of the most frugal base for the least limit there may be,
+        which is the same whatever the limit is: one that a refusal advised finds it again.
+        """
+        least = [max(cap + over, 1.0) for cap, over in zip(self._caps, self.bound, strict=True)]
+        _, base = min(self._bases, key=lambda each: self._excess(each[1]))
+        self._keep(base, base.name)
+        for take in MEASURES.values():
+            self._keep(take(base, self._costs, least), base.name)
+
+    def _rearranged(self) -> None:
+        """Keep what the best become with other orders, and what shorter ones without measures do;
+        half of the work is a look from each, the rest for the best.
+        """
+        best = sorted(self._kept, key=_step)
+        starts = [*{kept.schedule.ranks: kept.schedule for kept in best}.values()]
         if not starts and self._nearest is not None:
             starts.append(self._nearest.schedule)
-        starts = [*starts[: _STARTS - 1], first]
-        problem = self._problems[first.placement]
-        played = problem.play(first) if together else None
-        if played is not None:
-            starts.append(early(measures, played))
-        whole = max(0, most - self.simulated)
-        end = self.simulated + int(whole * (_SHORT if together else 1.0))
-        for place, start in enumerate(starts):
-            share = max(0, end - self.simulated) // (len(starts) - place)
-            self._walked(start, share, measures, found)
-        if together and found:
-            best = min(found, key=_step).schedule
-            self._walked(best, max(0, most - self.simulated), measures, found)
+        starts = [*starts[: _STARTS - 1], self._bases[0][1]]
+        half = max(0, _WORK - self.simulated) // 2
+        for start in starts:
+            self._walked(start, half // len(starts))
+        if self._kept:
+            self._walked(min(self._kept, key=_step).schedule, half)
 
-    def _fitting(self) -> list[_Kept]:
-        """All that keep the limit, the shortest first."""
-        return sorted((each for found in self._kept.values() for each in found), key=_step)
-
-    def _is_least(self, known: Sequence[_Kept] | None = None) -> bool:
-        """Whether something is as short as without a limit."""
-        fitting = self._fitting() if known is None else known
-        return bool(fitting) and fitting[0].step <= self._bases[0][0] * _SAME
-
-    def _walked(
-        self, start: Schedule, work: int, measures: tuple[str, ...], found: list[_Kept]
-    ) -> None:
+    def _walked(self, start: Schedule, work: int) -> None:
         """Keep what a start becomes in so many actions."""
-        problem = self._problems[start.placement]
-        better = improve(start, problem, work, measures, least=self._bases[0][0])
+        problem, least = self._problems[start.placement], self.unlimited
+        if self._shortest <= least * _SAME:  # as short as without a limit
+            return
+        better = improve(start, problem, work, least=least)
         if better is not None:
-            self._keep(better.schedule, start.name, found)
+            self._keep(better.schedule, start.name)
 
     def _excess(self, schedule: Schedule) -> float:
         """By how much a rank exceeds the limit."""
         peaks = peak_memory(schedule, self._costs.memory)
         return max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
 
-    def _keep(self, schedule: Schedule, base: str, found: list[_Kept]) -> bool:
+    def _keep(self, schedule: Schedule, base: str) -> bool:
         """Note a schedule; whether it keeps the limit."""
         excess = self._excess(schedule)
         fits = excess <= 0.0
@@ -404,8 +368,22 @@ class _LimitSearch:
         if self._nearest is None or excess < self._nearest.excess:
             self._nearest = kept
         if fits:
-            found.append(kept)
+            self._kept.append(kept)
         return fits
+
+
+def adds_in_order(schedule: Schedule) -> bool:
+    """Whether every stage adds gradients up in the order of its microbatches, with the rounding of
+    any other schedule that does. Local search keeps that.
+    """
+    last: dict[int, int] = {}
+    for row in schedule.ranks:
+        for action in row:
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                if last.get(action.stage, -1) > action.microbatch:
+                    return False
+                last[action.stage] = action.microbatch
+    return True
 
 
 def _step(kept: _Kept) -> float:

@@ -14,11 +14,11 @@ from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
-from autosplit.pipeline.search.changes import adds_in_order
 from autosplit.pipeline.search.local_search import improve
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.starts import named_schedules
+from autosplit.pipeline.search.within_memory import adds_in_order
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -91,8 +91,9 @@ def test_plays_as_the_simulator_does(
     played = problem.play(order)
     assert played is not None
     assert played.makespan == pytest.approx(timeline.makespan)
+    starts = {action: played.run.starts[at] for action, at in problem.number.items()}
     for span in timeline.spans:
-        assert played.start(span.action) == pytest.approx(span.start)
+        assert starts[span.action] == pytest.approx(span.start)
 
 
 def test_the_bound_is_reached() -> None:
