@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -14,6 +15,7 @@ from autosplit.cli.options import dimensions, typed_errors
 from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import DIMENSIONS, PIPELINE
 from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.communicators import (
@@ -27,7 +29,7 @@ from autosplit.pipeline.validation.communicators import (
 )
 from autosplit.pipeline.validation.grid import describe
 from autosplit.pipeline.validation.programs import COMMUNICATORS, of_engine, of_torch
-from autosplit.pipeline.validation.torch_csv import add_communication, read_cells, read_csv
+from autosplit.pipeline.validation.torch_csv import add_communication, read_actions
 from autosplit.text.figures import few
 
 _RULES: dict[Sharing, str] = {
@@ -39,8 +41,9 @@ _RULES: dict[Sharing, str] = {
 
 def read_schedule(
     source: str, ranks: int | None, microbatches: int | None
-) -> tuple[Schedule, list[list[str]]]:
-    """A schedule from a file, or one of ours by its name; and its cells, if these list messages.
+) -> tuple[Schedule, Sequence[Sequence[Action]]]:
+    """A schedule from a file, or one of ours by its name; and per rank its actions with sends and
+    receives.
 
     Args:
         source: the file, in any form, or the name.
@@ -52,20 +55,17 @@ def read_schedule(
     """
     if source in SCHEDULES and ranks is not None:
         stages = ranks * (SCHEDULES[source].chunks or 2)
-        return build(source, stages, microbatches or 2 * ranks, ranks=ranks), []
+        schedule = build(source, stages, microbatches or 2 * ranks, ranks=ranks)
+        return schedule, add_communication(schedule)
     if not Path(source).is_file():
         raise ScheduleError(
             f"{source!r} is neither a file nor, with --mesh {PIPELINE}=..., one of the schedules "
             f"{', '.join(SCHEDULES)}"
         )
-    cells = [*read_cells(source)]
-    kinds = {cell.strip("0123456789") for row in cells for cell in row}
-    listed = "SEND_F" in kinds
-    ours = "with_memory" if kinds & {"EVICT", "OFFLOAD", "RECOMPUTE"} else "compute_only"
-    schedule = read_csv(source, "compute_comms" if listed else ours)
+    schedule, rows = read_actions(source)
     if ranks not in (None, len(schedule.ranks)):
         raise ScheduleError(f"{source!r} has {len(schedule.ranks)} ranks, the mesh {ranks}")
-    return schedule, cells if listed else []
+    return schedule, rows
 
 
 def certificate(schedule: Schedule, programs: Programs) -> str:
@@ -127,13 +127,12 @@ def check(
     sizes = dict(mesh)
     if unknown := sizes.keys() - DIMENSIONS:
         raise click.BadParameter(f"unknown dimensions {unknown}; known: {', '.join(DIMENSIONS)}")
-    found, cells = read_schedule(schedule, sizes.get(PIPELINE), microbatches)
+    found, rows = read_schedule(schedule, sizes.get(PIPELINE), microbatches)
     several = [name for name, size in mesh if size > 1 and name != PIPELINE]
     if communicators is None:
         programs = of_engine(found, several)
     else:
-        cells = cells or [[*map(str, row)] for row in add_communication(found)]
-        programs = of_torch(cells, found.home, communicators, several)
+        programs = of_torch(rows, found.home, communicators, several)
     click.echo(f"{describe(found)}, {backend}{''.join(f', {n}={s}' for n, s in mesh)}")
     circle = stuck(programs)
     if circle is None:

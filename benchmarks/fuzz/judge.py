@@ -84,19 +84,17 @@ def _within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def check_csv(
-    form: str, read: Callable[[Path, str], Schedule] = read_csv
-) -> Callable[[Path], None]:
+def check_csv(form: str, read: Callable[[Path], Schedule] = read_csv) -> Callable[[Path], None]:
     """Reads a schedule, and compares it with the cells of the file."""
 
     def check(file: Path) -> None:
-        schedule = read(file, form)
+        schedule = read(file)
         cells = csv.reader(io.StringIO(file.read_bytes().decode(), newline=""))
         rows = [_COMPUTE.findall(re.sub(r"\d+[A-Z_]*_[FB]\d+", "", " ".join(row))) for row in cells]
         expected = [[f"{int(s)}{kind}{int(m)}" for s, kind, m in row] for row in rows]
         _check_schedule(schedule, expected)
         write_csv(schedule, file, form)
-        if read_csv(file, form, name=schedule.name) != schedule:
+        if read_csv(file, name=schedule.name) != schedule:
             raise WrongError("written and read again, it is another schedule")
 
     return check

@@ -28,16 +28,16 @@ def test_damaged_files_are_read_right_or_refused(name: str) -> None:
 def test_the_judge_knows_a_wrong_an_untyped_and_a_hanging_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(path: Path, form: str) -> Schedule:
-        found = read_csv(path, form)
+    def other(path: Path) -> Schedule:
+        found = read_csv(path)
         return replace(found, ranks=(found.ranks[0][::-1], *found.ranks[1:]))
 
-    def untyped(path: Path, form: str) -> Schedule:
+    def untyped(path: Path) -> Schedule:
         raise IndexError("list index out of range")
 
-    def hanging(path: Path, form: str) -> Schedule:
+    def hanging(path: Path) -> Schedule:
         time.sleep(60)
-        return read_csv(path, form)
+        return read_csv(path)
 
     monkeypatch.setattr(judging, "LIMIT", 0.1)
     for reader, verdict in (

@@ -22,6 +22,8 @@ class ActionKind(enum.Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
     EVICT = "EVICT"
     ACCEPT = "ACCEPT"
     LOAD = "LOAD"
@@ -31,6 +33,7 @@ class ActionKind(enum.Enum):
     AWAIT = "AWAIT"
     RECOMPUTE = "RECOMPUTE"
     REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
 
@@ -57,8 +60,8 @@ class ActionKind(enum.Enum):
 
     @property
     def is_whole(self) -> bool:
-        """True for REDUCE_GRAD, UNSHARD and RESHARD, which are of a whole stage and of no
-        microbatch: that is 0.
+        """True for reductions of gradients, UNSHARD and RESHARD, which are of a whole stage and of
+        no microbatch: that is 0.
         """
         return self in _WHOLE
 
@@ -71,6 +74,11 @@ class ActionKind(enum.Enum):
     def is_beside(self) -> bool:
         """True for what a rank does while it computes: moves and reductions."""
         return self.is_move or self is ActionKind.REDUCE_GRAD
+
+    @property
+    def is_message(self) -> bool:
+        """True for sends and receives."""
+        return self in _MESSAGES
 
     @property
     def is_scheduled(self) -> bool:
@@ -93,7 +101,8 @@ _COMPUTE = frozenset(
 )
 _MEMORY = DEPARTURES | ARRIVALS | {ActionKind.AWAIT, ActionKind.RECOMPUTE}
 _SHARDING = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD})
-_WHOLE = _SHARDING | {ActionKind.REDUCE_GRAD}
+_WHOLE = _SHARDING | {ActionKind.REDUCE_GRAD, ActionKind.WAIT_REDUCE_GRAD}
+_MESSAGES = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
 _KINDS = {kind.value: kind for kind in ActionKind}
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})?")
 

@@ -79,6 +79,18 @@ class Parcel(NamedTuple):
         """The stage at the other end of that boundary."""
         return self.stage if self.forward else self.result.stage
 
+    @property
+    def send(self) -> Action:
+        """What its sender does, as torch lists it."""
+        kind = ActionKind.SEND_F if self.forward else ActionKind.SEND_B
+        return Action(self.result.stage, kind, self.result.microbatch)
+
+    @property
+    def receive(self) -> Action:
+        """What its receiver does."""
+        kind = ActionKind.RECV_F if self.forward else ActionKind.RECV_B
+        return Action(self.stage, kind, self.result.microbatch)
+
 
 @dataclass(frozen=True)
 class Routes:

@@ -11,7 +11,7 @@ from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import TrainableStage, sizes, stage_memory
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.search.search import search
@@ -41,36 +41,11 @@ def first_schedule(stages: int, microbatches: int, ranks: int) -> Schedule:
     return replace(build(name, stages, microbatches, ranks=ranks, times=times), crosses_step=False)
 
 
-def with_whole(schedule: Schedule) -> Schedule:
-    """A split schedule in which each stage runs the backward of its last microbatch as a B.
-
-    So each stage has Fs, Is, Ws and a B to measure. Its other Ws run before that B, so gradients
-    are added up in the same order as without it. A single microbatch stays split.
-
-    Args:
-        schedule: a legal one in which the last microbatch is the last at every stage.
-    """
-    last = schedule.microbatches - 1
-    rows = list(schedule.ranks)
-    for stage, rank in enumerate(schedule.placement if last else ()):
-        rows[rank] = _with_whole(rows[rank], Action(stage, ActionKind.BACKWARD_INPUT, last))
-    return replace(schedule, ranks=tuple(rows))
-
-
-def _with_whole(row: Sequence[Action], inputs: Action) -> tuple[Action, ...]:
-    place = row.index(inputs)
-    own = replace(inputs, kind=ActionKind.BACKWARD_WEIGHT)
-    before, behind = row[:place], [action for action in row[place + 1 :] if action != own]
-    late = [a for a in behind if (a.stage, a.kind) == (own.stage, own.kind)]
-    whole = replace(inputs, kind=ActionKind.BACKWARD)
-    return (*before, *late, whole, *(action for action in behind if action not in late))
-
-
 class Tuner:
     """Collects what the first steps took; every rank comes to the same schedule.
 
     Args:
-        schedule: what those steps run, but for a few Bs. What is found keeps no more than it does.
+        schedule: what those steps run. What is found keeps no more than it does.
         groups: the trainer's process groups.
         links: measures the links between ranks; collective, and the same on all of them.
         wiring: who feeds whom; None: each stage the next.
@@ -78,7 +53,7 @@ class Tuner:
             pipeline.
 
     Attributes:
-        measured: what those steps run.
+        schedule: see above.
         done: whether there is no more to be measured.
     """
 
@@ -91,9 +66,8 @@ class Tuner:
         wiring: Wiring | None = None,
         reductions: Callable[[], Reductions | None] = lambda: None,
     ) -> None:
-        self.measured = with_whole(schedule)
+        self.schedule = schedule
         self.done = False
-        self._schedule = schedule
         self._groups = groups
         self._links = links
         self._wiring = wiring
@@ -120,15 +94,15 @@ class Tuner:
             with working("searching a schedule for the times of the first steps"):
                 found = search(
                     costs,
-                    self._schedule.microbatches,
-                    ranks=len(self._schedule.ranks),
-                    placement=self._schedule.placement,
+                    self.schedule.microbatches,
+                    ranks=len(self.schedule.ranks),
+                    placement=self.schedule.placement,
                     # A rank that keeps nothing at all may keep nothing more.
-                    cap=[max(peak, 1.0) for peak in peak_memory(self._schedule, costs.memory)],
+                    cap=[max(peak, 1.0) for peak in peak_memory(self.schedule, costs.memory)],
                 )
                 return fuse_adjacent(found, costs)
         except ScheduleError:  # no other order keeps as little: go on with this one
-            return self._schedule
+            return self.schedule
 
     def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
         """What a step costs by what all ranks measured, or would take usually; collective."""
@@ -147,8 +121,8 @@ class Tuner:
             seconds |= {key: max(each, seconds.get(key, 0.0)) for key, each in took.items()}
             kept |= memory
             sent |= put_out
-        every = range(self._schedule.stages)
-        usual = usual_times(self._schedule.stages)
+        every = range(self.schedule.stages)
+        usual = usual_times(self.schedule.stages)
         return Costs(
             [_times(stage, seconds) if seconds else usual[stage] for stage in every],
             [kept[stage] for stage in every],
@@ -157,7 +131,6 @@ class Tuner:
                 message_bytes={stage: sent[stage][0] for stage in every},
                 gradient_bytes={stage: sent[stage][1] for stage in every},
             ),
-            full=[_full(stage, seconds) for stage in every] if seconds else None,
             wiring=self._wiring,
             reductions=self._reductions(),
         )
@@ -170,9 +143,3 @@ def _times(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> Stage
         seconds.get((stage, ActionKind.BACKWARD_INPUT), half),
         seconds.get((stage, ActionKind.BACKWARD_WEIGHT), half),
     )
-
-
-def _full(stage: int, seconds: Mapping[tuple[int, ActionKind], float]) -> float:
-    """Seconds of a B, which does no more than I and W: what is measured beyond that is noise."""
-    _, inputs, weights = _times(stage, seconds)
-    return min(inputs + weights, seconds.get((stage, ActionKind.BACKWARD), inputs + weights))

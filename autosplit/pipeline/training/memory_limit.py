@@ -83,7 +83,6 @@ class LimitTuner(Tuner):
             links=lambda: replace(links(), host=size.host_link(), moves=size.move_costs()),
             **known,
         )
-        self.measured = schedule
         self._limit = limit
         self._size = size
         self._running = schedule
@@ -249,7 +248,7 @@ class LimitTuner(Tuner):
                 if aim <= max(self._fixed_by_rank):
                     break
         # The search may miss what is known to fit, or what a refusal advised a limit for.
-        there = [(max(self._held(each)), each) for each in (self._running, self._schedule)]
+        there = [(max(self._held(each)), each) for each in (self._running, self.schedule)]
         there += self._frugal(costs)
         least, nearest_one = min([*nearest, *there], key=itemgetter(0))
         if least > self._limit:
@@ -259,7 +258,7 @@ class LimitTuner(Tuner):
 
     def _search(self, costs: Costs, aim: float) -> Schedule | None:
         """What is found within ``aim`` bytes, or the nearest to that; None: nothing."""
-        schedule = self._schedule
+        schedule = self.schedule
         try:
             found: Schedule | None = search_within(
                 costs,
@@ -298,7 +297,7 @@ class LimitTuner(Tuner):
         fixed = self._fixed_by_rank[rank]
         kept = held[rank] - fixed
         bound = max(
-            each + max(self._sizes[stage].least for stage in self._schedule.held(rank))
+            each + max(self._sizes[stage].least for stage in self.schedule.held(rank))
             for rank, each in enumerate(self._fixed_by_rank)
         )
         advice = (

@@ -129,9 +129,8 @@ class Runner:
         self._feeds = Feeds(stages.count, stages.wiring)
         self.memory = RankMemory(held, groups, self._feeds, device, store)
         self._tuner = self._tuner_for(schedule, options)
-        first = schedule if self._tuner is None else self._tuner.measured
         replicas = held.replicas
-        self.schedule = first if replicas is None else replicas.reducing_early(first)
+        self.schedule = schedule if replicas is None else replicas.reducing_early(schedule)
         # Sums beside other messages have run over Gloo only.
         on_cpu = device.type == "cpu"
         reduces = on_cpu and replicas is not None and replicas.reduces_early

@@ -9,15 +9,14 @@ here is there between ranks of one share of the mesh, so that a circle here is o
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
 from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
 from autosplit.pipeline.schedule.moves import journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import (
-    Parcel,
     channel_of,
     parcels_for,
     parcels_of,
@@ -29,6 +28,7 @@ from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
 
 from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs
+from .torch_csv import WAITS
 
 COMMUNICATORS = {
     "pair": "{low}:{high}",
@@ -43,12 +43,25 @@ gradients; or each way between two ranks, as this engine has it. All are made be
 
 Home = Callable[[int, int], int]
 
-_MESSAGE = re.compile(r"([0-9]+)(SEND|RECV|WAIT_SEND)_([FB])([0-9]+)")
-_TAKES = re.compile(r"([0-9]+)([FIB])([0-9]+)")
+_PEERS = {
+    ActionKind.SEND_F: 1,
+    ActionKind.RECV_F: -1,
+    ActionKind.SEND_B: -1,
+    ActionKind.RECV_B: 1,
+}
+"""How many stages further the other end of a message is."""
+
+_TAKES = {
+    ActionKind.FORWARD: ActionKind.RECV_F,
+    ActionKind.BACKWARD_INPUT: ActionKind.RECV_B,
+    ActionKind.BACKWARD: ActionKind.RECV_B,
+}
+
+_SENDS = {wait: send for send, wait in WAITS.items()}
 
 
 class Host:
-    """Puts down what one rank's host enqueues, as the cells of a schedule say.
+    """Puts down what one rank's host enqueues, action by action.
 
     As with torch's groups over NCCL, what communicates starts behind all that the stream that
     computes was given before; and a wait for it is that stream's, not the host's.
@@ -74,7 +87,7 @@ class Host:
         self._rank, self._home, self._dimensions = rank, home, dimensions
         self._exchanges = [each for each in dimensions if each in (TENSOR, EXPERT, CONTEXT)]
         self._name = COMMUNICATORS[communicators]
-        self._posted: dict[str, int] = {}  # messages that nothing has waited for
+        self._posted: dict[Action, int] = {}  # messages that nothing has waited for
         self._before: list[int] = []  # the last that was computed, and what is waited for behind it
 
     def put(self, text: str, queue: str, parts: Iterable[Part], after: Iterable[int] = ()) -> int:
@@ -94,41 +107,40 @@ class Host:
         self._before += self._posted.values()
         self.hold("settled", self._before)
 
-    def enqueue(self, cell: str) -> None:
+    def enqueue(self, action: Action) -> None:
         """A message, the wait for one, or something that is computed."""
-        if match := _MESSAGE.fullmatch(cell):
-            self._message(*match.groups())
-            return
-        if match := _TAKES.fullmatch(cell):
-            stage, kind, microbatch = match.groups()
-            self._wait(f"{stage}RECV_{'F' if kind == 'F' else 'B'}{microbatch}")
-        self.compute(cell, *self._exchanges)
+        kind = action.kind
+        if kind.is_message:
+            self._message(action)
+        elif kind in _SENDS:
+            self._wait(replace(action, kind=_SENDS[kind]))
+        else:
+            if kind in _TAKES:
+                self._wait(replace(action, kind=_TAKES[kind]))
+            self.compute(str(action), *self._exchanges)
 
     def compute(self, text: str, *dimensions: str) -> None:
         """Enqueue something that is computed, with collectives along some dimensions."""
         parts = [Part(f"{each} of rank {self._rank}", text, (self._rank,)) for each in dimensions]
         self._before = [self.put(text, COMPUTE, parts)]
 
-    def _wait(self, message: str) -> None:
+    def _wait(self, message: Action) -> None:
         if message in self._posted:
             self._before.append(self._posted.pop(message))
 
-    def _message(self, stage: str, what: str, way: str, microbatch: str) -> None:
-        cell, sends = f"{stage}{what.removeprefix('WAIT_')}_{way}{microbatch}", what == "SEND"
-        if what == "WAIT_SEND":
-            self._wait(cell)
-            return
-        step = 1 if sends == (way == "F") else -1
-        peer = self._home(int(stage) + step, int(microbatch))
+    def _message(self, action: Action) -> None:
+        sends = action.kind in WAITS
+        peer = self._home(action.stage + _PEERS[action.kind], action.microbatch)
         source, target = (self._rank, peer) if sends else (peer, self._rank)
         low, high = sorted((source, target))
+        way = action.kind.value[-1]
         name = self._name.format(source=source, target=target, low=low, high=high, way=way)
         part = Part(name, SEND if sends else RECEIVE, (peer,))
-        self._posted[cell] = self.put(cell, name, [part])
+        self._posted[action] = self.put(str(action), name, [part])
 
 
 def of_torch(
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[Action]],
     home: Home,
     communicators: str = "pair",
     dimensions: Collection[str] = (),
@@ -137,7 +149,7 @@ def of_torch(
     for a receive before the action that takes it, for sends at the end or where that is listed.
 
     Args:
-        rows: per rank the cells of a file in the form ``"compute_comms"``.
+        rows: per rank its actions, with sends and receives, and waits for sends if it has any.
         home: the rank of a stage and microbatch.
         communicators: one of ``COMMUNICATORS``.
         dimensions: of the mesh, those that have several ranks.
@@ -145,8 +157,8 @@ def of_torch(
     programs = {}
     for rank, row in enumerate(rows):
         host = Host(rank, home, communicators, dimensions)
-        for cell in row:
-            host.enqueue(cell)
+        for action in row:
+            host.enqueue(action)
         host.settle()
         programs[rank] = host.operations
     return programs
@@ -220,15 +232,15 @@ class _EngineRank(Host):
     def _act(self, action: Action) -> None:
         schedule, routes = self._schedule, self._routes
         for peer in self._posts[action]:
-            self.enqueue(_text(self._receives[peer].popleft(), "RECV"))
+            self.enqueue(self._receives[peer].popleft().receive)
         for parcel in parcels_for(action, self._feeds):
             sent = routes.sends.get(channel_of(parcel, schedule).source_rank, ())
             for each in sent[: routes.proven.get(parcel, 0)]:
-                self.enqueue(_text(each, "WAIT_SEND"))
-        self.enqueue(str(action))
+                self._wait(each.send)
+        self.enqueue(action)
         for parcel in parcels_of(result_of(action), self._feeds):
             if not channel_of(parcel, schedule).local:
-                self.enqueue(_text(parcel, "SEND"))
+                self.enqueue(parcel.send)
 
     def _move(self, action: Action, over: Sequence[int]) -> int:
         """A lane has a thread of its own, which waits for what is to be over."""
@@ -263,9 +275,3 @@ _LANES = {
     ActionKind.ACCEPT: "acceptances",
     ActionKind.LOAD: "acceptances",
 }
-
-
-def _text(parcel: Parcel, what: str) -> str:
-    """A message as torch writes it."""
-    stage = parcel.stage if what == "RECV" else parcel.result.stage
-    return f"{stage}{what}_{'F' if parcel.forward else 'B'}{parcel.result.microbatch}"

@@ -7,7 +7,8 @@ knows no actions of memory; ``"with_memory"`` is ours and holds those, and as ``
 first row how many bytes of each microbatch stage 0 moves at most (see ``Schedule.moved``). Torch's
 ``_PipelineScheduleRuntime._load_csv`` reads both; from 2.15 on it wants ``0WAIT_SEND_F1`` for
 ``0SEND_F1`` in the latter, where the rank may wait for the send to end. The runtime of torch 2.11
-runs no schedule over gloo in which neighbouring stages lie on one rank, whoever made it.
+runs no schedule over gloo in which neighbouring stages lie on one rank, whoever made it. A file is
+read by what is in it.
 
 Sends and receives stand in an order in which none waits for another in a circle (see
 ``add_communication``). Between two ranks, operations run in the order in which each enqueued them,
@@ -21,6 +22,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +37,6 @@ from autosplit.text.files import read_text, writing
 from autosplit.torch_internals.distributed import csv_has_send_waits
 
 from .validate import validate
-
-_MESSAGES = {
-    ActionKind.FORWARD: (ActionKind.SEND_F, ActionKind.RECV_F),
-    ActionKind.BACKWARD_INPUT: (ActionKind.SEND_B, ActionKind.RECV_B),
-}
 
 
 def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
@@ -57,7 +54,11 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     for rank, action in in_one_order(schedule, feeds):
         rows[rank].append(action)
         done[rank] += 1
-        _add_messages(schedule, result_of(action), feeds, rows)
+        for parcel in parcels_of(result_of(action), feeds):
+            channel = channel_of(parcel, schedule)
+            if not channel.local:
+                rows[channel.source_rank].append(parcel.send)
+                rows[channel.target_rank].append(parcel.receive)
     ends = zip(schedule.ranks, done, strict=True)
     stuck = [str(row[count]) for row, count in ends if count < len(row)]
     if stuck:
@@ -65,28 +66,16 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     return tuple(map(tuple, rows))
 
 
-def _add_messages(
-    schedule: Schedule, result: Action, feeds: Feeds, rows: list[list[Action]]
-) -> None:
-    for parcel in parcels_of(result, feeds):
-        channel = channel_of(parcel, schedule)
-        if not channel.local:
-            send, receive = _MESSAGES[result.kind]
-            rows[channel.source_rank].append(Action(result.stage, send, result.microbatch))
-            rows[channel.target_rank].append(
-                Action(channel.target_stage, receive, result.microbatch)
-            )
-
-
 TORCH_FORMATS = ("compute_only", "compute_comms")
 FORMATS = (*TORCH_FORMATS, "with_memory")
 
-_SENDS = (ActionKind.SEND_F, ActionKind.SEND_B)
-_BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
+WAITS = {
+    ActionKind.SEND_F: ActionKind.WAIT_SEND_F,
+    ActionKind.SEND_B: ActionKind.WAIT_SEND_B,
+}
+"""Of sends, where they are waited for."""
 
-# Reductions, which follow from the last weight gradients, and the ends of sends, which an engine of
-# ours waits for by itself.
-_LEFT_OUT = re.compile(r"[0-9]+((WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB][0-9]+)")
+_BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
 _MOVED = re.compile(r"([0-9]{1,9})MOVED([0-9]{1,18})")
 # A forward and a backward that torch may run at the same time.
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -113,7 +102,8 @@ def write_csv(
             actions of memory, which torch does not have.
         OutputError: the file cannot be written.
     """
-    _check_form(form)
+    if form not in FORMATS:
+        raise ScheduleError(f"unknown form {form!r}; known: {', '.join(FORMATS)}")
     if schedule.mirror is not None:
         raise ScheduleError(
             f"{schedule.name!r} runs two copies of its stages; a CSV file has one rank a stage"
@@ -133,93 +123,92 @@ def write_csv(
     else:
         waits = csv_has_send_waits() if send_waits is None else send_waits
         listed = add_communication(schedule)
-        rows = [[*(_with_waits(row) if waits else map(str, row))] for row in listed]
+        rows = [[*map(str, _with_waits(row) if waits else row)] for row in listed]
     with writing(path), Path(path).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
 
 
-def _with_waits(row: Sequence[Action]) -> Iterator[str]:
+def _with_waits(row: Sequence[Action]) -> Iterator[Action]:
     """The actions, and a wait for every send where the other rank has surely received: behind the
     stage's own backward, which needs what came back, or at the end.
     """
     pending: dict[Action, None] = {}
     for action in row:
-        yield str(action)
-        if action.kind in _SENDS:
-            pending[action] = None
-        sent = replace(action, kind=ActionKind.SEND_F)
-        if action.kind in _BACKWARDS and sent in pending:
-            del pending[sent]
-            yield _wait(sent)
-    yield from map(_wait, pending)
+        yield action
+        if action.kind in WAITS:
+            pending[replace(action, kind=WAITS[action.kind])] = None
+        wait = replace(action, kind=ActionKind.WAIT_SEND_F)
+        if action.kind in _BACKWARDS and wait in pending:
+            del pending[wait]
+            yield wait
+    yield from pending
 
 
-def _wait(send: Action) -> str:
-    return f"{send.stage}WAIT_{send.kind.value}{send.microbatch}"
-
-
-def read_csv(path: str | Path, form: str = "compute_only", *, name: str | None = None) -> Schedule:
+def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
     """Read a schedule that torch or ``write_csv`` has written.
 
-    A forward and a backward that torch may overlap run one after the other. Sends and receives
-    must be those that the actions need; they follow from the actions anyway and are left out.
+    A forward and a backward that torch may overlap run one after the other. Sends and receives, if
+    there are any, must be those that the actions need; they follow from the actions anyway and are
+    left out, as are reductions, and waits for sends.
 
     Args:
         path: the file.
-        form: ``"compute_only"``, ``"compute_comms"`` or ``"with_memory"``.
         name: the schedule's name; None takes the file's.
 
     Raises:
-        ScheduleError: an unknown form, a file that cannot be read or is no CSV file, text that is
-            no action, more than ``schedule.LARGEST`` actions, missing or unneeded sends and
-            receives, or an illegal schedule.
+        ScheduleError: a file that cannot be read or is no CSV file, text that is no action, more
+            than ``schedule.LARGEST`` actions, missing or unneeded sends and receives, or an illegal
+            schedule.
     """
-    _check_form(form)
+    return read_actions(path, name)[0]
+
+
+def read_actions(
+    path: str | Path, name: str | None = None
+) -> tuple[Schedule, Sequence[Sequence[Action]]]:
+    """As ``read_csv``, with all that a file lists for each rank; sends and receives of a file that
+    lists none are added.
+    """
     path = Path(path)
-    rows, moved = _rows(path, form)
+    rows, moved = _rows(path)
     schedule = _schedule(path.stem if name is None else name, rows, moved)
     validate(schedule)
-    _check_messages(schedule, rows, form)
-    return schedule
+    complete = add_communication(schedule)
+    if not any(action.kind.is_message for row in rows for action in row):
+        return schedule, complete
+    _check_messages(rows, complete)
+    return schedule, rows
 
 
-def read_cells(path: str | Path) -> Iterator[list[str]]:
-    """Per rank the texts of a file's actions, messages and where sends are waited for.
+def _rows(path: Path) -> tuple[list[list[Action]], dict[int, int]]:
+    """The actions of every line, and what stages move at most."""
+    rows: list[list[Action]] = []
+    moved: dict[int, int] = {}
+    count = 0
+    for cells in _cells(path):
+        rows.append([])
+        for cell in cells:
+            if match := _MOVED.fullmatch(cell):
+                moved[int(match[1])] = int(match[2])
+                continue
+            rows[-1].append(Action.parse(cell))
+            count += rows[-1][-1].kind.is_scheduled
+            if count > LARGEST:
+                raise ScheduleError(
+                    f"{str(path)!r} holds more than {LARGEST:,} actions, which are all that a "
+                    "schedule may have"
+                )
+    return rows, moved
 
-    Raises:
-        ScheduleError: a file that cannot be read or is no CSV file.
-    """
-    text = read_text(Path(path), "a schedule", ScheduleError)
+
+def _cells(path: Path) -> Iterator[list[str]]:
+    """The texts of every line."""
+    text = read_text(path, "a schedule", ScheduleError)
     try:
         for cells in csv.reader(io.StringIO(text, newline="")):
             yield [part for cell in cells for part in _texts(cell)]
     except csv.Error as error:
         raise ScheduleError(f"{str(path)!r} is no CSV file: {error}") from error
-
-
-def _rows(path: Path, form: str) -> tuple[list[list[Action]], dict[int, int]]:
-    """The actions of every line, and what stages move at most."""
-    rows: list[list[Action]] = []
-    moved: dict[int, int] = {}
-    count = 0
-    for cells in read_cells(path):
-        if form == "with_memory":
-            found = [match for cell in cells if (match := _MOVED.fullmatch(cell))]
-            moved |= {int(each[1]): int(each[2]) for each in found}
-            cells = [cell for cell in cells if not _MOVED.fullmatch(cell)]
-        rows.append([Action.parse(cell) for cell in cells if not _LEFT_OUT.fullmatch(cell)])
-        count += sum(action.kind.is_scheduled for action in rows[-1])
-        if count > LARGEST:
-            raise ScheduleError(
-                f"{str(path)!r} holds more than {LARGEST:,} actions, which are all that a "
-                "schedule may have"
-            )
-    return rows, moved
-
-
-def _check_form(form: str) -> None:
-    if form not in FORMATS:
-        raise ScheduleError(f"unknown form {form!r}; known: {', '.join(FORMATS)}")
 
 
 def _texts(cell: str) -> list[str]:
@@ -270,28 +259,15 @@ def _partners(
     return tuple(partners)
 
 
-def _check_messages(schedule: Schedule, rows: Sequence[Sequence[Action]], form: str) -> None:
+def _check_messages(rows: Sequence[Sequence[Action]], complete: Sequence[Sequence[Action]]) -> None:
     """Every rank must list the sends and receives that it needs, and no other."""
-    complete = add_communication(schedule)
-    for rank, row in enumerate(rows):
-        memory = [action for action in row if action.kind.is_memory]
-        if memory and form != "with_memory":
-            raise ScheduleError(
-                f"rank {rank} lists {memory[0]}, which form={form!r} does not have: read the file "
-                "with form='with_memory'"
-            )
-        listed = sorted(str(action) for action in row if not action.kind.is_scheduled)
-        if form != "compute_comms":
-            if listed:
-                raise ScheduleError(
-                    f"rank {rank} lists {listed[0]}, which form={form!r} does not have: "
-                    "read the file with form='compute_comms'"
-                )
-            continue
-        needed = sorted(str(action) for action in complete[rank] if not action.kind.is_scheduled)
+    for rank, ends in enumerate(zip(rows, complete, strict=True)):
+        listed, needed = (
+            Counter(str(action) for action in row if action.kind.is_message) for row in ends
+        )
         if listed != needed:
-            lacks = few(sorted(set(needed) - set(listed)), 9) or "nothing"
-            excess = few(sorted(set(listed) - set(needed)), 9) or "nothing"
+            lacks = few(sorted(needed - listed), 9) or "nothing"
+            excess = few(sorted(listed - needed), 9) or "nothing"
             raise ScheduleError(
                 f"rank {rank} must send and receive what its actions need, each once: it lacks "
                 f"{lacks}, and has {excess} in excess"

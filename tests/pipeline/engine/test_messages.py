@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.communicators import Stuck, stuck
 from autosplit.pipeline.validation.programs import of_torch
@@ -15,11 +16,11 @@ from autosplit.pipeline.validation.torch_csv import add_communication
 from tests.pipeline.tables import small
 
 
-def listed(schedule: Schedule) -> list[list[str]]:
-    return [[*map(str, row)] for row in add_communication(schedule)]
+def listed(schedule: Schedule) -> list[list[Action]]:
+    return [*map(list, add_communication(schedule))]
 
 
-def hangs(schedule: Schedule, rows: Sequence[Sequence[str]]) -> Stuck | None:
+def hangs(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> Stuck | None:
     """With both directions of a pair in one queue."""
     return stuck(of_torch(rows, schedule.home, "pair"))
 
@@ -37,11 +38,8 @@ def test_a_message_left_out_is_found(name: str, ranks: int, data: st.DataObject)
     schedule = small(name, ranks, 3)
     rows = listed(schedule)
     messages = [
-        (rank, cell)
-        for rank, row in enumerate(rows)
-        for cell in row
-        if "SEND" in cell or "RECV" in cell
+        (rank, action) for rank, row in enumerate(rows) for action in row if action.kind.is_message
     ]
-    rank, cell = data.draw(st.sampled_from(messages))
-    rows[rank].remove(cell)
+    rank, action = data.draw(st.sampled_from(messages))
+    rows[rank].remove(action)
     assert "never comes" in str(hangs(schedule, rows))

@@ -74,8 +74,8 @@ def test_bad_text_is_refused(text: str) -> None:
     assert str(caught.value) == (
         "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits "
         f"without leading zeros, got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, "
-        "RECV_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, AWAIT, RECOMPUTE, REDUCE_GRAD, "
-        "UNSHARD, RESHARD"
+        "RECV_B, WAIT_SEND_F, WAIT_SEND_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, AWAIT, "
+        "RECOMPUTE, REDUCE_GRAD, WAIT_REDUCE_GRAD, UNSHARD, RESHARD"
     )
 
 

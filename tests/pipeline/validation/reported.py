@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.validation.programs import of_torch
 from tests.pipeline.validation.programs import items_of
 
@@ -91,7 +92,8 @@ def _torch(
     ranks: int, change: Callable[[Rows, list[int]], Rows], communicators: str, *, ends: bool
 ) -> Case:
     rows, placement = _listed(ranks, 2 * ranks)
-    programs = of_torch(change(rows, placement), lambda stage, _: placement[stage], communicators)
+    changed = [[*map(Action.parse, row)] for row in change(rows, placement)]
+    programs = of_torch(changed, lambda stage, _: placement[stage], communicators)
     return _of(*items_of(programs).values(), ends=ends)
 
 

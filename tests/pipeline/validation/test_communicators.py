@@ -12,6 +12,7 @@ from torch.distributed.pipelining import schedules
 
 from autosplit.mesh.dimensions import REPLICATE, SHARD, TENSOR
 from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.validation.communicators import (
     COMPUTE,
     RECEIVE,
@@ -89,8 +90,8 @@ def test_moves_end(name: str) -> None:
 # --- what hangs, and how it is said ---------------------------------------------------------------
 
 
-def rows(*texts: str) -> list[list[str]]:
-    return [text.split() for text in texts]
+def rows(*texts: str) -> list[list[Action]]:
+    return [[*map(Action.parse, text.split())] for text in texts]
 
 
 def in_turn(stage: int, microbatch: int) -> int:
@@ -155,7 +156,7 @@ def test_reported(thread: str) -> None:
 
 def test_early_receives_hold_sends_up() -> None:
     """pytorch #188833, which ends, but late."""
-    listed = [[*map(str, row)] for row in add_communication(build("interleaved", 4, 8, ranks=2))]
+    listed = add_communication(build("interleaved", 4, 8, ranks=2))
     found = [
         sum(map(held_up, of_torch(listed, in_turn, each).values())) for each in ("pair", "edge")
     ]
