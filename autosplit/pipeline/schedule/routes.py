@@ -112,33 +112,12 @@ class Routes:
     proven: Mapping[Parcel, int]
 
 
-@dataclass(frozen=True, order=True)
-class Channel:
-    """The first-in, first-out channel of results of one kind from one stage to another.
-
-    Activations go from stage s to s + 1, gradients from s + 1 to s, so the two stages name the
-    kind as well.
-    """
-
-    source_stage: int
-    target_stage: int
-    source_rank: int
-    target_rank: int
-
-    @property
-    def local(self) -> bool:
-        """Whether it stays on one rank, so that nothing is sent."""
-        return self.source_rank == self.target_rank
-
-
-def channel_of(parcel: Parcel, schedule: Schedule) -> Channel:
-    """The channel over which a parcel goes."""
-    result, target = parcel
-    return Channel(
-        result.stage,
-        target,
-        schedule.home(result.stage, result.microbatch),
-        schedule.home(target, result.microbatch),
+def ends_of(parcel: Parcel, schedule: Schedule) -> tuple[int, int]:
+    """The rank that makes a parcel, and the one that it goes to."""
+    made = parcel.result
+    return (
+        schedule.home(made.stage, made.microbatch),
+        schedule.home(parcel.stage, made.microbatch),
     )
 
 

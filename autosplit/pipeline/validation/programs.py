@@ -17,7 +17,7 @@ from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENS
 from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
 from autosplit.pipeline.schedule.moves import journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import (
-    channel_of,
+    ends_of,
     parcels_for,
     parcels_of,
     posts_of,
@@ -234,12 +234,12 @@ class _EngineRank(Host):
         for peer in self._posts[action]:
             self.enqueue(self._receives[peer].popleft().receive)
         for parcel in parcels_for(action, self._feeds):
-            sent = routes.sends.get(channel_of(parcel, schedule).source_rank, ())
+            sent = routes.sends.get(ends_of(parcel, schedule)[0], ())
             for each in sent[: routes.proven.get(parcel, 0)]:
                 self._wait(each.send)
         self.enqueue(action)
         for parcel in parcels_of(result_of(action), self._feeds):
-            if not channel_of(parcel, schedule).local:
+            if ends_of(parcel, schedule)[1] != self._rank:
                 self.enqueue(parcel.send)
 
     def _move(self, action: Action, over: Sequence[int]) -> int:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.routes import channel_of, in_one_order, parcels_of, result_of
+from autosplit.pipeline.schedule.routes import ends_of, in_one_order, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule, without_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.text.figures import few
@@ -55,10 +55,10 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
         rows[rank].append(action)
         done[rank] += 1
         for parcel in parcels_of(result_of(action), feeds):
-            channel = channel_of(parcel, schedule)
-            if not channel.local:
-                rows[channel.source_rank].append(parcel.send)
-                rows[channel.target_rank].append(parcel.receive)
+            source, target = ends_of(parcel, schedule)
+            if source != target:
+                rows[source].append(parcel.send)
+                rows[target].append(parcel.receive)
     ends = zip(schedule.ranks, done, strict=True)
     stuck = [str(row[count]) for row, count in ends if count < len(row)]
     if stuck:

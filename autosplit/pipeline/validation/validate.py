@@ -7,27 +7,13 @@ from __future__ import annotations
 
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.routes import (
-    Channel,
-    channel_of,
-    needs_of,
-    parcels_for,
-    parcels_of,
-    result_of,
-)
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.activation_memory import (
-    ROUNDING,
-    StageMemory,
-    levels_of,
-)
 from autosplit.pipeline.simulation.playing import Wait, replay, unmade
 
 from .grid import Cell, describe, format_grid, lay_out
@@ -86,49 +72,24 @@ class _Positions:
                 if _misfit(action, schedule) is None:
                     self.of[action].append((rank, position))
 
-    def first(self, action: Action) -> Cell | None:
-        return self.of[action][0] if action in self.of else None
-
     def end(self, stage: int, microbatch: int) -> Cell:
         """The place behind the last action of the rank that runs the stage."""
         rank = self.schedule.home(stage, microbatch)
         return rank, len(self.schedule.ranks[rank])
 
-    def in_order(self) -> Iterator[tuple[int, Action]]:
-        """Rank and action, rank by rank in order."""
-        for rank, row in enumerate(self.schedule.ranks):
-            for action in row:
-                if action in self.of:
-                    yield rank, action
 
-
-def validate(
-    schedule: Schedule,
-    *,
-    memory: Sequence[StageMemory] | None = None,
-    caps: Sequence[float] | None = None,
-) -> None:
+def validate(schedule: Schedule) -> None:
     """Refuse a schedule that cannot run or would compute something else than one step.
 
     Legal means: every stage runs every F once, and for every microbatch either one B or one I and
-    one W, on the rank that holds the stage, F before I (or B) before W; running the lists in order
-    cannot deadlock; and what one stage sends another is sent in the order in which it is received,
-    because a channel, from stage to stage, is first in, first out. What a microbatch holds is moved
-    away at most once at a time and is back before it is used; partners list the transfers between
-    them in one order; a microbatch is run again at most once, before its backward, and is not
-    moved before that; and a stage that is gathered (UNSHARD) anywhere is gathered wherever its
-    parameters are read.
-
-    Args:
-        schedule: what to check.
-        memory: what each stage keeps of a microbatch, beside ``caps``.
-        caps: if given, the most that each rank may keep of its microbatches at once, in the unit
-            of ``memory``.
+    one W, on the rank that holds the stage; and running the lists in order cannot deadlock, F
+    before I (or B) before W. What a microbatch holds is moved away at most once at a time and is
+    back before it is used; partners list the transfers between them in one order; a microbatch is
+    run again at most once, before its backward, and is not moved before that; and a stage that is
+    gathered (UNSHARD) anywhere is gathered wherever its parameters are read.
 
     Raises:
-        ScheduleError: lists the faults (of more than 50 the first) and shows them on the grid; or
-            one of ``memory`` and ``caps`` without the other, or not as many as there are stages
-            and ranks.
+        ScheduleError: lists the faults (of more than 50 the first) and shows them on the grid.
     """
     count = sum(map(len, schedule.ranks))
     if count > LARGEST:
@@ -142,14 +103,10 @@ def validate(
         checks = [
             _strays(schedule),
             _counts(positions),
-            _order(positions),
             _deadlocks(schedule),
-            _messages(positions),
             (_Fault(*found) for found in move_faults(schedule)),
             (_Fault(text, (cell,)) for text, cell in sharding_faults(schedule)),
         ]
-        if memory is not None or caps is not None:
-            checks.append(_kept(schedule, memory or (), caps or ()))
         faults = list(islice(chain(*checks), _MOST + 1))
     if faults:
         raise ScheduleError(_report(schedule, faults))
@@ -263,81 +220,16 @@ def _counts(positions: _Positions) -> Iterator[_Fault]:
                     yield _Fault(f"{action} runs {len(where)} times, expected once", where)
 
 
-def _order(positions: _Positions) -> Iterator[_Fault]:
-    """F before I or B, I before W, on each rank."""
-    feeds = Feeds(positions.schedule.stages)
-    for action in list(positions.of):
-        for need in needs_of(action, feeds):
-            before, after = positions.first(need), positions.first(action)
-            same_stage = need.stage == action.stage
-            if before and after and same_stage and before[0] == after[0] and before[1] > after[1]:
-                yield _Fault(f"{action} comes before {need}, which it needs", (after, before))
-
-
 def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:
     """Circles of ranks that wait for each other. What is never made is another check's fault."""
     run = replay(schedule, lambda action: 1.0, given=unmade(schedule))
     for circle in run.cycles():
-        if len(circle) == 1 and circle[0].needs.stage == circle[0].action.stage:
-            continue  # one stage in the wrong order: already said
         cells = tuple(_standing(each, run.times) for each in circle if each.rank < each.ranks)
         yield _Fault(f"deadlock: {'; '.join(map(str, circle))}", cells)
 
 
 def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:
     return wait.rank, len(times[wait.rank])
-
-
-def _messages(positions: _Positions) -> Iterator[_Fault]:
-    """First in, first out: the first message of each channel that is received out of turn."""
-    schedule, feeds = positions.schedule, Feeds(positions.schedule.stages)
-    received: dict[Channel, list[Action]] = defaultdict(list)
-    sent: dict[Channel, list[Action]] = defaultdict(list)
-    takers: dict[Action, Action] = {}
-    for _, action in positions.in_order():
-        for parcel in parcels_for(action, feeds):
-            received[channel_of(parcel, schedule)].append(parcel.result)
-            takers[parcel.result] = action
-    for _, action in positions.in_order():
-        for parcel in parcels_of(result_of(action), feeds):
-            if parcel.result in takers:
-                sent[channel_of(parcel, schedule)].append(parcel.result)
-    for channel, arrivals in sorted(received.items()):
-        common = set(sent[channel]) & set(arrivals)
-        departures = [message for message in sent[channel] if message in common]
-        arrivals = [message for message in arrivals if message in common]
-        wrong = next((p for p in zip(departures, arrivals, strict=False) if p[0] != p[1]), None)
-        if wrong and not channel.local:
-            first, wanted = wrong
-            yield _Fault(
-                f"rank {channel.source_rank} sends rank {channel.target_rank} the result of "
-                f"{first} before that of {wanted}, but rank {channel.target_rank} runs "
-                f"{takers[wanted]} before {takers[first]}; a channel delivers in the order of "
-                "sending",
-                tuple(positions.of[takers[each]][0] for each in (wanted, first)),
-            )
-
-
-def _kept(
-    schedule: Schedule, memory: Sequence[StageMemory], caps: Sequence[float]
-) -> Iterator[_Fault]:
-    """The first action that takes each rank over its cap."""
-    if (len(memory), len(caps)) != (schedule.stages, len(schedule.ranks)):
-        raise ScheduleError(
-            f"a bound of memory needs the memory of each of {schedule.stages} stages and a cap for "
-            f"each of {len(schedule.ranks)} ranks; got {len(memory)} and {len(caps)}"
-        )
-    if any(_misfit(action, schedule) for row in schedule.ranks for action in row):
-        return
-    for rank, levels in enumerate(levels_of(schedule, memory)):
-        row, cap = schedule.ranks[rank], caps[rank]
-        for place, kept in enumerate(levels):
-            if kept > cap * ROUNDING:
-                yield _Fault(
-                    f"{row[place]} makes rank {rank} keep {kept:g}, more than its cap of {cap:g}",
-                    ((rank, place),),
-                )
-                break
 
 
 def _report(schedule: Schedule, faults: list[_Fault]) -> str:

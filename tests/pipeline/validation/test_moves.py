@@ -9,7 +9,6 @@ import pytest
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.validation.torch_csv import TORCH_FORMATS, read_csv, write_csv
 from autosplit.pipeline.validation.validate import validate
 from tests.pipeline.tables import rows_of, schedule_of
@@ -126,13 +125,6 @@ def test_partners_that_wait_for_each_other_are_a_deadlock() -> None:
                 "1F0 1B0 1F1 0ACCEPT0 0RETURN0 1B1",
             )
         )
-
-
-def test_the_partners_bound_counts_what_it_takes_in() -> None:
-    sizes = [StageMemory(4.0, 4.0)] * 2
-    validate(paired(OWNER, HOLDER), memory=sizes, caps=[8.0, 8.0])
-    with pytest.raises(ScheduleError, match="1F0 makes rank 1 keep 8, more than its cap of 7"):
-        validate(paired(OWNER, HOLDER), memory=sizes, caps=[8.0, 7.0])
 
 
 @pytest.mark.parametrize("form", TORCH_FORMATS)
