@@ -54,26 +54,23 @@ class BackendError(SplitError):
 
 
 class DeferralWarning(UserWarning):
-    """Less than half of a module's weight gradients can wait for ``backward_weight()``, or it is
-    not known how many.
-    """
+    """Less than half of a module's weight gradients can wait for ``backward_weight()``."""
 
     @classmethod
-    def issue(cls, name: str, share: float | None, because: str) -> bool:
+    def issue(cls, name: str, share: float, because: str) -> bool:
         """Warn if there is reason to.
 
         Args:
             name: of the module.
-            share: of its weight gradients that can wait; None where that is not known.
+            share: of its weight gradients that can wait.
             because: why others cannot.
 
         Returns:
             Whether there was.
         """
-        if share is not None and share >= _ENOUGH:
+        if share >= _ENOUGH:
             return False
-        known = "an unknown share" if share is None else f"{share:.0%}"
-        text = f"{name}: {known} of the weight gradients wait for backward_weight(), because "
+        text = f"{name}: {share:.0%} of the weight gradients wait for backward_weight(), because "
         because = because.rstrip().removesuffix(".")
         warnings.warn(f"{text}{because}. Results are right; report() says more", cls, stacklevel=3)
         return True

@@ -352,7 +352,7 @@ class SplitModule(ModuleProxy):
         return "\n\n".join([tables, *self._bound.text(), *static, *hooks, *unsplit])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write the latest graphs as readable, runnable code, with boundary and drawing.
+        """Write the latest graphs as readable, runnable code, with tables of the boundaries.
 
         Raises:
             SplitError: nothing has been captured yet.

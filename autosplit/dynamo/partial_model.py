@@ -9,14 +9,13 @@ symbolic shapes are Dynamo's, as users of ``torch.compile`` know them.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import pathlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.capture.aot_session import compile_model
 from autosplit.dump.tables import short_source
 from autosplit.dynamo.backend import SplittingBackend
-from autosplit.dynamo.compiled_backward import Part, call_of
+from autosplit.dynamo.compiled_backward import Part
 from autosplit.dynamo.pending_weights import ForwardCall
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
@@ -39,12 +38,7 @@ from autosplit.text.figures import few
 from autosplit.text.files import writing
 from autosplit.torch_internals.autograd import has_gradient_hooks
 from autosplit.torch_internals.distributed import synchronises
-from autosplit.torch_internals.dynamo import (
-    BreakReason,
-    BreakWatch,
-    leaf_of,
-    python_function,
-)
+from autosplit.torch_internals.dynamo import BreakReason, BreakWatch
 from autosplit.torch_internals.pytree import tree_flatten
 
 
@@ -84,88 +78,22 @@ def _parts(partial: Partial) -> str:
 
 
 def _ordinary(partial: Partial) -> str:
-    if partial.history is None:
-        return ""
     names = {parameter: name for name, parameter in partial.named_parameters()}
-    rows = [
-        [names.get(parameter, "(not the model's)"), parameter.numel()]
-        for parameter in partial.history.ordinary
-    ]
+    rows = [[names[parameter], parameter.numel()] for parameter in partial.ordinary]
     return _table(rows, ["parameter", "elements"]) if rows else ""
 
 
 def _share(partial: Partial) -> str:
-    history = partial.history
-    if history is None:
+    share = partial.share
+    if share is None:
         return "No call needed a gradient yet."
-    count = f"{len(history.deferred)} of {len({*history.deferred, *history.ordinary})}"
-    share = f"{100 * (history.share or 0.0):.1f} % of the weight gradients' elements"
-    text = f"Deferred: the gradients of {count} parameters, {share}."
-    if not history.unknown:
-        return text
-    return (
-        f"{text} What else the backward of {few(history.unknown, 4)} computes is not known: Python "
-        "functions that no graph holds may reach any parameter, whose gradient is then ready when "
-        "backward() ends."
-    )
+    count = f"{len(partial.late)} of {len(partial.late) + len(partial.ordinary)}"
+    elements = f"{100 * share:.1f} % of the weight gradients' elements"
+    return f"Deferred: the gradients of {count} parameters, {elements}."
 
 
 def _table(rows: Sequence[Sequence[object]], headers: list[str]) -> str:
     return tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
-
-
-@dataclasses.dataclass
-class History:
-    """Which weight gradients of one forward call W computes, and which autograd does.
-
-    Compiled graphs, and operators that ran outside any, are nodes of one graph behind the outputs.
-    A parameter that enters a compiled graph as itself has its gradient from W. One that is reached
-    otherwise (outside of graphs, or as a view, or as something that another graph made of it) gets
-    its gradient from an ordinary backward.
-
-    Attributes:
-        deferred: parameters whose gradient W computes.
-        ordinary: parameters with a gradient from an ordinary backward.
-        unknown: Python functions outside compiled graphs. Their backward may reach any parameter,
-            and nobody knows what it computes.
-    """
-
-    deferred: dict[nn.Parameter, None] = dataclasses.field(default_factory=dict)
-    ordinary: dict[nn.Parameter, None] = dataclasses.field(default_factory=dict)
-    unknown: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def share(self) -> float | None:
-        """Share of the elements of weight gradients that W computes all of; None where there are
-        none.
-        """
-        late = sum(each.numel() for each in self.deferred if each not in self.ordinary)
-        early = sum(each.numel() for each in self.ordinary)
-        return late / (late + early) if late + early else None
-
-    @classmethod
-    def of(cls, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> History:
-        """Walk back from the outputs to the inputs."""
-        history = cls()
-        seen: set[Any] = {None, *(each.grad_fn for each in inputs)}
-        stack: list[Any] = [each.grad_fn for each in outputs]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            function = python_function(node)
-            if function is not None and function not in history.unknown:
-                history.unknown.append(function)
-            call = call_of(node)
-            late = [] if call is None or call.token.unsplit else [*call.parameters.values()]
-            history.deferred |= dict.fromkeys(late)
-            for operand, _ in node.next_functions:
-                leaf = leaf_of(operand)
-                if isinstance(leaf, nn.Parameter) and all(leaf is not each for each in late):
-                    history.ordinary[leaf] = None
-                stack.append(operand)
-        return history
 
 
 class Partial:
@@ -198,14 +126,12 @@ class Partial:
         self._compiled = compile_model(model, SplittingBackend(self, self._options))
         self._parts: list[Part] = []
         self._breaks: dict[BreakReason, None] = {}
-        self._history: History | None = None
-        self._calls: Counter[Part] = Counter()
+        self._seen: ForwardCall | None = None
         self._names: dict[nn.Parameter, str] = {}
         self._running = threading.local()
         self._latest = ForwardCall()
         self._queue = queue or PendingQueue(Delivery(), PendingBound(math.inf))
         self._warned = False
-        self._passed = False  # the history is of a call unlike those after it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward.
@@ -226,7 +152,7 @@ class Partial:
     ) -> Any:
         if getattr(self._running, "microbatch", None) is not None:
             raise calls_itself(self._model)
-        known, watch = self._known(), BreakWatch()
+        known, watch = (len(self._parts), len(self._breaks)), BreakWatch()
         unsplit = synchronises() or has_gradient_hooks([*self._model.parameters()])
         if unsplit:
             self.backward_weight()
@@ -239,11 +165,9 @@ class Partial:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())
         outputs = _differentiable(result)
-        if outputs and (self._history is None or self._passed or self._known() != known):
-            self._history = History.of(outputs, _differentiable((args, kwargs)))
-            self._calls = microbatch.calls
-            self._passed = passing
-            if not passing:
+        if outputs:
+            self._seen = microbatch
+            if not passing and (len(self._parts), len(self._breaks)) != known:
                 self._warn_of_little()
         for node in dict.fromkeys(output.grad_fn for output in outputs):
             node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
@@ -251,15 +175,8 @@ class Partial:
 
     def _warn_of_little(self) -> None:
         """Warn once where most weight gradients cannot be deferred."""
-        history = self._history
-        if history is None or self._warned:
-            return
-        share = history.share
-        if history.unknown and (share is None or share >= 0.5):
-            reason = f"the backward of {few(history.unknown, 2)} is a Python function"
-            self._warned = DeferralWarning.issue(type(self._model).__name__, None, reason)
-            return
-        if share is None:
+        share = self.share
+        if share is None or self._warned:
             return
         breaks = [f"{short_source(b.line)}: {b.reason}" for b in self._breaks if b.line]
         given_up = [part.reason for part in self._parts if part.reason]
@@ -267,9 +184,6 @@ class Partial:
         reasons = [self._because, *breaks, *given_up, *lineless, "no graph holds them"]
         because = next(filter(None, reasons))
         self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
-
-    def _known(self) -> tuple[int, int]:
-        return len(self._parts), len(self._breaks)
 
     def backward_weight(self, microbatches: int | None = None) -> None:
         """Compute pending weight gradients and accumulate them into ``.grad``, as
@@ -308,16 +222,29 @@ class Partial:
         return tuple(self._breaks)
 
     @property
-    def history(self) -> History | None:
-        """Of the latest forward call that needed a gradient and that Dynamo compiled something
-        for, or gave up on something in.
-        """
-        return self._history
+    def calls(self) -> Counter[Part]:
+        """How often the latest forward call that needed a gradient ran each graph."""
+        return Counter() if self._seen is None else self._seen.calls
 
     @property
-    def calls(self) -> Counter[Part]:
-        """How often that forward call ran each graph."""
-        return self._calls
+    def late(self) -> list[nn.Parameter]:
+        """The parameters that entered a graph in that call, whose W computes their gradients."""
+        seen = self._seen
+        return [] if seen is None or seen.unsplit else [*seen.deferred]
+
+    @property
+    def ordinary(self) -> list[nn.Parameter]:
+        """The model's other parameters: an ordinary backward computes their gradients."""
+        late = set(self.late)
+        trained = (each for each in self._model.parameters() if each.requires_grad)
+        return [] if self._seen is None else [each for each in trained if each not in late]
+
+    @property
+    def share(self) -> float | None:
+        """Share of the elements of weight gradients that W computes; None where there are none."""
+        late = sum(each.numel() for each in self.late)
+        total = late + sum(each.numel() for each in self.ordinary)
+        return late / total if total else None
 
     def report(self) -> str:
         """Which parts are split, which are not and why, and the share that is deferred.
@@ -325,7 +252,7 @@ class Partial:
         Raises:
             SplitError: the model has not been called yet.
         """
-        if not self._parts and not self._breaks and self._history is None:
+        if not self._parts and not self._breaks and self._seen is None:
             because = f"; {self.reason}" if self.reason else ""
             raise SplitError(
                 "nothing captured yet: call the module, which is split graph by graph" + because
@@ -367,6 +294,7 @@ class Partial:
         """The forward call under way; a recomputation belongs to the backward under way."""
         microbatch: ForwardCall = getattr(self._running, "microbatch", None) or self._latest
         microbatch.calls[part] += 1
+        microbatch.deferred |= dict.fromkeys(parameters)
         return microbatch
 
     def deferred(self, work: PendingWork, call: ForwardCall) -> None:

@@ -35,10 +35,12 @@ class ForwardCall:
     Attributes:
         unsplit: whether its backward is I and W in one.
         calls: how often it ran each graph.
+        deferred: the parameters whose gradients W of these graphs computes.
     """
 
     unsplit: bool = False
     calls: Counter[Part] = dataclasses.field(default_factory=Counter)
+    deferred: dict[nn.Parameter, None] = dataclasses.field(default_factory=dict)
 
 
 class PendingOnParameters(PendingQueue):

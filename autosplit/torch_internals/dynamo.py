@@ -94,16 +94,6 @@ def node_of(results: Any, parameters: Iterable[Tensor], given: Iterable[Any]) ->
     return None
 
 
-def python_function(node: Any) -> str | None:
-    """Name and module of the ``torch.autograd.Function`` that a node is of, where it may compute
-    gradients: those that torch puts around modules hand them on, but for reentrant checkpoints.
-    """
-    kind = getattr(type(node), "_forward_cls", None)
-    where = "" if kind is None else kind.__module__
-    hands_on = where.startswith(("torch.", "autosplit.")) and where != "torch.utils.checkpoint"
-    return None if kind is None or hands_on else f"{kind.__qualname__} ({where})"
-
-
 _TORCH = os.path.dirname(torch.__file__)
 
 

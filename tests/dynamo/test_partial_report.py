@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -45,9 +44,8 @@ def test_parts_and_breaks() -> None:
     number = found.line.split(" ")[0].rpartition(":")[2]
     assert first.lines.startswith("breaking.py:")
     assert number in first.lines
-    assert partial.history is not None
-    assert {*partial.history.deferred} == {*model.a.parameters(), *model.b.parameters()}
-    assert {*partial.history.ordinary} == {*model.middle.parameters()}
+    assert {*partial.late} == {*model.a.parameters(), *model.b.parameters()}
+    assert {*partial.ordinary} == {*model.middle.parameters()}
     text = partial.report()
     assert "DisabledMiddle is split graph by graph: Dynamo found 2, 2 of them split." in text
     assert "Skip inlining `torch.compiler.disable()`d function" in text
@@ -56,34 +54,6 @@ def test_parts_and_breaks() -> None:
         "Deferred: the gradients of 4 of 6 parameters, 66.7 % of the weight gradients' elements."
         in text
     )
-
-
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.t(), x.t() @ grad
-
-
-class Reached(DisabledMiddle):
-    """The backward of a function that no graph holds computes weight gradients."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def untraceable(self, x: Tensor) -> Tensor:
-        made: Tensor = Squared.apply(x, self.middle.weight)  # type: ignore[no-untyped-call]
-        return made
-
-
-def test_what_a_python_function_computes_is_not_known() -> None:
-    split = autosplit.split(Reached())
-    with pytest.warns(DeferralWarning, match=r"an unknown share .* backward of Squared"):
-        split(torch.randn(3, 4)).sum().backward()
-    assert "What else the backward of Squared (" in split.report()
 
 
 def test_function_that_dynamo_gives_up_on() -> None:
@@ -117,8 +87,7 @@ def test_graph_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot_convention, "run", fail)
     partial = called(TwoLayers())
     assert [part.state for part in partial.parts] == ["no pass likes this graph"] * 2
-    assert partial.history is not None
-    assert len(partial.history.ordinary) == 4
+    assert len(partial.ordinary) == 4
     assert "no pass likes this graph" in partial.report()
     assert "0 of 4 parameters, 0.0 %" in partial.report()
 
@@ -177,8 +146,7 @@ class ViewUntraced(ViewOutside):
 def test_products_for_weights_that_enter_as_views_do_not_wait(kind: type[ViewOutside]) -> None:
     model = kind()
     partial = called(model)
-    assert partial.history is not None
-    assert [*partial.history.ordinary] == [model.weight]
+    assert [*partial.ordinary] == [model.weight]
     assert "55.6 % of the weight gradients'" in partial.report()
 
 
