@@ -45,17 +45,13 @@ from autosplit.planner.plan_search import (
     count_settings,
     search_plans,
 )
+from autosplit.planner.plan_tables import refused_table, search_table
 from autosplit.planner.profile import BlockOptions
 from autosplit.planner.trial import can_run_trial, measure_links, profile_transfer
-from autosplit.report.plan_tables import (
-    plan_table,
-    refused_table,
-    search_table,
-    source_line,
-)
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size, size_text
 from autosplit.text.files import write_text
+from autosplit.text.progress import working
 
 from .options import backend, counts, file_to_write, json_option, names, setting, typed_errors
 
@@ -201,7 +197,8 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
             return estimate(whole, options, device=speed())
         return profile_together(whole, options, share, alone=alone)
 
-    found = search_plans(costs_of, request.devices, batch, space=request.space, limits=limits)
+    with working(f"comparing what {request.devices} devices can run"):
+        found = search_plans(costs_of, request.devices, batch, space=request.space, limits=limits)
     best, solution = found[0], found[0].solution
     if solution is None:  # cannot be: the first of them can run
         raise PlanError(best.lost)
@@ -340,11 +337,15 @@ def plan(
             err=True,
         )
     found = plan_factory(build, factory, request)
+    source = "measured block by block"
+    if request.estimated:
+        source = "estimated from FLOPs and bytes, nothing was measured"
+    elif found.rehearsed:
+        source = "measured in whole steps of these stages; the search above compares single blocks"
     parts = [
-        search_table(found.configurations, rows),
+        search_table(found.configurations, rows, timed=not found.rehearsed),
         refused_table(found.configurations),
-        plan_table(found.plan),
-        source_line(found.plan, rehearsed=found.rehearsed, estimated=request.estimated),
+        f"{found.plan.report()}; {source}",
     ]
     click.echo("\n\n".join(filter(None, parts)))
     if output:

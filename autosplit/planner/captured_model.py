@@ -30,6 +30,7 @@ from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.meta_model import alike, named_tensors, stand_in_tensors
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.planner.stage_module import Program, StageGraph, StageLayout, StageModule
+from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 from autosplit.torch_internals.state import hold_state, modes_kept
 
@@ -268,8 +269,21 @@ class WholeModel:
             PlanError: it computes nothing, or the inputs are none.
         """
         args, given = _apart(_inputs(args, kwargs))
-        line = capture_model(model, args, given, device_of(model, (args, given)))
+        with working(f"capturing {type(model).__name__} whole"):
+            line = capture_model(model, args, given, device_of(model, (args, given)))
         return cls(model, args, given, line, training=model.training)
+
+    def check_stages(self, stages: int) -> None:
+        """Refuse more stages than there are blocks.
+
+        Raises:
+            PlanError: says how many there may be.
+        """
+        if not 1 <= stages <= len(self.blocks):
+            raise PlanError(
+                f"{type(self.model).__name__} has blocks for 1 to {len(self.blocks)} stages, got "
+                f"stages={stages}"
+            )
 
     @cached_property
     def crossing(self) -> tuple[tuple[Tensor, ...], ...]:

@@ -28,6 +28,7 @@ from autosplit.planner.profile import BlockOptions, profile
 from autosplit.planner.stages import cut
 from autosplit.planner.trial import Times, TrialRun, can_run_trial, run_trial
 from autosplit.runtime.split_options import SplitOptions
+from autosplit.text.progress import working
 
 COSTS = ("profile", "estimate")
 _TRIALS = 4  # different cuts that are tried at the most
@@ -109,7 +110,8 @@ def finder(
     def within(costs: ModelCosts, cap: float) -> Solution:
         capped = replace(limits, cap=cap)
         if firsts is None:
-            return solve(costs, stages, schedule, limits=capped)
+            with working(f"searching where to cut into {stages} stages"):
+                return solve(costs, stages, schedule, limits=capped)
         return _fitting(weigh(costs, firsts, schedule, capped), capped)
 
     def find(costs: ModelCosts) -> Solution:
@@ -177,11 +179,7 @@ def cut_model(
         whole = whole.divided(planning.cut_at)
         firsts = [whole.start(name) for name in planning.cut_at]
         cut(whole, firsts)  # refuses what is no cut, before anything is measured
-    if not 1 <= stages <= len(whole.blocks):
-        raise PlanError(
-            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
-            f"stages={stages}"
-        )
+    whole.check_stages(stages)
     find = finder(stages, firsts, schedule, planning.limits)
     alone = schedule.ranks == 1
     options = BlockOptions(
@@ -343,7 +341,10 @@ def trial_of(
         if not can_run_trial(whole, found.schedule):
             return None
         times, most = found.costs.times, min(seconds * _SHARE, _MOST)
-        return run_trial(whole, found.firsts, found.schedule, options, planned=times, seconds=most)
+        with working("running a trial of the stages"):
+            return run_trial(
+                whole, found.firsts, found.schedule, options, planned=times, seconds=most
+            )
 
     return run
 
@@ -360,11 +361,12 @@ def profile_together(
         seconds: how long to measure.
         alone: whether this process measures for itself, whatever group it is in.
     """
-    if alone or not grouped():
-        return profile(whole, options, seconds=seconds)
-    return average(
-        [*map(_value, gather(_outcome(lambda: profile(whole, options, seconds=seconds))))]
-    )
+    with working(f"measuring {len(whole.blocks)} blocks"):
+        if alone or not grouped():
+            return profile(whole, options, seconds=seconds)
+        return average(
+            [*map(_value, gather(_outcome(lambda: profile(whole, options, seconds=seconds))))]
+        )
 
 
 def agreed(find: Callable[[], T]) -> T:

@@ -33,9 +33,10 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits, ModelCosts
 from autosplit.planner.cuts import Solution
 from autosplit.planner.cutting import Planning, cut_model, stage_count
+from autosplit.planner.plan_tables import plan_report
 from autosplit.planner.stages import Partition, cut
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.text.figures import parse_size
+from autosplit.text.figures import few, parse_size
 from autosplit.text.files import read_text, write_text
 from autosplit.torch_internals.pytree import flatten_named
 
@@ -118,7 +119,7 @@ def _frozen(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """How one model is trained on some ranks.
 
@@ -169,7 +170,7 @@ class Plan:
     resting_memory: tuple[float, ...]
     made_for: PlanSignature
     memory_limit: int | None = None
-    partition: Partition | None = field(default=None, compare=False, repr=False)
+    partition: Partition | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         blocks = iter(self.made_for.blocks[1:])
@@ -182,6 +183,21 @@ class Plan:
             SplitOptions(self.backend, self.memory)
         except SplitError as error:
             raise PlanError(str(error)) from error
+
+    def __repr__(self) -> str:
+        """What is cut where and runs how, in one line."""
+        bound = "" if self.partition is None else ", bound"
+        return (
+            f"Plan({self.made_for.model} cut at {few(self.cuts, 2) or 'nothing'}, {self.ranks} "
+            f"ranks, {self.schedule!r}, {self.microbatches} microbatches of "
+            f"{self.microbatch_size}{bound})"
+        )
+
+    def report(self) -> str:
+        """The stages with their times and sizes as a table, and the step in a line, as ``autosplit
+        plan`` prints them.
+        """
+        return plan_report(self)
 
     @property
     def batch(self) -> int:

@@ -27,6 +27,7 @@ from autosplit.passes import Memory, PassError, SplitGraphs, run
 from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_lost_shardings
+from autosplit.torch_internals.trace_log import trace_graphs
 
 from .compiled_graph import prepare_joint
 from .dtensor_functions import DTensorFunctions
@@ -123,7 +124,7 @@ def _split_block(
     from autosplit.capture.joint_graph import capture
 
     traced = capture(block, args, kwargs, compiler.decompositions)
-    graphs = _split(traced, compiler, memory, dump and dump / kind)
+    graphs = _split(traced, compiler, memory, dump and dump / kind, f"{kind}_")
     traced.guards.settle()
     return traced, graphs
 
@@ -133,10 +134,13 @@ def _split(
     compiler: Backend,
     memory: Memory,
     dump: pathlib.Path | None,
+    kind: str = "",
 ) -> SplitGraphs:
     prepare_joint(traced.joint, compiler)
     with writing(dump) if dump else contextlib.nullcontext():
-        return run(traced.joint, memory=memory, dump=dump)
+        graphs = run(traced.joint, memory=memory, dump=dump)
+    trace_graphs(f"autosplit_{kind}", graphs.graphs())
+    return graphs
 
 
 def _capture(

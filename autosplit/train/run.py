@@ -32,11 +32,12 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.memory_limit import MemoryLimitError
 from autosplit.pipeline.training.options import RunOptions
+from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.plan import Plan, partition
-from autosplit.report.plan_tables import plan_table
+from autosplit.planner.plan_tables import plan_table
 from autosplit.text.figures import size_text
 from autosplit.text.files import read_text, writing
-from autosplit.train.language_model import TrainSettings, next_token_loss
+from autosplit.train.language_model import TrainSettings, load_model, next_token_loss
 from autosplit.train.preparation import Prepared, prepare, read_content
 
 
@@ -140,6 +141,12 @@ def summary(plan: Plan, settings: TrainSettings, records: Sequence[StepRecord]) 
         records: of the steps that were made.
     """
     parts = [plan_table(plan), _measured(plan, records), _losses(records)]
+    if settings.estimate:
+        parts.insert(
+            2,
+            "planned by FLOPs and bytes (--estimate): right for how stages compare, by which they "
+            "are cut; a step may well take several times as long",
+        )
     if settings.checkpoint is not None:
         parts.append(
             f"checkpoint of step {records[-1].step}: {settings.checkpoint} (whole-model names: "
@@ -328,9 +335,22 @@ def train(settings: TrainSettings) -> str | None:
             report = _value(train_on_rank(settings))
         return report if os.environ["RANK"] == "0" else None
     read_content(settings.data)  # what is no text is known before any process starts
+    if settings.ranks > (torch.cuda.device_count() or os.cpu_count() or 1):
+        _check_blocks(settings)  # as many processes would take long to find out
     threads = max(1, (os.cpu_count() or 1) // settings.ranks)
     found = launch(train_on_rank, settings.ranks, (settings,), timeout=_TIMEOUT, threads=threads)
     return _value(found[0])
+
+
+def _check_blocks(settings: TrainSettings) -> None:
+    """Refuse more stages than the model has blocks.
+
+    Raises:
+        PlanError: it has not as many.
+    """
+    model, rows = load_model(settings).model, settings.samples // settings.parts
+    ids = torch.zeros(rows, settings.length, dtype=torch.int64)
+    WholeModel.capture(model, ids).check_stages(settings.ranks)
 
 
 def _value(outcome: str | AutosplitError | None) -> str | None:

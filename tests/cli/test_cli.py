@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 import autosplit.cli.plan
 import autosplit.compare.run  # noqa: F401  # both launch ranks, and are imported late otherwise
 from autosplit.cli import main
+from autosplit.planner import Plan
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
@@ -202,7 +203,9 @@ def test_plan_of_ranks_that_measure_and_rehearse(tmp_path: pathlib.Path) -> None
     command = f"{MEASURED} {one} --output {tmp_path}/plan.json"
     result = run(f"{command} --set layers=1")
     assert result.exit_code == 0, result.output
-    assert " ms; rehearsed: run in whole steps" in result.output
+    assert "; measured in whole steps of these stages" in result.output
+    assert "step ms" not in result.output  # that of blocks is another
+    assert Plan.load(tmp_path / "plan.json").report() in result.output
     refused = run(f"{command} --stages 9")
     assert "9 stages are more than the model has blocks, 6" in refused.output
 

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import autosplit.train.run  # noqa: F401  # launches ranks, and is imported late otherwise
+import autosplit.train.run  # launches ranks, and is imported late otherwise
 from autosplit.checkpoint import read_checkpoint
 from autosplit.cli import main
 from autosplit.train.preparation import TextWindows, read_tokens
@@ -67,7 +67,15 @@ def test_a_folder_is_trained_and_goes_on_over_another_number_of_ranks(
     options = (*options, "--microbatches", 4, "--every", 1)
     first = run(folder, text, *options, "--steps", 2)
     assert first.exit_code == 0, first.output
-    for word in ("first block", "planned", "measured", "bubble", "memory, rank 1", "at step 2"):
+    for word in (
+        "first block",
+        "planned",
+        "by FLOPs and bytes (--estimate)",
+        "measured",
+        "bubble",
+        "memory, rank 1",
+        "at step 2",
+    ):
         assert word in first.output
 
     with log.open("a") as file:
@@ -113,6 +121,15 @@ def test_dropout_is_drawn_by_the_seed(tmp_path: Path, text: Path) -> None:
 
     first = losses(3)
     assert losses(3) == first != losses(4)
+
+
+def test_more_stages_than_blocks_are_refused_by_one_process(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(autosplit.train.run, "launch")
+    result = run("tests.train.models:causal", text, "--pp", 300)
+    assert result.exit_code == 1
+    assert "has blocks for 1 to " in result.output
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from autosplit.dump.tables import milliseconds
-from autosplit.planner.plan import Plan
 from autosplit.planner.plan_search import Configuration
 from autosplit.text.figures import few, size_text
+
+if TYPE_CHECKING:
+    from autosplit.planner.plan import Plan
 
 _LONGEST = 40  # characters of the name of a block
 
 
-def search_table(found: Sequence[Configuration], rows: int | None = None) -> str:
-    """The best ``rows`` configurations that can run, and below them why each other one cannot."""
+def search_table(
+    found: Sequence[Configuration], rows: int | None = None, *, timed: bool = True
+) -> str:
+    """The best ``rows`` configurations that can run, each beside the best.
+
+    Args:
+        found: the best first.
+        rows: to show.
+        timed: with step and bubble; False where the plan's own were measured in another way.
+    """
     able = [each for each in found if each.solution is not None][:rows]
-    table = [[*_cells(each), each.lost or "the best"] for each in able]
-    headers = ["schedule", "backward", "N", "M", "size", "memory", "step ms", "bubble", "peak", ""]
-    align = ("left", "left", "right", "right", "right", "left", "right", "right", "right", "left")
+    table = [[*_cells(each, timed=timed), each.lost or "the best"] for each in able]
+    times = ["step ms", "bubble"] if timed else []
+    headers = ["schedule", "backward", "N", "M", "size", "memory", *times, "peak", ""]
+    numbers = ["right"] * (len(times) + 1)
+    align = ("left", "left", "right", "right", "right", "left", *numbers, "left")
     text = tabulate(table, headers, colalign=align, disable_numparse=True)
     left_out = sum(each.solution is not None for each in found) - len(able)
     if left_out:
@@ -73,23 +85,16 @@ def plan_table(plan: Plan) -> str:
     return tabulate(rows, headers, colalign=align, disable_numparse=True)
 
 
-def source_line(plan: Plan, *, rehearsed: bool, estimated: bool) -> str:
-    """The plan's step in words, and what its times are made of: after a rehearsal others than in
-    the table of the search.
-    """
-    source = "measured block by block"
-    if estimated:
-        source = "estimated from FLOPs and bytes, nothing was measured"
-    elif rehearsed:
-        source = "rehearsed: run in whole steps; the search above goes by blocks"
-    if plan.memory_limit is not None:
-        source += (
-            "; of memory, what operators take for themselves, messages and the batch come on top"
-        )
-    return (
+def plan_report(plan: Plan) -> str:
+    """The stages, and the step in a line."""
+    line = (
         f"plan: {plan.schedule}, N={plan.stages}, M={plan.microbatches}, a step of "
-        f"{milliseconds(plan.predicted_step)} ms; {source}"
+        f"{milliseconds(plan.predicted_step)} ms, bubble {plan.bubble:.1%}, "
+        f"{size_text(round(max(plan.peak_memory)))} on the fullest rank"
     )
+    if plan.memory_limit is not None:
+        line += ", with what operators take for themselves, messages and the batch on top"
+    return f"{plan_table(plan)}\n\n{line}"
 
 
 def spans(plan: Plan) -> list[tuple[str, str]]:
@@ -99,8 +104,9 @@ def spans(plan: Plan) -> list[tuple[str, str]]:
     return [(blocks[first], blocks[last - 1]) for first, last in pairwise(firsts)]
 
 
-def _cells(one: Configuration) -> list[str]:
+def _cells(one: Configuration, *, timed: bool) -> list[str]:
     found: Any = one.solution
+    times = [milliseconds(found.step), f"{found.bubble:.1%}"] if timed else []
     return [
         one.schedule,
         "fused" if one.fused else "split",
@@ -108,8 +114,7 @@ def _cells(one: Configuration) -> list[str]:
         str(one.microbatches),
         str(one.microbatch_size),
         str(one.memory),
-        milliseconds(found.step),
-        f"{found.bubble:.1%}",
+        *times,
         size_text(round(max(found.peaks))),
     ]
 
