@@ -35,7 +35,6 @@ class RankActivity:
         action: the action of the schedule, within a step.
         waiting: whether it waits for other ranks.
         turn: counts the changes of these.
-        told: hears of every new phase, if anybody does; actions change too often.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,6 @@ class RankActivity:
         self.action: Action | None = None
         self.waiting = False
         self.turn = 0
-        self.told: Callable[[str], None] | None = None
 
     def __str__(self) -> str:
         action = self.action
@@ -65,8 +63,6 @@ class RankActivity:
         """Be in another phase."""
         self.phase = phase
         self.turn += 1
-        if self.told is not None:
-            self.told(phase)
 
     def be(self, action: Action | None, *, waiting: bool) -> None:
         """Be in an action, or in none, and wait for what it needs, or do it."""

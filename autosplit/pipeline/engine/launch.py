@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, parent_process, resource_tracker
+from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -278,30 +278,13 @@ def _processes(job: Job) -> Iterator[list[_Process]]:
         for rank in range(job.nprocs):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=work, args=(job, rank, theirs), name=f"rank {rank}")
-            with _no_interrupt():
-                process.start()
+            process.start()
             theirs.close()
             started.append(_Process(rank, process, ours))
         yield started
         _join(started, _LEAVING)
     finally:
         _end(started)
-
-
-@contextlib.contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """For processes that start meanwhile, Ctrl-C comes to nothing; here it comes afterwards. They
-    would otherwise each print where in their imports they were.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # whose first start ends any block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collect(processes: list[_Process], deadline: float, timeout: float) -> list[Any]:

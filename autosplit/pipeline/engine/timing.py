@@ -109,7 +109,7 @@ def ring(ranks: int) -> set[Pair]:
 def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pair]) -> Transfer:
     """The links between these pairs of ranks, with the messages that a trainer's stages send.
 
-    Pairs that have no rank in common are measured at once. Collective, between steps; all ranks
+    Each rank measures its pairs in one order that all have. Collective, between steps; all ranks
     get the same.
 
     Args:
@@ -128,11 +128,10 @@ def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pai
     if not pairs:
         return Transfer()
     groups.connect(pairs)
+    mine = {pair: _between(groups, device, pair) for pair in sorted(pairs) if groups.rank in pair}
     links: dict[Pair, Link] = {}
-    for at_once in _apart(pairs):
-        mine = {pair: _between(groups, device, pair) for pair in at_once if groups.rank in pair}
-        for found in groups.everybody.gather(mine):
-            links = found | links  # of a pair's two ranks the lower one says, of replicas the first
+    for found in groups.everybody.gather(mine):
+        links = found | links  # of a pair's two ranks the lower one says, of replicas the first
     latency = max(link.latency for link in links.values())
     bandwidth = min(link.bandwidth for link in links.values())
     return Transfer(latency, bandwidth, pairs=links)
@@ -158,19 +157,6 @@ def measure_sum(groups: Groups, device: torch.device, link: dist.ProcessGroup) -
 
     heard: list[Link] = groups.everybody.gather(_link_of(seconds))
     return Link(max(each.latency for each in heard), min(each.bandwidth for each in heard))
-
-
-def _apart(pairs: Collection[Pair]) -> list[list[Pair]]:
-    """The pairs in few groups, in none of which two have a rank in common."""
-    found: list[list[Pair]] = []
-    for pair in sorted(pairs):
-        for group in found:
-            if not any({*pair} & {*other} for other in group):
-                group.append(pair)
-                break
-        else:
-            found.append([pair])
-    return found
 
 
 def _between(groups: Groups, device: torch.device, pair: Pair) -> Link:

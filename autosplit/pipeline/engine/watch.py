@@ -187,7 +187,6 @@ class Pulse(NamedTuple):
         time: seconds since the epoch.
         phase: of what it is doing.
         place: what it is doing.
-        turn: counts what it has done.
         seconds: for how long it is doing that.
         waiting: whether it waits for other ranks.
     """
@@ -196,7 +195,6 @@ class Pulse(NamedTuple):
     time: float
     phase: str
     place: str
-    turn: int
     seconds: float
     waiting: bool
 
@@ -238,7 +236,6 @@ class PeerWatch:
         self._turn, self._since = -1, 0.0
         self._stopped = False
         self._ears, self._mouth = socket.socketpair()
-        place.told = self._tell_phase
         self._own.enter(rank, Process.of(os.getpid()))
         self._thread = threading.Thread(target=self._run, name="autosplit-watch", daemon=True)
         self._thread.start()
@@ -313,7 +310,6 @@ class PeerWatch:
             time.time(),
             place.phase,
             str(place),
-            place.turn,
             seconds,
             place.waiting,
         )
@@ -347,8 +343,9 @@ class PeerWatch:
         for rank in self._others:
             how, quietly = self._ending(rank)
             if how and not quietly:
-                phase = self._register.get("phase", rank)
-                return Fault(rank, phase, f"{how} in {phase}" if phase else how, ended=True)
+                pulse = self._pulse(rank)
+                last = "" if pulse is None else pulse.place
+                return Fault(rank, last, f"{how}, last in {last}" if last else how, ended=True)
             if how:
                 left = left or self._gone(rank, how)
         return left
@@ -382,7 +379,7 @@ class PeerWatch:
         busy = [
             rank
             for rank, pulse in second.items()
-            if not pulse.waiting and rank in first and first[rank].turn == pulse.turn
+            if not pulse.waiting and pulse.seconds >= _SILENCE - _BEAT
         ]
         own = self._place.phase
         apart = [rank for rank, pulse in second.items() if pulse.phase != own]
@@ -405,14 +402,10 @@ class PeerWatch:
 
     def _silent(self, rank: int, pulse: Pulse | None, waited: str) -> Fault:
         """A rank that does not beat, or never did: it was stopped before it came to that."""
-        if pulse is None:
-            place, so_long = self._register.get("phase", rank) or "starting", "at all"
-        else:
+        place, so_long = "starting", "at all"
+        if pulse is not None:
             seconds = max(time.time() - pulse.time, _SILENCE)  # of another machine's clock
-            # A phase is told at once, a pulse comes now and then; only a pulse has the action.
-            phase = self._register.get("phase", rank) or pulse.phase
-            place = pulse.place if phase == pulse.phase else phase
-            so_long = f"for {seconds:.3g} s"
+            place, so_long = pulse.place, f"for {seconds:.3g} s"
         return Fault(
             rank,
             place,
@@ -422,11 +415,13 @@ class PeerWatch:
         )
 
     def _pulses(self) -> dict[int, Pulse]:
-        texts = {rank: self._register.get("pulse", rank) for rank in self._others}
-        return {rank: Pulse(*json.loads(text)) for rank, text in texts.items() if text}
+        found = {rank: self._pulse(rank) for rank in self._others}
+        return {rank: pulse for rank, pulse in found.items() if pulse is not None}
 
-    def _tell_phase(self, phase: str) -> None:
-        self._own.put("phase", self._rank, phase)
+    def _pulse(self, rank: int) -> Pulse | None:
+        """The last of a rank; None before its first."""
+        text = self._register.get("pulse", rank)
+        return Pulse(*json.loads(text)) if text else None
 
 
 def watch_over(groups: Groups) -> PeerWatch:

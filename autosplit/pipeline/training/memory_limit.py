@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, NoReturn
@@ -227,34 +227,44 @@ class LimitTuner(Tuner):
         """The shortest step that is found within the limit; collective."""
         self._fixed_by_rank = self._most(self._fixed())
         self._sizes = costs.memory
-        # What holds too much may do so beside microbatches as well: GPipe keeps all it has sent.
-        self._note_graphs(self._running, least=max(self._held(self._running)) > self._limit)
-        nearest: list[tuple[float, Schedule]] = []
-        weighed, aim = self._weighed(costs), float(self._limit)
-        for _ in range(_TRIES):
-            found = self._search(weighed, aim)
-            if found is None:
-                break
-            most = max(self._held(found))
-            nearest.append((most, found))
+        self._note_graphs(self._running, least=True)
+        for most, found in self._tried(costs, float(self._limit)):
             if most <= self._limit:
                 self._running = found
                 return found
-            known = weighed
-            self._note_graphs(found)
+        # The search may miss what is known to fit, or what a refusal advised a limit for: what it
+        # offers for a limit that nothing keeps, the same whatever the limit and the trainer's own
+        # schedule are.
+        there = [(max(self._held(each)), each) for each in (self._running, self.schedule)]
+        noted, self._graphs = self._graphs, {}
+        there += self._tried(costs, 1.0)
+        self._graphs = noted
+        least, found = min(there, key=itemgetter(0))
+        if least > self._limit:
+            self._refuse(least, found)
+        self._running = found
+        return found
+
+    def _tried(self, costs: Costs, aim: float) -> Iterator[tuple[float, Schedule]]:
+        """What is found within ``aim`` bytes, with the most that a rank then holds; again with what
+        that was found to hold beside microbatches, until there is no more to tell the search but
+        how far it was off.
+        """
+        seen: list[Costs] = []
+        most = 0.0
+        for _ in range(_TRIES):
             weighed = self._weighed(costs)
-            if weighed == known:  # there is no more to tell the search, but how far it was off
+            if weighed in seen:
                 aim -= most - self._limit
                 if aim <= max(self._fixed_by_rank):
-                    break
-        # The search may miss what is known to fit, or what a refusal advised a limit for.
-        there = [(max(self._held(each)), each) for each in (self._running, self.schedule)]
-        there += self._frugal(costs)
-        least, nearest_one = min([*nearest, *there], key=itemgetter(0))
-        if least > self._limit:
-            self._refuse(*min(there, key=itemgetter(0)))
-        self._running = nearest_one
-        return nearest_one
+                    return
+            seen.append(weighed)
+            found = self._search(weighed, aim)
+            if found is None:
+                return
+            most = max(self._held(found))
+            yield most, found
+            self._note_graphs(found)
 
     def _search(self, costs: Costs, aim: float) -> Schedule | None:
         """What is found within ``aim`` bytes, or the nearest to that; None: nothing."""
@@ -271,24 +281,6 @@ class LimitTuner(Tuner):
         except LimitError as error:
             found = error.schedule
         return None if found is None else replace(found, crosses_step=False)
-
-    def _frugal(self, costs: Costs) -> list[tuple[float, Schedule]]:
-        """What the search has to offer for a limit that nothing keeps, with the most that a rank
-        holds then; the same whatever the limit and the trainer's own schedule are, so that a limit
-        that a refusal advised finds it again.
-        """
-        found: list[tuple[float, Schedule]] = []
-        noted, self._graphs = self._graphs, {}
-        seen: list[Costs] = []
-        while len(seen) < _TRIES and (weighed := self._weighed(costs)) not in seen:
-            seen.append(weighed)
-            frugal = self._search(weighed, 1.0)
-            if frugal is None:
-                break
-            found.append((max(self._held(frugal)), frugal))
-            self._note_graphs(frugal)
-        self._graphs = noted
-        return found
 
     def _refuse(self, least: float, found: Schedule) -> NoReturn:
         """Say the least limit for which something is found, and what nothing can do without."""

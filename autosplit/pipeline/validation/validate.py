@@ -61,23 +61,6 @@ class _Fault:
     cells: tuple[Cell, ...] = ()
 
 
-class _Positions:
-    """Where each action of a schedule stands; only actions that exist in its pipeline."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.of: dict[Action, list[Cell]] = defaultdict(list)
-        for rank, row in enumerate(schedule.ranks):
-            for position, action in enumerate(row):
-                if _misfit(action, schedule) is None:
-                    self.of[action].append((rank, position))
-
-    def end(self, stage: int, microbatch: int) -> Cell:
-        """The place behind the last action of the rank that runs the stage."""
-        rank = self.schedule.home(stage, microbatch)
-        return rank, len(self.schedule.ranks[rank])
-
-
 def validate(schedule: Schedule) -> None:
     """Refuse a schedule that cannot run or would compute something else than one step.
 
@@ -99,10 +82,9 @@ def validate(schedule: Schedule) -> None:
     # Lazily: a schedule may name a billion microbatches of which it runs none.
     faults = list(islice(_sizes(schedule), _MOST + 1))
     if not faults:  # the other checks index by stage and rank
-        positions = _Positions(schedule)
         checks = [
             _strays(schedule),
-            _counts(positions),
+            _counts(schedule),
             _deadlocks(schedule),
             (_Fault(*found) for found in move_faults(schedule)),
             (_Fault(text, (cell,)) for text, cell in sharding_faults(schedule)),
@@ -184,10 +166,14 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
         yield _Fault("split_backward is False, but the schedule has I or W", tuple(unsplit))
 
 
-def _counts(positions: _Positions) -> Iterator[_Fault]:
+def _counts(schedule: Schedule) -> Iterator[_Fault]:
     """Every F once, and per microbatch one B or one I and one W."""
-    for stage in range(positions.schedule.stages):
-        for microbatch in range(positions.schedule.microbatches):
+    found: dict[Action, list[Cell]] = defaultdict(list)
+    for rank, row in enumerate(schedule.ranks):
+        for position, action in enumerate(row):
+            found[action].append((rank, position))
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
             forward, inputs, weights, full = (
                 Action(stage, kind, microbatch)
                 for kind in (
@@ -198,10 +184,10 @@ def _counts(positions: _Positions) -> Iterator[_Fault]:
                 )
             )
             cells = {
-                action: tuple(positions.of.get(action, ()))
-                for action in (forward, inputs, weights, full)
+                action: tuple(found.get(action, ())) for action in (forward, inputs, weights, full)
             }
-            end = (positions.end(stage, microbatch),)
+            home = schedule.home(stage, microbatch)
+            end = ((home, len(schedule.ranks[home])),)  # behind the last action
             split = cells[inputs] + cells[weights]
             if cells[full] and split:
                 yield _Fault(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,12 @@ _LISTENS = "0A"
 
 
 def of_a_rank(factor: int) -> dict[str, Any]:
-    """Who this rank is, whether Ctrl-C comes to nothing in it, and after a step of a trainer, its
-    sockets and those of its parent.
-    """
+    """Who this rank is, and after a step of a trainer, its sockets and those of its parent."""
     identity = identify(factor)
-    blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with trainer() as engine:
         engine.step(data(8))
         own, parents = (listening(pid) for pid in (os.getpid(), os.getppid()))
-    return {"identity": identity, "blocked": blocked, "rank": own, "parent": parents}
+    return {"identity": identity, "rank": own, "parent": parents}
 
 
 def listening(pid: int) -> list[str]:

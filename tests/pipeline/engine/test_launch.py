@@ -110,13 +110,6 @@ def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> 
     assert len(pids_in(tmp_path)) == 2
 
 
-def test_interrupts_are_for_the_parent_from_the_first_import(
-    launched: list[dict[str, Any]], under_torchrun: list[dict[str, Any]]
-) -> None:
-    assert [rank["blocked"] for rank in (*launched, *under_torchrun)] == [True] * 2 + [False] * 2
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
 def test_launch_listens_on_loopback_only(launched: list[dict[str, Any]]) -> None:
     for own in (*(rank["rank"] for rank in launched), launched[0]["parent"]):
         assert own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from autosplit.pipeline.engine.watch import (
     RETURNED,
     PeerWatch,
     Process,
+    Pulse,
     Register,
     await_ending,
     ended,
@@ -56,6 +58,11 @@ class Ranks:
     def pretend(self, process: Process) -> None:
         """Another process is rank 1."""
         Register(self.store).enter(1, process)
+
+    def last_in(self, phase: str) -> None:
+        """It said so before."""
+        pulse = Pulse(1, time.time(), phase, phase, 0.0, waiting=False)
+        Register(self.store).put("pulse", 1, json.dumps(pulse))
 
 
 @pytest.fixture
@@ -108,7 +115,7 @@ def test_a_death_is_posted_at_once_and_ends_waits(
     ranks: Ranks, child: subprocess.Popen[bytes]
 ) -> None:
     ranks.pretend(Process.of(child.pid))
-    Register(ranks.store).put("phase", 1, "compiling its stages")
+    ranks.last_in("compiling its stages")
     watch = ranks.watch(0)
     time.sleep(0.3)  # until it knows the process
     assert watch.missing is None
@@ -116,7 +123,7 @@ def test_a_death_is_posted_at_once_and_ends_waits(
     _until(ranks.cuts)
     fault = ranks.board.first()
     assert fault is not None
-    assert fault.headline == "rank 1 was killed by SIGKILL in compiling its stages"
+    assert fault.headline == "rank 1 was killed by SIGKILL, last in compiling its stages"
     assert watch.missing == fault
     assert ranks.cuts == [0]
     guard = Guard(0, ranks.board, lambda: None, ranks.places[0], watch)
@@ -143,7 +150,7 @@ def test_last_words_say_more_than_the_exit(
     ranks: Ranks, child: subprocess.Popen[bytes], words: str
 ) -> None:
     ranks.pretend(Process.of(child.pid))
-    Register(ranks.store).put("phase", 1, AROUND)
+    ranks.last_in(AROUND)
     if words:
         Register(ranks.words).put("words", 1, words)
     watch = ranks.watch(0)
@@ -153,7 +160,7 @@ def test_last_words_say_more_than_the_exit(
     fault = watch.explain(TIMEOUT if words == "" else CLOSED) or watch.explain(CLOSED)
     assert fault is not None
     if words.startswith("raised"):
-        assert fault.headline == f"rank 1 {words} in the code around the trainer"
+        assert fault.headline == f"rank 1 {words}, last in the code around the trainer"
     else:
         assert fault.headline == f"rank 1 {words or 'exited with status 0'} while rank 0 went on"
 
@@ -208,31 +215,11 @@ def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
     assert " s, last in the optimizer step: it was stopped" in fault.headline
 
 
-@pytest.mark.parametrize("later", [True, False])
-def test_a_silent_rank_is_where_it_last_told_to_be(ranks: Ranks, later: bool) -> None:
-    """It tells of a phase at once, and beats now and then."""
-    watch, other = ranks.watch(0), ranks.watch(1)
-    place = ranks.places[1]
-    with place("the forward and backward"):
-        place.be(Action.parse("1F2"), waiting=True)
-        time.sleep(0.3)
-        other.stop()
-        if not later:
-            fault = watch.explain(TIMEOUT)
-        place.be(None, waiting=False)
-    if later:
-        fault = watch.explain(TIMEOUT)
-    assert fault is not None
-    where = "the code around the trainer" if later else "1F2"
-    assert f" s, last in {where}: it was stopped" in fault.headline
-
-
 def test_a_rank_that_was_stopped_before_it_said_anything_is_named(ranks: Ranks) -> None:
     ranks.pretend(Process.of(os.getpid()))
-    Register(ranks.store).put("phase", 1, "building its stages")
     fault = ranks.watch(0).explain(TIMEOUT)
     assert fault is not None
-    expected = "rank 1 has not answered at all, last in building its stages: it was stopped"
+    expected = "rank 1 has not answered at all, last in starting: it was stopped"
     assert fault.headline.startswith(expected)
 
 
