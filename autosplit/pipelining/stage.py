@@ -32,11 +32,9 @@ from autosplit.torch_internals.pytree import tree_unflatten
 
 from .refusals import (
     check_group,
-    checked_examples,
     failed_call,
     no_context,
     refuse_arguments,
-    refuse_difference,
     refuse_unfit_call,
     refused_capture,
     unwrapped,
@@ -98,8 +96,8 @@ class SplitPipelineStage(RuntimeStage):
             stage_index: its place in the pipeline.
             num_stages: how many stages there are.
             device: where it runs.
-            input_args: example inputs, to check what the stage before sends against.
-            output_args: example outputs, to check the module's own against.
+            input_args: not used, as stages agree on shapes before the first microbatch.
+            output_args: likewise.
             group: the ranks of the pipeline; None for all.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what one microbatch holds, see ``autosplit.split``.
@@ -109,18 +107,15 @@ class SplitPipelineStage(RuntimeStage):
             others: what torch's stage takes besides is refused.
 
         Raises:
-            PipelineError: the group does not fit the stages, or an argument is not what torch's
-                stage takes.
+            PipelineError: there is no process group, or an argument that only torch's stage takes.
             SplitError: an unknown backend, memory setting, accumulation or overlap; lists the known
                 ones.
         """
         refuse_arguments(others)
-        check_group(stage_index, num_stages, group)
+        check_group(group)
         self.stage_index = stage_index  # the base class sets the module first
         self._options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
         super().__init__(submodule, stage_index, num_stages, device, group=group)
-        self._given = checked_examples(self._owner, "input_args", input_args)
-        self._promised = checked_examples(self._owner, "output_args", output_args)
         self._weights = WeightGradients(Accumulation(accumulation))
         self._flatten = CallFlattening()
         self._results: dict[SplitFunctions, Results] = {}
@@ -191,15 +186,12 @@ class SplitPipelineStage(RuntimeStage):
         """
         if first:
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
-            refuse_difference(self._owner, "input", "input_args", self._given, args)
         self.sharding.look()
         functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
         made = self._results_of(functions)
         if not self.is_last:
             refuse_dtensors(self._owner, self._module, functions)
             made.refuse_objects(self._owner)
-        if first:
-            refuse_difference(self._owner, "output", "output_args", self._promised, made.metas)
         if functions.has_backward:
             calls = self._weights.calls(functions, self._step.calls())
             functions.compile(calls, self._weights.accumulation)
@@ -437,9 +429,8 @@ class SplitPipelineStage(RuntimeStage):
             except CaptureError as error:
                 refused = error
         # Here, so that the user's own error comes alone.
-        raise refused_capture(
-            self._owner, self.stage_index, self._module, args, kwargs, leaves, refused
-        )
+        refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
+        raise refused_capture(self._owner, self._module, args, kwargs, leaves, refused)
 
     def _results_of(self, functions: SplitFunctions) -> Results:
         if functions not in self._results:

@@ -18,7 +18,6 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -423,19 +422,12 @@ class StepGradients:
         for parameter in parameters:
             key = id(parameter)
             self._users[key] -= 1
-            if self._users[key] <= 0:
-                self._finish(parameter, self._earlier.pop(key, None), factor)
-
-    def _finish(self, parameter: Tensor, aside: tuple[Tensor, Tensor] | None, factor: int) -> None:
-        grad = parameter.grad
-        if aside is None or grad is None or not _is_exact(grad, factor):
-            if grad is not None:
-                grad.div_(factor)
-            if aside is not None:
-                _put_back(*aside)
-            return
-        # Both in one pass over memory, where a product rounds as little as the quotient.
-        parameter.grad = aside[1].add_(grad, alpha=1 / factor)
+            if self._users[key] > 0:
+                continue
+            if parameter.grad is not None:
+                parameter.grad.div_(factor)
+            if key in self._earlier:
+                _put_back(*self._earlier.pop(key))
 
     def abandon(self) -> None:
         """End a step that did not come to its end: put back what was aside, unless all gradients
@@ -446,13 +438,6 @@ class StepGradients:
             for parameter, earlier in aside:
                 _put_back(parameter, earlier)
         self._users.clear()
-
-
-def _is_exact(grad: Tensor, factor: int) -> bool:
-    """Whether the reciprocal of a divisor divides as it does. The smallest numbers of float16 are
-    not small enough for that.
-    """
-    return factor & (factor - 1) == 0 and grad.dtype is not torch.float16 and not grad.is_sparse
 
 
 def _put_back(parameter: Tensor, earlier: Tensor) -> None:

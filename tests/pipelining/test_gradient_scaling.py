@@ -1,28 +1,12 @@
-"""Division of a step's gradients: what it gives, and how often it goes through memory."""
+"""Division of a step's gradients."""
 
 from __future__ import annotations
-
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.pipelining.step import StepGradients
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -39,18 +23,6 @@ def test_new_gradients_are_divided_and_earlier_ones_are_not(
     parameter.grad = added.clone()
     gradients.scale([parameter], factor)
     assert torch.equal(parameter.grad, earlier + added / factor)
-
-
-@pytest.mark.parametrize(("factor", "passes"), [(4, {"add_": 1}), (3, {"div_": 1, "add_": 1})])
-def test_one_pass_where_the_reciprocal_is_exact(factor: int, passes: dict[str, int]) -> None:
-    parameter = nn.Parameter(torch.zeros(4))
-    parameter.grad = torch.ones(4)
-    gradients = StepGradients()
-    gradients.begin([parameter])
-    parameter.grad = torch.ones(4)
-    with Operators() as operators:
-        gradients.scale([parameter], factor)
-    assert operators.seen == passes
 
 
 def test_a_shared_parameter_is_divided_when_its_last_stage_is_done() -> None:

@@ -5,28 +5,27 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from torch.distributed.pipelining import _utils
 
 from autosplit.errors import PipelineError
 from autosplit.pipelining import SplitPipelineStage
-from autosplit.pipelining.refusals import refuse_difference
+from autosplit.torch_internals.pipelining_stage import StageShapeError
 from tests.pipelining.refusal_workers import all_refusals
 from tests.ranks import Ranks
 
 Refusals = list[dict[str, tuple[str, str]]]
 
 ON_BOTH = {
-    "too_few_stages": "PipelineError: the process group has 2 ranks for 1 stages: a rank would",
-    "no_such_stage": "PipelineError: expected a stage_index from 0 to 1 of num_stages=2, got 2",
-    "an_argument_in_the_place_of_the_group": "PipelineError: group must be a ProcessGroup or None",
+    "too_few_stages": "RuntimeError: Pipeline group size 2 cannot be larger than",
+    "no_such_stage": "ValueError: Stage index 2 is out of range of 2",
+    "an_argument_in_the_place_of_the_group": "PipelineError: group must be a ProcessGroup of",
     "more_stages_than_ranks": "PipelineError: Schedule1F1B runs one stage a rank: 4 stages need a",
     "a_loop_for_a_v": "PipelineError: ScheduleZBVZeroBubble has stages .* which was given",
     "a_compiled_module": "PipelineError: stage .: the module is compiled by torch.compile, which",
     "losses_of_samples": "PipelineError: stage 0 is the last one: .* a tensor of shape .2.; take",
     "two_copies_of_the_stages": "ScheduleError: 'dualpipe' runs two copies of its stages, and",
     "stages_of_another_rank": "ScheduleError: 'zb-v' has stages .* on rank .*, which was given",
-    "a_builder_of_runners": "PipelineError: SplitPipelineStage takes no dw_builder: the stage runs",
+    "a_builder_of_runners": "PipelineError: SplitPipelineStage takes no dw_builder: it runs W",
     "an_unknown_argument": r"TypeError: SplitPipelineStage.__init__\(\) got an unexpected keyword",
     "a_stage_without_a_schedule": "PipelineError: stage 0 knows no microbatch 0: it has agreed on",
     "a_context_of_forwards": "PipelineError: stage 0 takes no forward context: it runs graphs",
@@ -34,16 +33,8 @@ ON_BOTH = {
 }
 ON_ONE = {
     "outputs_that_do_not_fit": (
-        1, "PipelineError: stage 1 .Sequential. cannot be called with what stage 0 hands on, "
-        "float32.2, 4.: RuntimeError: a and b must have same reduction dim, but got .2, 4. X "
-        ".5, 5.. Let the one return what the other takes",
-    ),
-    "outputs_unlike_the_examples": (
-        1, "StageShapeError: stage 1 .Sequential.: output_args says float32.2, 5., but the module "
-        "returns float32.2, 4.",
-    ),
-    "inputs_unlike_the_examples": (
-        0, "StageShapeError: stage 0 .Sequential.: input_args says float32.3, 4., but what",
+        1, "PipelineError: stage 1 .Sequential. cannot be called with float32.2, 4.: .*a and b "
+        "must have same reduction dim, but got .2, 4. X .5, 5.",
     ),
     "graph_breaks": (
         0, r"CaptureError: stage 0 .Broken. must be one graph: .*refusal_workers.py:\d+"
@@ -60,8 +51,7 @@ ON_ONE = {
         1, r"PipelineError: step\(\) was given no target on the rank of stage 1, the last one",
     ),
     "inputs_that_an_operator_refuses": (
-        0, "PipelineError: stage 0 .Sequential. cannot be called with what step.. was given, "
-        "float32.2, 5.: RuntimeError: .*Give it what the module's forward takes",
+        0, "PipelineError: stage 0 .Sequential. cannot be called with float32.2, 5. without grad",
     ),
     "a_forward_that_raises": (1, "ValueError: four features, got 4$"),
     "an_evaluation_whose_last_stage_raises": (1, "ValueError: four features, got 4$"),
@@ -146,7 +136,4 @@ def test_no_process_group() -> None:
 
 def test_other_shapes_are_torchs_error_too() -> None:
     """For those who catch what torch's own stage raises."""
-    kind = getattr(_utils, "PipeliningMetadataError", RuntimeError)
-    with pytest.raises(kind, match="input_args says") as caught:
-        refuse_difference("stage 0", "input", "input_args", [torch.ones(3)], [torch.ones(4)])
-    assert isinstance(caught.value, PipelineError)
+    assert issubclass(StageShapeError, getattr(_utils, "PipeliningMetadataError", RuntimeError))
