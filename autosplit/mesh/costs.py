@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,9 @@ class DeviceSpeed:
     call: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = field.name == "call"
-            if math.isnan(value) or value < 0.0 or (value == 0.0 and not least):
-                raise PlanError(f"{field.name} must be {'>= 0' if least else '> 0'}, got {value!r}")
+        rates = self.flops_per_second, self.bytes_per_second
+        if not (min(rates) > 0.0 and self.call >= 0.0) or math.isnan(sum(rates)):
+            raise PlanError(f"rates must be > 0 and call must be >= 0, got {self}")
 
     def seconds(self, flops: float, moved: float) -> float:
         """How long one operator takes."""
@@ -85,10 +84,10 @@ def measure_device(
     )
 
 
-def _best(call: Callable[[], object], device: torch.device) -> float:
+def _best(call: Callable[[], object], device: torch.device, tries: int = _TRIES) -> float:
     """Seconds of the quickest of a few calls, after one that is not counted."""
     found = []
-    for _ in range(_TRIES + 1):
+    for _ in range(tries + 1):
         _synchronize(device)
         start = time.perf_counter()
         call()
@@ -126,7 +125,6 @@ def backend_for(device: torch.device) -> str:
 
 _LARGE = 2**23  # bytes
 _EXCHANGES = 20
-_WARMUP = 3
 
 
 @dataclass(frozen=True)
@@ -148,21 +146,13 @@ class CollectiveCosts:
     device: DeviceSpeed
 
     def __post_init__(self) -> None:
-        if not isinstance(self.link, Link) or not isinstance(self.device, DeviceSpeed):
+        link, device = self.link, self.device
+        known = isinstance(link, Link) and isinstance(device, DeviceSpeed)
+        if not (known and 0.0 <= link.latency < math.inf and link.bandwidth > 0.0):
             raise SplitError(
-                "CollectiveCosts takes a Link(latency, bandwidth) and a "
-                "DeviceSpeed(flops_per_second, bytes_per_second, call); got a "
-                f"{type(self.link).__name__} and a {type(self.device).__name__}"
-            )
-        latency, bandwidth = map(_number, self.link)
-        if not (math.isfinite(latency) and latency >= 0.0):
-            raise SplitError(
-                f"the latency of a link must be finite seconds >= 0; got {self.link.latency!r}"
-            )
-        if not bandwidth > 0.0:
-            raise SplitError(
-                "the bandwidth of a link must be bytes in a second > 0; got "
-                f"{self.link.bandwidth!r}"
+                "CollectiveCosts takes a Link(latency, bandwidth) of finite seconds >= 0 and of "
+                "bytes in a second > 0, and a DeviceSpeed(flops_per_second, bytes_per_second, "
+                f"call); got {link!r} and {device!r}"
             )
 
     @classmethod
@@ -228,7 +218,10 @@ def measure_collectives(
     group = _group(ranks)
     device = device_of_group(group)
     found = measure_device(device, dtype)
-    small, large = (_seconds(torch.zeros(n, device=device), group) for n in (1, _LARGE // 4))
+    small, large = (
+        _best(partial(all_reduced, torch.zeros(n, device=device), group), device, _EXCHANGES)
+        for n in (1, _LARGE // 4)
+    )
     mine = [
         small,
         max(large - small, 1e-9) / _LARGE,
@@ -245,47 +238,13 @@ def measure_collectives(
 
 
 def _group(ranks: object) -> dist.ProcessGroup:
-    if isinstance(ranks, DeviceMesh):
-        if ranks.ndim != 1:
-            names = ", ".join(map(repr, ranks.mesh_dim_names or ()))
-            raise SplitError(
-                "measure_collectives takes one dimension of a mesh, such as mesh['tp']; got one of "
-                f"{ranks.ndim} dimensions{names and f': {names}'}"
-            )
-        if ranks.get_coordinate() is None:
-            raise SplitError(
-                "measure_collectives is called by the ranks of the mesh; this rank is none of them"
-            )
-        ranks = ranks.get_group()
-    if ranks is dist.GroupMember.NON_GROUP_MEMBER:
-        raise SplitError(
-            "measure_collectives is called by the ranks of the group; this rank is none of them"
-        )
-    if not isinstance(ranks, dist.ProcessGroup):
+    found: Any = ranks
+    if isinstance(ranks, DeviceMesh) and ranks.ndim == 1 and ranks.get_coordinate() is not None:
+        found = ranks.get_group()
+    if not isinstance(found, dist.ProcessGroup) or found.size() < 2:
         raise SplitError(
             "measure_collectives takes a DeviceMesh of one dimension, such as mesh['tp'], or a "
-            f"process group; got {ranks!r}"
+            "process group, of two ranks or more, each of which calls it, as one alone exchanges "
+            f"nothing; got {ranks!r}"
         )
-    if ranks.size() < 2:
-        raise SplitError(
-            "measure_collectives measures what several ranks exchange, and this group has one, "
-            "whose collectives take no time: leave overlap= out"
-        )
-    return ranks
-
-
-def _seconds(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Of an all-reduce as graphs run it: the quickest of a few."""
-    found = []
-    for _ in range(_WARMUP + _EXCHANGES):
-        start = time.perf_counter()
-        all_reduced(tensor, group)
-        if tensor.device.type != "cpu":
-            torch.accelerator.synchronize(tensor.device)
-        found.append(time.perf_counter() - start)
-    return min(found[_WARMUP:])
-
-
-def _number(value: object) -> float:
-    """NaN for what is none."""
-    return float(value) if isinstance(value, int | float) else math.nan
+    return found

@@ -101,8 +101,8 @@ class SplitPipelineStage(RuntimeStage):
             group: the ranks of the pipeline; None for all.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what one microbatch holds, see ``autosplit.split``.
-            accumulation: how microbatches' gradients add up, see ``autosplit.split``. With
-                ``"concatenated"``, Ws of one stage that follow each other are one call.
+            accumulation: how microbatches' gradients add up, see ``autosplit.split``. Each W is a
+                call of its own, in every form.
             overlap: what weight gradients hide, see ``autosplit.split``.
             others: what torch's stage takes besides is refused.
 
@@ -156,18 +156,12 @@ class SplitPipelineStage(RuntimeStage):
         self._losses: dict[int, LossBoundary] = {}
         self._untrained: set[int] = set()
         self._done: set[int] = set()
-        self._waiting: list[int] = []
         self._steady: dict[CallSignature, tuple[SplitFunctions, Results, State]] = {}
 
     @property
     def functions(self) -> SplitFunctions:
         """The graphs and their callables, those of the latest forward."""
         return self._graphs.latest
-
-    @property
-    def joins_weights(self) -> bool:
-        """Whether Ws that follow each other are one call."""
-        return self._weights.joins
 
     def parameters(self) -> list[Tensor]:
         """The module's, each once, as they are now."""
@@ -295,7 +289,7 @@ class SplitPipelineStage(RuntimeStage):
         self._send_back(chunk, metas, found)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """W; with those that waited for it, in one call."""
+        """W."""
         if not self.has_backward:
             return
         chunk = bwd_chunk_id
@@ -307,13 +301,10 @@ class SplitPipelineStage(RuntimeStage):
                 "W, and each comes once"
             )
         else:
-            self._waiting.append(chunk)
-        if self._waiting and not (self._step.joins(chunk) and self.joins_weights):
-            works = [self._deferred.pop(each) for each in self._waiting]
-            self._waiting.clear()
+            work = self._deferred.pop(chunk)
             self.sharding.gather()
             with torch.no_grad(), without_autocast():
-                self._called("W", chunk, self._weights.deferred, works)
+                self._called("W", chunk, self._weights.deferred, work)
             self.sharding.accumulate()
         if last_backward:
             self._step.end()

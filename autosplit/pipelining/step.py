@@ -3,7 +3,7 @@
 Stages agree on shapes before the first microbatch. A rank that fails inside of a step: its
 neighbours raise too, and say why.
 
-What a stage does better as it knows which action follows: I and W as a B, several W as one.
+What a stage does better as it knows which action follows: I and W as a B.
 
 The gradients of one step, kept apart from those of the steps before it while they are scaled.
 """
@@ -14,7 +14,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -62,12 +61,10 @@ class ActionPlan:
 
     Attributes:
         fused: stage and microbatch of each I that is run with its W, which follows it, as one B.
-        joined: those of each W whose next action on this rank is W of the same stage.
         row: the actions.
     """
 
     fused: frozenset[tuple[int, int]] = frozenset()
-    joined: frozenset[tuple[int, int]] = frozenset()
     row: Sequence[Action] = ()
 
     @classmethod
@@ -76,32 +73,18 @@ class ActionPlan:
         if not running.rows:
             return cls()
         rows = tuple(tuple(map(Action.parse, row)) for row in running.rows)
-        mine = rows[rank]
-        return cls(_fused(running, rows, rank), frozenset(_joined(mine)), mine)
+        return cls(_fused(running, rows, rank), rows[rank])
 
-    def calls(self, stage: int, *, joined: bool) -> list[Call]:
-        """The calls of a stage's graphs in one step, in their order.
-
-        Args:
-            stage: the stage.
-            joined: whether Ws that follow each other are one call.
-        """
+    def calls(self, stage: int) -> list[Call]:
+        """The calls of a stage's graphs in one step, in their order."""
         found: list[Call] = []
-        together = 1
         for action in self.row:
-            place = (action.stage, action.microbatch)
             if action.stage != stage or action.kind not in _CALLS:
                 continue
-            if action.kind is ActionKind.BACKWARD_WEIGHT:
-                if place in self.fused:
-                    continue
-                if joined and place in self.joined:
-                    together += 1
-                    continue
-                found.append(("backward_weight", together))
-                together = 1
-            else:
-                found.append("backward" if place in self.fused else _CALLS[action.kind])
+            if (stage, action.microbatch) not in self.fused:
+                found.append(_CALLS[action.kind])
+            elif action.kind is ActionKind.BACKWARD_INPUT:
+                found.append("backward")
         return found or ["backward"] * 2
 
 
@@ -126,15 +109,6 @@ def _fused(
 
 def _wholes(row: Sequence[Action]) -> set[tuple[int, int]]:
     return {(a.stage, a.microbatch) for a in row if a.kind is ActionKind.BACKWARD}
-
-
-def _joined(row: Sequence[Action]) -> set[tuple[int, int]]:
-    pairs = pairwise(row)
-    return {
-        (a.stage, a.microbatch)
-        for a, b in pairs
-        if a.kind is b.kind is ActionKind.BACKWARD_WEIGHT and a.stage == b.stage
-    }
 
 
 class ScheduleSteps:
@@ -380,16 +354,11 @@ class StageStep:
 
     def calls(self) -> list[Call]:
         """The calls of this stage's graphs in one step, in their order."""
-        stage = self._stage
-        return self._plan.calls(stage.stage_index, joined=stage.joins_weights)
+        return self._plan.calls(self._stage.stage_index)
 
     def fuses(self, chunk: int) -> bool:
         """Whether I of this microbatch runs with its W, as B."""
         return (self._stage.stage_index, chunk) in self._plan.fused
-
-    def joins(self, chunk: int) -> bool:
-        """Whether W of this microbatch may wait for the next action, which is W of this stage."""
-        return (self._stage.stage_index, chunk) in self._plan.joined
 
     @property
     def _plan(self) -> ActionPlan:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autosplit.autograd.delivery import inplace_sums, note_written, run_together
+from autosplit.autograd.delivery import inplace_sums, note_written
 from autosplit.autograd.pending import PendingWork
 from autosplit.runtime.compiled_graph import Call
 from autosplit.runtime.functions import SplitFunctions
@@ -35,11 +35,6 @@ class WeightGradients:
         self._leaves = KnownLeaves()
         self._large: weakref.WeakKeyDictionary[SplitFunctions, bool] = weakref.WeakKeyDictionary()
 
-    @property
-    def joins(self) -> bool:
-        """Whether Ws that follow each other are one call."""
-        return self.accumulation.concatenated
-
     def input(
         self, flight: InFlightMicrobatch, grads: list[Tensor | None], skipped: frozenset[str]
     ) -> tuple[list[Tensor | None], PendingWork]:
@@ -51,18 +46,12 @@ class WeightGradients:
         target.add(early)
         return found, PendingWork(functions, deferred, state, skipped)
 
-    def deferred(self, works: Sequence[PendingWork]) -> None:
-        """W of some microbatches, in one call where they are to be one and can."""
-        waiting = list(works)
-        while waiting:
-            work = waiting.pop(0)
-            residuals, functions = [work.deferred], work.graph
-            while waiting and run_together(work, waiting[0]):
-                residuals.append(waiting.pop(0).deferred)
-            names = functions.late_parameters
-            target = self._target(functions, names, work.state, work.skipped, residuals)
-            how = self.accumulation
-            target.add(functions.backward_weight_together(residuals, target.sums, how))
+    def deferred(self, work: PendingWork) -> None:
+        """W."""
+        functions, how, residuals = work.graph, self.accumulation, [work.deferred]
+        names = functions.late_parameters
+        target = self._target(functions, names, work.state, work.skipped, residuals)
+        target.add(functions.backward_weight_together(residuals, target.sums, how))
 
     def whole(
         self, flight: InFlightMicrobatch, grads: list[Tensor | None], skipped: frozenset[str]

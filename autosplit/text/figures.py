@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 import statistics
@@ -13,11 +12,11 @@ from autosplit.errors import AutosplitError, PlanError
 
 _UNITS: dict[str, int] = {
     "": 1,
-    "B": 1,
-    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    "b": 1,
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
 }
-_SIZE = re.compile(r"\s*([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE = re.compile(r"\s*([0-9]+(?:_[0-9]+)*)(?:\.([0-9]{1,30}))?\s*([a-z]*)\s*", re.ASCII)
 _MOST = 2**63 - 1
 
 
@@ -35,16 +34,14 @@ def parse_size(
         error: what to raise.
 
     Raises:
-        AutosplitError: of that type: this is no size, or less than a byte; says why.
+        AutosplitError: of that type: this is no size, less than a byte, or more than a machine can
+            address.
     """
-    found, wrong = _read(size) if isinstance(size, str) else _counted(size)
-    if not wrong and found < 1:
-        wrong = "which is less than a byte"
-    if not wrong and found > _MOST:
-        wrong = "which is more bytes than a machine can address"
-    if wrong:
+    found = _read(size.lower()) if isinstance(size, str) else _counted(size)
+    if not 1 <= found <= _MOST:
         raise error(
-            f"expected {what} such as 80GiB, '800 MB' or a number of bytes, got {size!r}, {wrong}"
+            f"expected {what} such as 80GiB, '800 MB' or a whole number of bytes (units: B, KiB to "
+            f"TiB, KB to TB), got {size!r}"
         )
     return found
 
@@ -58,59 +55,22 @@ def size_text(count: int) -> str:
     return f"{count / 1024**power:.2f} {units[power - 1]}"
 
 
-def _counted(size: object) -> tuple[int, str]:
-    """A number of bytes, or 0 and what is wrong with it."""
-    if isinstance(size, bool):
-        return 0, "which says neither how much nor of what"
-    if isinstance(size, float):
-        if not math.isfinite(size):
-            return 0, "which is no number of bytes: for no limit, leave it out"
-        if 0.0 < size <= 1.0:
-            return 0, "which looks like a share: say of how many bytes, and multiply"
-        return 0, f"which is a float: pass {int(size)}, as int(...) makes of it"
+def _counted(size: object) -> int:
+    """A number of bytes, or 0 where it is none."""
     try:
-        return operator.index(size), ""  # type: ignore[arg-type]
+        return 0 if isinstance(size, bool) else operator.index(size)  # type: ignore[arg-type]
     except TypeError:
-        return 0, f"of type {type(size).__name__}, which is neither text nor a whole number"
+        return 0
 
 
-def _read(text: str) -> tuple[int, str]:
-    """The bytes that a text says, or 0 and what is wrong with it."""
+def _read(text: str) -> int:
+    """The bytes that a text says, or 0 where it says none."""
     match = _SIZE.fullmatch(text)
-    units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if match is None:
-        return 0, _unreadable(text)
-    number, unit = match[1].replace("_", ""), match[2].lower()
-    if unit not in units:
-        return 0, _unknown_unit(match[1], match[2])
-    if len(number) > 30:
-        return 0, "which is more bytes than a machine can address"
-    whole, _, fraction = number.partition(".")
-    return int(f"{whole}{fraction}") * units[unit] // 10 ** len(fraction), ""
-
-
-def _unreadable(text: str) -> str:
-    if not text.strip():
-        return "which is empty"
-    if text.strip().startswith("-"):
-        return "which is less than a byte"
-    if text.strip().endswith("%"):
-        return "which is a share: say of how many bytes, and multiply"
-    plain = text.replace(",", "")
-    if plain != text and _SIZE.fullmatch(plain):
-        return "which has commas: leave them out, or write a point where a fraction begins"
-    return f"which is not a number with a unit behind it; {_known_units()}"
-
-
-def _unknown_unit(number: str, unit: str) -> str:
-    letter = unit[:1].upper()
-    if letter in "KMGT" and unit.lower() in (letter.lower(), f"{letter.lower()}i"):
-        return f"which may mean '{number}{letter}iB' or '{number}{letter}B': say which"
-    return f"whose unit is not known; {_known_units()}"
-
-
-def _known_units() -> str:
-    return f"known units: {', '.join(unit for unit in _UNITS if unit)}"
+    if match is None or match[3] not in _UNITS or len(match[1]) > 30:
+        return 0
+    fraction = match[2] or ""
+    whole = int(match[1] + fraction) * _UNITS[match[3]]
+    return whole // int("1" + "0" * len(fraction))
 
 
 def few(names: Sequence[str], shown: int = 1) -> str:

@@ -338,7 +338,7 @@ def test_inspect_a_workload() -> None:
         (f"{PLAN} --seconds 3", "--seconds has no effect with --estimate, by which nothing"),
         (f"{MEASURED} --device h100 --seconds 3", "--seconds has no effect with --device, by"),
         (f"{MEASURED} --link 1", "--link is between devices of a --device that is not here"),
-        (f"{PLAN} --limit {'9' * 400}", "or a number of bytes, got '999"),
+        (f"{PLAN} --limit {'9' * 400}", "(units: B, KiB to TiB, KB to TB), got '999"),
         (f"{PLAN} --schedule ,", "expected one or more names with commas, got ','"),
         (f"{PLAN} --rows -1", "-1 is not in the range x>=1"),
         (f"{PLAN} --output /proc/x", "cannot write '/proc/x': No such file"),

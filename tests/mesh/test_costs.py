@@ -30,24 +30,17 @@ def test_rates_are_seconds_of_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("link", "said"),
+    ("link", "device"),
     [
-        (Link(-1.0, 1e9), "latency of a link must be finite seconds >= 0; got -1.0"),
-        (Link(math.inf, 1e9), "latency of a link must be finite seconds >= 0; got inf"),
-        (Link("1 ms", 1e9), "latency of a link must be finite seconds >= 0; got '1 ms'"),
-        (Link(0.0, 0.0), "bandwidth of a link must be bytes in a second > 0; got 0.0"),
-        (Link(0.0, math.nan), "bandwidth of a link must be bytes in a second > 0; got nan"),
-        (1e-5, r"takes a Link\(latency, bandwidth\) and a DeviceSpeed\(.*got a float and a Dev"),
+        *((Link(latency, 1e9), DEVICE) for latency in (-1.0, math.inf, math.nan)),
+        *((Link(0.0, bandwidth), DEVICE) for bandwidth in (0.0, math.nan)),
+        (1e-5, DEVICE),
+        (Link(), None),
     ],
 )
-def test_links_that_cannot_be(link: Any, said: str) -> None:
-    with pytest.raises(SplitError, match=said):
-        CollectiveCosts(link, DEVICE)
-
-
-def test_device_that_is_none() -> None:
-    with pytest.raises(SplitError, match="got a Link and a NoneType"):
-        CollectiveCosts(Link(), None)  # type: ignore[arg-type]
+def test_costs_that_cannot_be(link: Any, device: Any) -> None:
+    with pytest.raises(SplitError, match=r"takes a Link\(latency, bandwidth\) of finite seconds"):
+        CollectiveCosts(link, device)
 
 
 @pytest.mark.parametrize("wrong", [Link(1e-5, 1e9), 1e-3, None])
@@ -71,18 +64,14 @@ def test_overlap_that_is_neither_a_name_nor_costs(wrong: Any) -> None:
 
 
 def test_ranks_that_cannot_be_measured() -> None:
-    with pytest.raises(SplitError, match=r"a DeviceMesh of one dimension.*or a process group; got"):
+    said = "takes a DeviceMesh of one dimension.*of two ranks or more"
+    with pytest.raises(SplitError, match=said):
         measure_collectives("tp")  # type: ignore[arg-type]
     with fake_mesh((2, 2), ("pp", "tp")) as mesh:
-        with pytest.raises(SplitError, match=r"one dimension of a mesh.*2 dimensions: 'pp', 'tp'"):
-            measure_collectives(mesh)
-        others = dist.new_group([1, 2])
-        with pytest.raises(SplitError, match="by the ranks of the group; this rank is none"):
-            measure_collectives(others)
-    with (
-        fake_mesh((1,)) as mesh,
-        pytest.raises(SplitError, match=r"this group has one.*leave overlap= out"),
-    ):
+        for ranks in (mesh, dist.new_group([1, 2])):
+            with pytest.raises(SplitError, match=said):
+                measure_collectives(ranks)
+    with fake_mesh((1,)) as mesh, pytest.raises(SplitError, match=said):
         measure_collectives(mesh["tp"])
 
 
@@ -107,7 +96,7 @@ def test_rates_of_this_machine() -> None:
 
 
 def test_impossible_rates() -> None:
-    with pytest.raises(PlanError, match="flops_per_second must be > 0, got 0"):
+    with pytest.raises(PlanError, match="rates must be > 0 and call must be >= 0, got "):
         DeviceSpeed(0.0, 1.0)
-    with pytest.raises(PlanError, match="call must be >= 0, got -1"):
+    with pytest.raises(PlanError, match=r"call must be >= 0, got .*call=-1"):
         DeviceSpeed(1.0, 1.0, -1)

@@ -171,7 +171,7 @@ class Program:
             if self.last and more.get("return_outputs", True):
                 found += _outputs_differ(self.output, results)
         for stage in self.stages:
-            left = [stage._saved, stage._deferred, stage._losses, stage._roots, stage._waiting]
+            left = [stage._saved, stage._deferred, stage._losses, stage._roots]
             left += [stage.output_chunks] if not stage.is_last else []
             found += [f"{stage.stage_index} kept {each}" for each in left if each]
         return found + self.differences()
