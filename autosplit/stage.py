@@ -25,7 +25,7 @@ from autosplit.runtime.in_flight import (
 from autosplit.runtime.residuals import State
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.runtime.stage_specializations import StageSpecializations
-from autosplit.sharded.stage_sharding import StageSharding
+from autosplit.sharded.module import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.state import distinct_storage_bytes
 
@@ -104,8 +104,7 @@ class Stage:
         self.module = module
         owner, summed = f"stage {index}", Accumulation(accumulation, grad_dtype)
         options = SplitOptions(backend, memory, late_input, overlap)
-        self.sharding = StageSharding(module)
-        self.sharding.look()
+        self.sharding = ShardedModule(module)
         self._sharded = bool(self.sharding.groups)
         self._graphs = StageSpecializations(
             owner, module, args, options, slices, self.sharding if self._sharded else None
@@ -244,7 +243,7 @@ class Stage:
             # Which graphs fit may be decided by what F leaves.
             self._found = None if found.functions.changes_module else found
             return found
-        self.sharding.gather()
+        self.sharding.unshard()
         functions = self._graphs.fitting()
         with self.sharding.standing_in():
             return _Fitting(sizes, functions, self._graphs.state())
@@ -266,7 +265,7 @@ class Stage:
             )
         kept = self._inputs.pop(microbatch)
         if self._sharded:
-            self.sharding.gather()
+            self.sharding.unshard()
         lent = lent_storages(kept.inputs)
         saved = kept.run()
         self._saved.put(microbatch, InFlightMicrobatch(kept.functions, saved, kept.state, lent))
@@ -348,7 +347,7 @@ class Stage:
                 those before it; or it is not this slice's turn.
         """
         if self._sharded:
-            self.sharding.gather()
+            self.sharding.unshard()
         with _without_grad(), without_autocast():
             if not isinstance(microbatch, int):
                 if slice is not None:
@@ -450,12 +449,12 @@ class Stage:
                 f"recompute({microbatch}) before its backward"
             )
         if self._sharded:
-            self.sharding.gather()
+            self.sharding.unshard()
         return self._saved.take(microbatch)
 
     def _hand_over(self) -> None:
         """Let sharded parameters' gradients that are reduced in another dtype be added up in it."""
-        if self.sharding.adds_in_another_dtype:
+        if any(group.adds_in_another_dtype for group in self.sharding.groups):
             self._weights.sums.publish()
             self.sharding.accumulate()
 

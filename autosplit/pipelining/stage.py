@@ -25,7 +25,7 @@ from autosplit.runtime.specializations import (
     Specializations,
 )
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.sharded.stage_sharding import StageSharding
+from autosplit.sharded.module import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.pipelining_stage import RuntimeStage, TensorMeta
 from autosplit.torch_internals.pytree import tree_unflatten
@@ -137,7 +137,7 @@ class SplitPipelineStage(RuntimeStage):
         self._module = unwrapped(module, self.stage_index)
         self._submodule = module
         self._owner = f"stage {self.stage_index} ({type(self._module).__name__})"
-        self.sharding = StageSharding(self._module)
+        self.sharding = ShardedModule(self._module)
         self._graphs = Specializations(
             self._module,
             self._options,
@@ -201,7 +201,7 @@ class SplitPipelineStage(RuntimeStage):
         """F: the result."""
         chunk, args, kwargs = fwd_chunk_id, self.arguments(fwd_chunk_id, args), kwargs or {}
         leaves, structure = self._flatten(args, kwargs)
-        gathered = self.sharding.gather()
+        gathered = self.sharding.unshard()
         functions, made, state = self._step_graphs(args, kwargs, leaves, structure)
         del args
         if not self.is_last:
@@ -221,7 +221,7 @@ class SplitPipelineStage(RuntimeStage):
         else:
             self._untrained.add(chunk)
         if gathered and not self.has_backward:
-            self.sharding.free()
+            self.sharding.reshard()
         if not self.is_last:
             functions.leave_apart(result.outputs)
             sent = made.sent(outputs)
@@ -270,7 +270,7 @@ class SplitPipelineStage(RuntimeStage):
         absent = functions.dependence.absent(arrived)
         skipped = functions.dependence.without_gradient(absent)
         idle = functions.dependence.idle_inputs(absent)
-        self.sharding.gather()
+        self.sharding.unshard()
         with torch.no_grad(), without_autocast():
             if full_backward or self._step.fuses(chunk):
                 found = self._called("B", chunk, self._weights.whole, flight, arrived, skipped)
@@ -302,7 +302,7 @@ class SplitPipelineStage(RuntimeStage):
             )
         else:
             work = self._deferred.pop(chunk)
-            self.sharding.gather()
+            self.sharding.unshard()
             with torch.no_grad(), without_autocast():
                 self._called("W", chunk, self._weights.deferred, work)
             self.sharding.accumulate()
@@ -317,6 +317,7 @@ class SplitPipelineStage(RuntimeStage):
     def start_gradient_reduction(self) -> None:
         """The first half of it, which torch asks for by itself from 2.15 on."""
         self.sharding.reduce()
+        self.sharding.reshard()
 
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
         """The second half."""

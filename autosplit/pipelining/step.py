@@ -312,7 +312,7 @@ class StageStep:
         self._steps, self._ended = steps, False
         if not stage.has_backward:
             return
-        self._parameters = stage.sharding.owners(stage.parameters())
+        self._parameters = [*map(stage.sharding.owner, stage.parameters())]
         self._mixed = steps is None and any(p.grad is not None for p in self._parameters)
         # As torch does: actions without REDUCE_GRAD, read from a file of them, divide nothing.
         self._apart = steps is not None and steps.divides(stage)
@@ -328,6 +328,7 @@ class StageStep:
             average_gradients(stage.submod)
         if steps is None or stage.stage_index not in steps.running.reduces:
             stage.sharding.reduce()
+            stage.sharding.reshard()
 
     def scale(self, factor: int) -> None:
         """Divide what this step added.

@@ -37,7 +37,6 @@ from autosplit.torch_internals.state import StateReader
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
-    from autosplit.sharded.stage_sharding import StageSharding
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = {Tensor, nn.Parameter, *_VALUES}
@@ -313,7 +312,7 @@ class Specializations:
         traced: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
         *,
         computed: bool = False,
-        sharding: ShardedModule | StageSharding | None = None,
+        sharding: ShardedModule | None = None,
         dynamic: bool | None = None,
         warned: bool = False,
     ) -> None:

@@ -23,7 +23,7 @@ from .refusals import refuse_dtensors
 from .specializations import CallFlattening, Specializations
 
 if TYPE_CHECKING:
-    from autosplit.sharded.stage_sharding import StageSharding
+    from autosplit.sharded.module import ShardedModule
 
 _SHAPE = attrgetter("shape")
 _MAX_GRAPHS = 64
@@ -74,7 +74,7 @@ class StageSpecializations:
         args: Sequence[Any],
         options: SplitOptions,
         slices: int,
-        sharding: StageSharding | None = None,
+        sharding: ShardedModule | None = None,
     ) -> None:
         self._name = name
         self._module = module

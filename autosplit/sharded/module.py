@@ -1,27 +1,24 @@
-"""``ShardedModule``: a module of ``fully_shard`` whose forward and backward are graphs."""
+"""``ShardedModule``: a module whose forward and backward are graphs, and which ``fully_shard`` may
+have sharded.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from autosplit.errors import ShardedError, SplitError
 from autosplit.torch_internals.distributed import fsdp_part, is_wrapped_by_fsdp, refuse_sharded
 from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.fsdp import (
-    ParameterGroup,
-    PlainView,
-    finish_backward,
-    is_managed,
-    make_ready,
-    managed_from_outside,
-    root_states,
-)
 from autosplit.torch_internals.state import allow_other_memory
 
 from .gathering import Gathering
+
+if TYPE_CHECKING:
+    from autosplit.torch_internals.fsdp import ParameterGroup, PlainView, Root
 
 Writes = Sequence[int]
 """How often each sharded parameter was written."""
@@ -36,12 +33,17 @@ class ShardedModule:
     into ``.grad`` of the sharded parameters: as with FSDP and
     ``set_requires_gradient_sync(False)`` for all microbatches but the last.
 
+    In a pipeline, a schedule that knows of sharding gathers parameters (UNSHARD) ahead of a stage's
+    first microbatch, and frees them (RESHARD) behind its last. Under one that does not, graphs
+    gather those that are to be freed after a forward, block by block (ZeRO-3); the others are
+    gathered at the first microbatch and freed when gradients are reduced (ZeRO-2).
+
     Args:
-        module: what ``fully_shard`` was called with, whole or in parts.
+        module: what ``fully_shard`` was called with, whole or in parts, or will be.
 
     Attributes:
-        groups: its parameter groups.
-        gathering: gathers them for graphs.
+        groups: its parameter groups; none where nothing is sharded, or was when it was looked at.
+        gathering: gathers them for graphs; None likewise.
         memory: where gathered parameters lie, freed or not -> their group.
 
     Raises:
@@ -49,10 +51,27 @@ class ShardedModule:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        if is_wrapped_by_fsdp(module) or managed_from_outside(module):
+        self._module = module
+        self.groups: list[ParameterGroup] = []
+        self._roots: list[Root] = []
+        self._views: list[PlainView] = []
+        self._owners: dict[int, Tensor] = {}
+        self.memory: dict[int, ParameterGroup] = {}
+        self.gathering: Gathering | None = None
+        self.look()
+
+    def look(self) -> None:
+        """Find out whether the module is sharded by now, before anything is traced."""
+        module = self._module
+        if self.gathering is not None or fsdp_part(module) is None:
+            return
+        # Importing autosplit imports nothing distributed.
+        from autosplit.torch_internals import fsdp
+
+        if is_wrapped_by_fsdp(module) or fsdp.managed_from_outside(module):
             refuse_sharded(module)
-        self._roots = root_states(module)
-        self.groups = ParameterGroup.within(module)
+        self._roots = fsdp.roots_of(module)
+        self.groups = fsdp.ParameterGroup.within(module)
         for group in self.groups:
             if group.refusal:
                 raise ShardedError(
@@ -60,15 +79,8 @@ class ShardedModule:
                     "cannot be gathered for one graph: call it without that, or use the model "
                     "unsplit"
                 )
-        self._views = [PlainView(part) for part in module.modules() if is_managed(part)]
-        self._owners: dict[int, Tensor] = {}
-        self.memory: dict[int, ParameterGroup] = {}
+        self._views = [fsdp.PlainView(part) for part in module.modules() if fsdp.is_managed(part)]
         self.gathering = Gathering(self)
-
-    @classmethod
-    def of(cls, module: nn.Module) -> ShardedModule | None:
-        """The module, where ``fully_shard`` manages it or a part of it."""
-        return cls(module) if fsdp_part(module) is not None else None
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
@@ -99,17 +111,19 @@ class ShardedModule:
         """Whether all parameters are gathered."""
         return all(group.is_unsharded for group in self.groups)
 
-    def unshard(self, *, left_by_forward: bool = False) -> bool:
+    def unshard(self, *, whole: bool = False) -> bool:
         """Gather parameters that are not: one all-gather a group, all under way at once.
 
         Args:
-            left_by_forward: only those that a forward is to leave gathered.
+            whole: all, and not only those that a forward leaves gathered.
 
         Returns:
             whether there were any.
         """
+        if not self.groups:
+            return False
         self._make_ready()
-        kept = [group for group in self.groups if not (left_by_forward and group.frees)]
+        kept = [group for group in self.groups if whole or not group.frees]
         waiting = [group for group in kept if not group.is_unsharded]
         for group in waiting:
             group.start_unshard()
@@ -120,7 +134,7 @@ class ShardedModule:
 
     def _make_ready(self) -> None:
         for root in self._roots:  # not before parameters have left the meta device
-            make_ready(root)
+            root.make_ready()
 
     def _note(self) -> None:
         """Which gathered parameter is whose, and where it lies."""
@@ -202,7 +216,7 @@ class ShardedModule:
     def finish_reduce(self) -> None:
         """Wait for reductions that were started."""
         for root in self._roots:
-            finish_backward(root)
+            root.finish_backward()
 
     def lies_in_parameters(self, tensors: Iterable[Tensor | None]) -> bool:
         """Whether one of these is in the memory of a gathered parameter, which comes and goes."""

@@ -20,15 +20,10 @@ from .distributed import is_fsdp_managed
 from .dtensor import Sharding, redistributed
 
 
-def state_of(module: Any) -> Any:
-    """What ``fully_shard`` keeps of one of its modules."""
-    return module._get_fsdp_state()
-
-
-def root_states(module: nn.Module) -> list[Any]:
-    """States of the topmost modules that ``fully_shard`` was called with."""
-    found = {id(state): state for state in map(state_of, _topmost(module))}
-    return list(found.values())
+def roots_of(module: nn.Module) -> list[Root]:
+    """The topmost modules that ``fully_shard`` was called with; several may have one state."""
+    found = {id(state): state for state in map(_state_of, _topmost(module))}
+    return [*map(Root, found.values())]
 
 
 def managed_from_outside(module: nn.Module) -> bool:
@@ -38,7 +33,7 @@ def managed_from_outside(module: nn.Module) -> bool:
     inside = {id(part) for root in _topmost(module) for part in root.modules()}
     return any(
         is_fsdp_managed(part) and id(part) not in inside for part in module.modules()
-    ) or any(state._is_root is False for state in root_states(module))
+    ) or any(root.is_inner for root in roots_of(module))
 
 
 def _topmost(module: nn.Module) -> Iterator[nn.Module]:
@@ -57,20 +52,34 @@ def groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def make_ready(root: Any) -> None:
-    """Have FSDP find out, as in a first forward, that this is a root, what is below it, and what a
-    root does not reshard.
+class Root:
+    """A topmost module of ``fully_shard``, or several with one state.
+
+    Args:
+        state: what FSDP keeps of it.
     """
-    root._lazy_init()
 
+    def __init__(self, state: Any) -> None:
+        self._state = state
 
-def finish_backward(root: Any) -> None:
-    """Wait for the reductions below a root, as FSDP does at the end of a backward."""
-    context = root._state_ctx
-    # torch 2.15 notes in the backward's hooks whether its user is to finish it.
-    if getattr(context, "manual_backward_finalization_active", False) is None:
-        context.manual_backward_finalization_active = context.manual_backward_finalization
-    root._root_post_backward_final_callback()
+    @property
+    def is_inner(self) -> bool:
+        """Whether it has run as a part of another."""
+        return self._state._is_root is False
+
+    def make_ready(self) -> None:
+        """Have FSDP find out, as in a first forward, that this is a root, what is below it, and
+        what a root does not reshard.
+        """
+        self._state._lazy_init()
+
+    def finish_backward(self) -> None:
+        """Wait for the reductions below it, as FSDP does at the end of a backward."""
+        context = self._state._state_ctx
+        # torch 2.15 notes in the backward's hooks whether its user is to finish it.
+        if getattr(context, "manual_backward_finalization_active", False) is None:
+            context.manual_backward_finalization_active = context.manual_backward_finalization
+        self._state._root_post_backward_final_callback()
 
 
 def _sharding(spec: Any) -> Sharding:
@@ -96,7 +105,7 @@ class ParameterGroup:
         found: dict[int, tuple[str, Any]] = {}
         for name, part in module.named_modules():
             if isinstance(part, FSDPModule):
-                state = state_of(part)
+                state = _state_of(part)
                 found.setdefault(id(state), (name or type(part).__name__, state))
         return [cls(group, name) for name, state in found.values() for group in groups_of(state)]
 
@@ -464,8 +473,10 @@ def is_managed(module: nn.Module) -> bool:
     return _MARKS[0] in module.__dict__ or _state_of(module) is not None
 
 
-def _state_of(module: nn.Module) -> Any:
-    return state_of(module) if hasattr(module, "_get_fsdp_state") else None
+def _state_of(module: Any) -> Any:
+    """What ``fully_shard`` keeps of one of its modules; None of others."""
+    get = getattr(module, "_get_fsdp_state", None)
+    return None if get is None else get()
 
 
 def _handle_ids(state: Any) -> list[int]:

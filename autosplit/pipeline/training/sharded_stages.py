@@ -201,7 +201,7 @@ class ShardedStages:
         sharded = self._stages.get(stage)
         if sharded is not None and not sharded.is_unsharded:
             with self._groups.losing(_SHARDS):
-                sharded.unshard()
+                sharded.unshard(whole=True)
 
     def free(self, stage: int) -> None:
         """Free the gathered parameters of a stage."""
