@@ -111,6 +111,7 @@ class SplitPipelineStage(RuntimeStage):
             SplitError: an unknown backend, memory setting, accumulation or overlap; lists the known
                 ones.
         """
+        del input_args, output_args  # in torch's places
         refuse_arguments(others)
         check_group(group)
         self.stage_index = stage_index  # the base class sets the module first
