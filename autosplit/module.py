@@ -59,8 +59,9 @@ class SplitModule(ModuleProxy):
     here is set there. After ``loss.backward()`` the weight gradients of that microbatch are
     pending, and ``.grad`` of each parameter holds a lazy gradient. Whatever first uses one
     (clipping, a scaler, an optimizer's step) has everything computed that is pending;
-    ``backward_weight()`` is for choosing when. Where ``.grad`` is set to None, zeroed or replaced,
-    what was pending for it is dropped, and with the last one of a microbatch its memory. Where a
+    ``backward_weight()`` is for choosing when. Where ``.grad`` is set to None or replaced, what
+    was pending for it is dropped, with the last one of a microbatch its memory when the next
+    forward starts. Where a
     hook waits for a parameter's gradient, ``backward()`` computes weight gradients too, as an
     optimizer may step in it; ``report()`` names such parameters. A step compiled with
     ``fullgraph=True`` cannot have gradients computed: call ``backward_weight()`` before it, and

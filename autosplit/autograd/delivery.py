@@ -293,7 +293,8 @@ class ShardedQueue(PendingQueue):
         delivery.queue = weakref.ref(self)
 
     def make_room(self) -> None:
-        """Nothing: the last one that is left is what reduces."""
+        """Only where ``.grad`` was cleared: the last one that is left is what reduces."""
+        self.sweep()
 
     def drop(self, parameters: Collection[int]) -> None:
         """Of microbatches whose W has run and that are not reduced yet, too."""

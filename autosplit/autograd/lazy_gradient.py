@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from sys import getrefcount
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,15 +20,12 @@ from torch import Tensor
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
-    ZERO_ALL,
-    exchanged,
     in_compiler,
     in_transform,
     memoryless_tensor,
     outside_dispatch,
     own_gradient,
     tensor_users,
-    without_torch_function,
 )
 from autosplit.torch_internals.dtensor import dtensor_class, is_dtensor
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
@@ -54,18 +50,7 @@ class LazyGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA and all(map(_has_final_metadata, args[:1])):
-            with without_torch_function():
-                return func(*args, **kwargs)
-        if func is Tensor.zero_ and _is_strided(args[0]):
-            return _zeroed(args[0])
-        if func is ZERO_ALL:
-            args = ([_zeroed(t) if _is_strided(t) else t for t in args[0]],)
-        off = func is Tensor.requires_grad_ and not any((*args[1:], *kwargs.values()))
-        if off and _has_final_metadata(args[0]):
-            return args[0]
-        args, kwargs = _computed((args, kwargs))
+        args, kwargs = _computed((args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
@@ -127,8 +112,6 @@ class LazyGradient(Tensor):
             )
         slot, _ = found
         slot.compute()
-        if not isinstance(self, LazyGradient):
-            return self  # the real one itself, see ``GradientSlot.hand_over``
         if self._real is None:
             raise SplitError(
                 "a gradient that was taken from .grad while a part of it was pending was used "
@@ -148,43 +131,11 @@ def pending(lazy: LazyGradient) -> tuple[GradientSlot, Tensor] | None:
     return None if parameter is None else (slot, parameter)
 
 
-def _has_final_metadata(lazy: Any) -> bool:
-    """Whether shape, dtype and the like are those of the real gradient."""
-    found = pending(lazy) if isinstance(lazy, LazyGradient) else None
-    return found is not None and found[0].has_final_metadata(found[1])
-
-
-def _is_strided(lazy: Any) -> bool:
-    """Whether the real gradient is known to be strided."""
-    found = pending(lazy) if isinstance(lazy, LazyGradient) else None
-    return found is not None and found[0].is_strided
-
-
-def _zeroed(lazy: LazyGradient) -> Tensor:
-    """The gradient as zeros; what is pending for it alone is dropped."""
-    found = pending(lazy)
-    return lazy.value() if found is None else found[0].zero(found[1], lazy)
-
-
 def _computed(tree: Any) -> Any:
     """A pytree with every lazy gradient replaced by the real one."""
     leaves, spec = tree_flatten(tree)
     found = [leaf.value() if isinstance(leaf, LazyGradient) else leaf for leaf in leaves]
     return tree_unflatten(found, spec)
-
-
-# Metadata read before gradients are used, or of those that are then replaced; everything else
-# computes them, as its answer may differ.
-_ANY: Any = Tensor
-_METADATA = {
-    *[
-        getattr(_ANY, name).__get__
-        for name in ("shape", "dtype", "device", "grad_fn", "requires_grad", "is_leaf")
-    ],
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-}
 
 
 class SlotState(enum.Enum):
@@ -209,14 +160,11 @@ class GradientSlot:
         parameter: whose, while it lives.
         key: its ``id``.
         state: whether ``.grad`` holds the lazy gradient.
-        lazy: the lazy gradient, kept to be used again; None where it is to be noticed when it is
-            freed.
-        ref: a weak reference to it.
+        lazy: the lazy gradient, kept to be used again, as making one takes longer than all else.
         base: what ``.grad`` was before, to which the pending part will be added.
         aside: what ``.grad`` is meanwhile, while a gradient is computed that somebody holds though
             it is not in ``.grad`` any more.
         sources: queues with gradients pending, in the order in which they began.
-        dense: whether everything pending is known to be strided.
         failure: why a part of the gradient is lost.
         hidden: whether it is kept out of ``.grad``, see ``LazyGradients.hide``.
     """
@@ -225,13 +173,11 @@ class GradientSlot:
         "__weakref__",
         "aside",
         "base",
-        "dense",
         "failure",
         "hidden",
         "key",
         "lazy",
         "parameter",
-        "ref",
         "sources",
         "state",
     )
@@ -241,11 +187,9 @@ class GradientSlot:
         self.key = id(parameter)
         self.state = IDLE
         self.lazy: LazyGradient | None = None
-        self.ref: Any = _nobody
         self.base: Tensor | None = None
         self.aside: list[Tensor | None] | None = None
         self.sources: tuple[PendingQueue, ...] = ()
-        self.dense = True
         self.failure: BaseException | None = None
         self.hidden = False
 
@@ -258,81 +202,33 @@ class GradientSlot:
 
     def awaited_by(self, lazy: LazyGradient) -> Tensor | None:
         """The parameter, where a part of the gradient that ``lazy`` stands for is pending."""
-        if self.current() is not lazy:
-            return None
-        parameter = self.parameter()
-        return None if self.state is IDLE else parameter
-
-    def has_final_metadata(self, parameter: Tensor) -> bool:
-        """Whether shape, dtype and the like of the gradient are known already."""
-        fixed = getattr(parameter, "grad_dtype", parameter.dtype) is not None
-        return fixed and (self.base is None or not self.base.requires_grad)
-
-    @property
-    def is_strided(self) -> bool:
-        """Whether the gradient is known to be strided."""
-        return (
-            self.dense
-            and self.state is ARMED
-            and self.failure is None
-            and (self.base is None or self.base.layout is torch.strided)
-        )
-
-    def current(self) -> LazyGradient | None:
-        """The lazy gradient, while it lives."""
-        return self.ref() if self.lazy is None else self.lazy
+        return None if self.lazy is not lazy or self.state is IDLE else self.parameter()
 
     def installed(self, parameter: Tensor) -> bool:
         """Whether the lazy gradient is in ``.grad``."""
-        lazy = self.ref() if self.lazy is None else self.lazy
-        return self.hidden or (lazy is not None and parameter.grad is lazy)
+        return self.hidden or (self.lazy is not None and parameter.grad is self.lazy)
 
     def arm(self, parameter: Tensor, base: Tensor | None) -> None:
         """Put the lazy gradient into ``.grad``, in the place of ``base``."""
-        lazy = self.ref() if self.lazy is None else self.lazy
         self.base, self.state = base, ARMED
-        if lazy is not None:
+        if self.lazy is not None:
             try:
-                parameter.grad = lazy
+                parameter.grad = self.lazy
                 return
             except RuntimeError:  # the parameter has another shape, dtype or device by now
-                self.forget()
-        lazy = self.lazy = memoryless_tensor(LazyGradient, parameter, _dtype(parameter))
+                pass
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        lazy = self.lazy = memoryless_tensor(LazyGradient, parameter, dtype)
         lazy._slot = weakref.ref(self)
-        self.watch(lazy)
         parameter.grad = lazy
 
-    def watch(self, lazy: LazyGradient) -> None:
-        """Have it noticed when the lazy gradient is freed, unless it is kept."""
-        self.ref = weakref.ref(lazy, partial(_gone, lazy._slot))
-
-    def forget(self) -> None:
-        """Let go of the lazy gradient; the next one is another object."""
-        self.lazy, self.ref = None, _nobody
-
-    def hand_over(self, lazy: LazyGradient, real: Tensor) -> None:
-        """Have a lazy gradient, which is referenced elsewhere, be the real one from now on.
-
-        Autograd adds to one tensor from backward to backward. So whoever holds the lazy gradient
-        gets the object that ``.grad`` is, and the memory of both is exchanged; where somebody
-        holds the other object too, the lazy gradient refers to it.
-
-        Args:
-            lazy: this parameter's.
-            real: a variable of the caller's, and in ``.grad`` where it belongs there.
+    def hand_over(self, real: Tensor) -> None:
+        """Have the lazy gradient, which is referenced elsewhere, stand for the real one from now
+        on; the next one is another object.
         """
-        self.forget()
-        if not exchanged(lazy, real):
+        lazy, self.lazy = self.lazy, None
+        if lazy is not None:
             lazy._real = real
-            return
-        spare: Any = real
-        spare._slot = lazy._slot
-        del lazy._slot
-        if tensor_users(spare) > 1:  # in the ``.grad`` of another parameter, say
-            spare._real = lazy
-        else:
-            self.lazy = spare
-            self.watch(spare)
 
     def disarm(self) -> None:
         """Note that nothing is pending any more."""
@@ -342,7 +238,7 @@ class GradientSlot:
     def held(self) -> bool:
         """Whether the lazy gradient, which is not in ``.grad``, is referenced elsewhere."""
         if self.lazy is None:
-            return self.ref() is not None
+            return False
         return getrefcount(self.lazy) > OURS or tensor_users(self.lazy) > 1
 
     def compute(self) -> None:
@@ -387,44 +283,7 @@ class GradientSlot:
         else:
             parameter.grad = found
 
-    def zero(self, parameter: Tensor, lazy: LazyGradient) -> Tensor:
-        """The gradient as zeros, without anything being computed."""
-        base = self.base
-        sources, self.sources = self.sources, ()
-        self.forget()
-        self.disarm()
-        for source in sources:
-            source.drop({self.key})
-        with torch.no_grad():
-            zeros = (
-                torch.zeros_like(parameter, dtype=_dtype(parameter))
-                if base is None
-                else base.zero_()
-            )
-        if parameter.grad is lazy:
-            parameter.grad = zeros
-        del base
-        self.hand_over(lazy, zeros)
-        return lazy.value() if isinstance(lazy, LazyGradient) else lazy
-
 
 _slot = SimpleNamespace(lazy=object())
 OURS = getrefcount(_slot.lazy)
 """How many references Python has to what is only a slot's, its being counted included."""
-
-
-def _gone(slot: weakref.ref[GradientSlot], _: Any) -> None:
-    """Weak-reference callback of a lazy gradient that was freed."""
-    found = slot()
-    if found is not None and found.state is ARMED:
-        for source in found.sources:
-            source.sweep()
-
-
-def _dtype(parameter: Tensor) -> torch.dtype:
-    """Dtype of a parameter's gradient."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def _nobody() -> None:
-    return None

@@ -18,17 +18,14 @@ from autosplit.torch_internals.autograd import UNHELD, is_held, tensor_users
 from .lazy_gradient import ARMED, COMPUTING, IDLE, OURS, GradientSlot, LazyGradient
 
 if TYPE_CHECKING:
-    from .pending import PendingQueue, PendingWork
+    from .pending import PendingQueue
 
 _FEW = 64
 
 
 class LazyGradients:
-    """Installs lazy gradients in ``.grad``, replaces them by real ones, and detects freed ones.
-
-    One lazy gradient a parameter is kept from step to step, because making one takes longer than
-    everything else here together. So it would go unnoticed that ``.grad`` was cleared; but for
-    each work one lazy gradient is not kept, and when that one is freed, all are looked at.
+    """Installs lazy gradients in ``.grad``, replaces them by real ones, and drops what is pending
+    for those that are neither there nor anywhere else any more, as ``.grad`` was cleared.
 
     The caller guards every call by one lock, which the owner's ``sweep`` and
     ``drop`` take too.
@@ -71,15 +68,14 @@ class LazyGradients:
             slot, parameter, lazy = self._hidden.pop()
             slot.hidden = False
             # Another thread may have computed it.
-            if slot.state is ARMED and slot.current() is lazy and parameter.grad is None:
+            if slot.state is ARMED and slot.lazy is lazy and parameter.grad is None:
                 parameter.grad = lazy
 
-    def promise(self, parameters: Sequence[Tensor], *, dense: bool) -> GradientSlot | None:
+    def promise(self, parameters: Sequence[Tensor]) -> GradientSlot | None:
         """Put lazy gradients into ``.grad`` of parameters whose gradients are pending from now on.
 
         Args:
             parameters: leaves.
-            dense: whether their gradients are known to be strided.
 
         Returns:
             None; or a slot to be computed first, and then promise again: the gradient that was
@@ -100,27 +96,25 @@ class LazyGradients:
                 if state is IDLE and type(grad) is not LazyGradient:
                     if grad is not None and not self.held:
                         self.held = getrefcount(grad) > UNHELD or is_held(grad)
-                    slot.sources, slot.dense, slot.base, slot.state = sources, dense, grad, ARMED
+                    slot.sources, slot.base, slot.state = sources, grad, ARMED
                     try:
                         parameter.grad = lazy
                     except RuntimeError:
                         slot.arm(parameter, grad)
                     continue
-                joined = state is ARMED and grad is lazy and slot.sources == sources
-                if joined and slot.dense is dense:
+                if state is ARMED and grad is lazy and slot.sources == sources:
                     continue
-            slot, blocked = self._promised(slot, parameter, owner, dense)
+            slot, blocked = self._promised(slot, parameter, owner)
             if blocked:
                 return slot
-        if slot is not None:
-            slot.lazy = None  # noticed when it is freed
+        if parameters:
             self._keep(parameters[-1], owner)
         if self._hiding:
             self.conceal(parameters)
         return None
 
     def _promised(
-        self, slot: GradientSlot, parameter: Tensor, owner: PendingQueue, dense: bool
+        self, slot: GradientSlot, parameter: Tensor, owner: PendingQueue
     ) -> tuple[GradientSlot, bool]:
         """Promise one gradient, whatever is in ``.grad``: the slot used, and whether it has to be
         computed first.
@@ -135,13 +129,12 @@ class LazyGradients:
             if type(grad) is not LazyGradient:
                 if grad is not None and not self.held:
                     self.held = getrefcount(grad) > UNHELD or is_held(grad)
-                slot.sources, slot.dense = sources, dense
+                slot.sources = sources
                 slot.arm(parameter, grad)
                 return slot, False
             slot = self._joined(slot, parameter, grad)
-        if owner not in slot.sources or slot.dense > dense:
-            slot.sources = tuple(dict.fromkeys((*slot.sources, *sources)))
-            slot.dense = slot.dense and dense
+        if owner not in slot.sources:
+            slot.sources = (*slot.sources, owner)
         return slot, False
 
     def lift(self) -> list[GradientSlot]:
@@ -154,8 +147,6 @@ class LazyGradients:
         lifted += held
         for slot, parameter in lifted:
             slot.state = COMPUTING
-            if slot.lazy is None:
-                slot.lazy = slot.ref()  # kept, to be used again
             parameter.grad = slot.base
             slot.base = None
         return [slot for slot, _ in lifted]
@@ -164,7 +155,7 @@ class LazyGradients:
         """Restore every ``.grad`` as it was; the owner has forgotten all works."""
         lifted = self.lift()
         for slot in lifted:
-            slot.forget()
+            slot.lazy = None
         self.settle(lifted)
 
     def settle(self, lifted: Iterable[GradientSlot], failure: BaseException | None = None) -> None:
@@ -181,11 +172,8 @@ class LazyGradients:
         for slot in lifted:
             if simply and len(slot.sources) == 1 and slot.aside is None and slot.failure is None:
                 slot.sources, slot.state = (), IDLE
-                if (  # as ``GradientSlot.held``, without a call for each
-                    slot.lazy is None
-                    or getrefcount(slot.lazy) > OURS
-                    or tensor_users(slot.lazy) > 1
-                ):
+                # As ``GradientSlot.held``, without a call for each.
+                if getrefcount(slot.lazy) > OURS or tensor_users(slot.lazy) > 1:
                     self._hand_over(slot)
                 continue
             if failure is not None:
@@ -195,16 +183,12 @@ class LazyGradients:
                     waiting[source] = source.waiting()
             slot.sources = tuple([each for each in slot.sources if slot.key in waiting[each]])
             self._settle_kept(slot)
-        if works:
-            self._watch(works)
-        else:
+        if not works:
             self._release()
 
     def sweep(self) -> None:
         """Drop what is pending for every lazy gradient that was freed."""
-        _, held = self._present()
-        for slot, _ in held:
-            slot.lazy = None  # noticed when it is freed
+        self._present()
 
     def drop(self, parameters: Collection[int]) -> None:
         """Drop the pending gradients of these parameters (their ``id``)."""
@@ -217,9 +201,7 @@ class LazyGradients:
             if not work.parameters:
                 empty.append(work)
         owner.forget(empty)
-        works = owner.works()
-        self._watch(works)
-        if not works:
+        if not owner.works():
             self._release()
 
     def _present(
@@ -241,9 +223,7 @@ class LazyGradients:
             if parameter is None:
                 gone.append(slot)
                 continue
-            # One that is being freed, and has this called, must not be looked at in ``.grad``.
-            kept = slot.lazy is not None
-            if (kept and parameter.grad is slot.lazy) or slot.installed(parameter):
+            if parameter.grad is slot.lazy or slot.hidden:
                 there.append((slot, parameter))
             elif slot.failure is None and slot.held():
                 held.append((slot, parameter))
@@ -266,7 +246,7 @@ class LazyGradients:
         if found is not None:  # another owner's
             self._slots[id(parameter)] = found
             return found
-        slot.sources, slot.dense = (), True
+        slot.sources = ()
         slot.arm(parameter, grad.value())  # another parameter's, or one that was put back
         self.held = True
         return slot
@@ -288,14 +268,12 @@ class LazyGradients:
 
     def _hand_over(self, slot: GradientSlot) -> None:
         """Let the lazy gradient, which is referenced elsewhere, stand for the real one."""
-        parameter, lazy = slot.parameter(), slot.current()
-        if parameter is None or lazy is None:
-            return
-        real = parameter.grad
+        parameter = slot.parameter()
+        real = None if parameter is None else parameter.grad
         if real is None:
-            slot.forget()
+            slot.lazy = None
         else:
-            slot.hand_over(lazy, real)
+            slot.hand_over(real)
 
     def _keep(self, parameter: Tensor, owner: PendingQueue) -> None:
         """Let the owner live at least as long as the parameter."""
@@ -318,15 +296,6 @@ class LazyGradients:
                     del parameter.__dict__[_OWNERS]
         self._keeping.clear()
 
-    def _watch(self, works: Iterable[PendingWork]) -> None:
-        """Of each work, have one lazy gradient noticed when it is freed."""
-        for work in works:
-            slots = [self._slots.get(id(parameter)) for parameter in work.parameters]
-            armed = [slot for slot in slots if slot is not None and slot.state is ARMED]
-            if armed and all(slot.lazy is not None for slot in armed):
-                # Whatever order they end in, half of them are then behind it, on average.
-                armed[len(armed) // 2].lazy = None
-
 
 def _drop(gone: Iterable[GradientSlot]) -> None:
     """Drop what is pending for these slots."""
@@ -337,7 +306,7 @@ def _drop(gone: Iterable[GradientSlot]) -> None:
         slot.sources = ()
         slot.disarm()
         if slot.held():
-            slot.forget()
+            slot.lazy = None
     for source, keys in dropped.items():
         source.drop(keys)
 

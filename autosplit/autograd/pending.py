@@ -226,7 +226,7 @@ class PendingQueue:
         """Queue work, after earlier work of this microbatch."""
         while True:
             with self._lock:
-                blocking = self.lazies.promise(work.parameters, dense=work.graph.dependence.dense)
+                blocking = self.lazies.promise(work.parameters)
                 if blocking is None:
                     self.microbatches.setdefault(microbatch, []).append(work)
                     if not self._guarded:

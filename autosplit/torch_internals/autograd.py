@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, is_not
 from sys import getrefcount
 from typing import Any, ParamSpec, TypeVar, cast
-from weakref import getweakrefcount
 
 import torch
 from torch import Tensor
@@ -310,11 +309,6 @@ def memoryless_tensor(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
 tensor_users = Tensor._use_count  # type: ignore[attr-defined]
 """C++ reference count of a tensor, its Python object included."""
 
-without_torch_function = torch._C.DisableTorchFunctionSubclass
-"""Context in which ``__torch_function__`` of subclasses is not called."""
-
-ZERO_ALL = torch._foreach_zero_
-
 
 @contextlib.contextmanager
 def outside_dispatch() -> Iterator[None]:
@@ -355,38 +349,6 @@ def is_held(gradient: Tensor) -> bool:
     if base is not None and tensor_users(base) <= _USERS and getrefcount(base) <= UNHELD:
         users -= 1  # of a gradient that was made as a view nobody else has what it is a view of
     return users > _STORAGE or handles > _HANDLES
-
-
-def exchanged(one: Tensor, other: Tensor) -> bool:
-    """Let two Python objects exchange tensors and classes, attributes left out; False, and nothing
-    done, where somebody would notice: refers to ``other``, besides ``.grad``, two variables of the
-    callers' and this call.
-    """
-    if type(other) is not Tensor or _references(other) > _unseen() or getweakrefcount(other):
-        return False
-    try:
-        torch._C._swap_tensor_impl(one, other)
-    except RuntimeError:  # C++ has a weak reference
-        return False
-    one.__class__, other.__class__ = type(other), type(one)
-    return True
-
-
-def _references(tensor: Tensor) -> int:
-    """Python's references; C++ has one where it has any."""
-    return getrefcount(tensor) - bool(tensor_users(tensor) > 1)
-
-
-def _unseen() -> int:
-    """What ``_references`` gives for an object with one variable beyond its two callers'; asked
-    again each time, as it is not the same while torch.compile looks at frames.
-    """
-    token = object()
-    return (lambda passed: (lambda other: _count(other))(passed))(token)
-
-
-def _count(token: object) -> int:
-    return getrefcount(token)
 
 
 def _unheld() -> tuple[int, int, int, int]:
