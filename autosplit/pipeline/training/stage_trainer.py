@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ from autosplit.pipeline.simulation.transfer import MoveCosts
 
 from .agreement import check_layout, check_unanimous, factory_options
 from .batches import Batch, Inputs, Part, paired
+from .metrics import StepMetrics, metrics_table
 from .options import Record, TrainerOptions, check_record, choose_device, store_for
 from .rank_state import OptimizerFunction, RankState
 from .runner import Runner
@@ -114,6 +116,7 @@ class StageTrainer:
             self.device,
             store,
         )
+        self._metrics = StepMetrics(self._runner, self.rank, self.device)
 
     def __repr__(self) -> str:
         """What it trains, in one line."""
@@ -221,9 +224,11 @@ class StageTrainer:
                 rank, and the next batch may do.
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
+        start = perf_counter()
         losses = self.forward_backward(batch, target)
         with self._guard("the optimizer step"):
             self._held.step(self._max_norm, self._norm, self._meet)
+        self._metrics.seconds = perf_counter() - start
         return losses
 
     def step_async(
@@ -250,6 +255,7 @@ class StageTrainer:
             PipelineError: as for ``step``. What a rank refuses of a batch whose inputs have a shape
                 that they had before is one, too: others have not waited.
         """
+        self._metrics.losses = None
         with self._guard("the forward and backward"):
             agreement = self._runner.train(
                 paired(batch, target), clipping=self._clipping, record=self._record, waits=False
@@ -267,6 +273,7 @@ class StageTrainer:
 
         Arguments, result and errors are those of ``step``. Returns only once all ranks are done.
         """
+        start = perf_counter()
         with self._guard("the forward and backward"):
             agreement = self._runner.train(
                 paired(batch, target), clipping=self._clipping, record=self._record, waits=True
@@ -274,6 +281,8 @@ class StageTrainer:
         losses = agreement.wait()
         if self._clipping:
             self._norm = agreement.norm()
+        self._metrics.losses = losses
+        self._metrics.computing = self._metrics.seconds = perf_counter() - start
         return losses
 
     def evaluate(self, batch: Batch | Inputs | None = None, target: Part | None = None) -> Tensor:
@@ -317,6 +326,32 @@ class StageTrainer:
     def state_dict(self) -> dict[int, dict[str, Any]]:
         """The state of this process's modules, by stage, with the names within the stage."""
         return {index: module.state_dict() for index, module in self.modules.items()}
+
+    def metrics(self, *, peak_flops: float | None = None) -> dict[str, float]:
+        """What the last ``step`` (or ``forward_backward``) took, for a logger. Asks no other rank,
+        so that one may call it alone, and costs a step nothing.
+
+        Args:
+            peak_flops: floating-point operations that the device can do in a second.
+
+        Returns:
+            By name, those that are known: ``loss``, the mean over the batch; ``seconds``, with the
+            optimizer; ``grad_norm``, with ``max_grad_norm``; ``samples_per_s`` of this pipeline, on
+            ranks that were given inputs, and ``tokens_per_s``, where these are ids; ``flops_per_s``
+            of this rank's products, recomputed ones not counted, and ``mfu``, their share of
+            ``peak_flops``; ``bubble``, the share of forward and backward in which this rank ran
+            nothing, with ``record``; ``peak_memory``, the most bytes that it held, on an
+            accelerator or with ``record="memory"``.
+
+        Raises:
+            PipelineError: there was no step, or the last one was a ``step_async``.
+        """
+        found = self._metrics.numbers(peak_flops)
+        return found if self._norm is None else {**found, "grad_norm": self._norm}
+
+    def report(self, *, peak_flops: float | None = None) -> str:
+        """``metrics`` as text, under what is trained."""
+        return f"{self!r}\n\n{metrics_table(self.metrics(peak_flops=peak_flops))}"
 
     def timeline(self) -> Timeline:
         """What all ranks ran in the last step, which must have been recorded; call on all ranks.
