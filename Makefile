@@ -45,15 +45,18 @@ types: $(VENV)/installed
 unit: $(VENV)/installed
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-docs: $(VENV)/installed
+# In an environment without the rest, docs install what they need.
+docs: $(or $(wildcard $(VENV)/installed),$(VENV)/installed-docs)
 	$(BIN)/sphinx-build -q -W -b html docs build/site
 
 wheel: $(VENV)/installed
 	$(BIN)/python .ci/check_wheel.py
 
-$(VENV)/installed: pyproject.toml setup.cfg constraints.txt
+$(VENV)/installed: EXTRA := dev
+$(VENV)/installed-docs: EXTRA := docs
+$(VENV)/installed $(VENV)/installed-docs: pyproject.toml setup.cfg constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRA)]'
 	touch $@
 
 clean:
