@@ -16,9 +16,12 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .checkpoint import load_checkpoint, save_checkpoint
     from .dynamo.pending_weights import backward_weight
     from .mesh.costs import CollectiveCosts, DeviceSpeed, Link, measure_collectives
     from .module import SplitModule
+    from .pipeline import PipelineTrainer, launch
+    from .pipelining import SplitPipelineStage
     from .planner import Plan, meta_model, partition
     from .report.pictures import draw_memory
     from .report.timelines import write_timeline
@@ -37,18 +40,23 @@ __all__ = [
     "DeviceSpeed",
     "Link",
     "PipelineError",
+    "PipelineTrainer",
     "Plan",
     "PlanError",
     "ScheduleError",
     "SplitError",
     "SplitModule",
+    "SplitPipelineStage",
     "Stage",
     "__version__",
     "backward_weight",
     "draw_memory",
+    "launch",
+    "load_checkpoint",
     "measure_collectives",
     "meta_model",
     "partition",
+    "save_checkpoint",
     "split",
     "write_timeline",
 ]
@@ -57,14 +65,19 @@ _HOMES = {
     "CollectiveCosts": "autosplit.mesh.costs",
     "DeviceSpeed": "autosplit.mesh.costs",
     "Link": "autosplit.mesh.costs",
+    "PipelineTrainer": "autosplit.pipeline",
     "Plan": "autosplit.planner",
     "SplitModule": "autosplit.module",
+    "SplitPipelineStage": "autosplit.pipelining",
     "Stage": "autosplit.stage",
     "backward_weight": "autosplit.dynamo.pending_weights",
     "draw_memory": "autosplit.report.pictures",
+    "launch": "autosplit.pipeline",
+    "load_checkpoint": "autosplit.checkpoint",
     "measure_collectives": "autosplit.mesh.costs",
     "meta_model": "autosplit.planner",
     "partition": "autosplit.planner",
+    "save_checkpoint": "autosplit.checkpoint",
     "split": "autosplit.splitting",
     "write_timeline": "autosplit.report.timelines",
 }

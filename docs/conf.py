@@ -13,3 +13,5 @@ autodoc_typehints = "none"  # signatures have them
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes as one list
+napoleon_attr_annotations = False
