@@ -11,7 +11,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_me
 from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 
 from .trainer import PipelineTrainer
@@ -22,7 +22,6 @@ __all__ = [
     "WEIGHTS",
     "Costs",
     "LimitError",
-    "MoveCosts",
     "PipelineTrainer",
     "Reductions",
     "RunOptions",

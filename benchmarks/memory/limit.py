@@ -18,7 +18,7 @@ from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.engine.timing import measure_transfer
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.timeline import median_durations, undisturbed
+from autosplit.pipeline.simulation.timeline import median_durations
 from examples.families import FAMILIES, Family
 
 from ..paper.settings import SIZES
@@ -142,13 +142,9 @@ def _within(
 
 
 def _simulated(trainer: PipelineTrainer, steps: Any) -> float:
-    """The step by its actions' measured times, the links, the stores and what moves take of ranks;
-    what copies took of an action is not counted twice.
-    """
-    host, moves = trainer.store_costs()
-    steps = [undisturbed(spans, moves.slowing) for spans in steps]
+    """The step by its actions' measured times, the links and the stores."""
     costs = measured_costs(trainer, steps, [(0, 1)])
-    transfer = dataclasses.replace(costs.transfer, host=host, moves=moves)
+    transfer = dataclasses.replace(costs.transfer, host=trainer.store_link())
     return dataclasses.replace(costs, transfer=transfer).timeline(trainer.schedule).step_time
 
 

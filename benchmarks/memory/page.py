@@ -94,10 +94,9 @@ bandwidth, which is measured first. Losses are the same, bit for bit.""",
 `memory_limit=` of what the plain schedule's fixed bytes and {limit.SHARE:.0%} of its activations
 take, the families in two stages on two ranks with one thread each, once it has settled on a
 schedule: the most that a rank holds, as measured; the prediction for that schedule; the step beside
-the simulated one, which goes by the measured times of its actions, links and stores, and what moves
-take of ranks: two with a thread each leave no core idle here, so copies slow computation down. Two
-ranks are the hardest case: with one microbatch running and one arriving, 1F1B's first rank holds
-two whatever is moved.""",
+the simulated one, which goes by the measured times of its actions, links and stores. Two ranks are
+the hardest case: with one microbatch running and one arriving, 1F1B's first rank holds two whatever
+is moved.""",
         limit.measure,
         limit.render,
     ),

@@ -23,8 +23,6 @@ from .boundaries import Negotiation, TensorMeta
 from .first_error import LostPeerError
 from .groups import Groups, lost
 
-_NOTED = 64  # of the last messages
-
 
 class _Message(NamedTuple):
     """Tensors being sent or filled. They live here until every operation on them is complete."""
@@ -74,9 +72,6 @@ class Outbox(_Box):
 
     Nothing here asks whether a send is complete: Gloo only knows after a wait, and a wait that
     times out closes the connection. So waits happen where they are known to return at once.
-
-    Attributes:
-        took: seconds in which each of the last messages was handed over.
     """
 
     does = "needs"
@@ -85,16 +80,13 @@ class Outbox(_Box):
         super().__init__(link, peer)
         self._pending: deque[_Message] = deque()
         self._retired = 0
-        self.took: deque[float] = deque(maxlen=_NOTED)
 
     def put(self, parcel: Parcel, tensors: list[Tensor]) -> None:
         """Start sending; ``tensors`` are contiguous."""
         message = _Message(parcel, [], [])
         self._pending.append(message)
-        begun = perf_counter()
         for tensor in tensors:
             self._start(message, self._link.isend, tensor)
-        self.took.append(perf_counter() - begun)
 
     def retire(self, count: int) -> None:
         """Let go of the first ``count`` messages of this step; waits for any still under way."""

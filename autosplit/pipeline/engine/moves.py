@@ -12,9 +12,7 @@ has left, and the receiver makes room for it when its turn comes.
 from __future__ import annotations
 
 import contextlib
-import statistics
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
@@ -30,7 +28,6 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span
-from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.torch_internals.allocations import sizes_known
 
 from .first_error import ActionError, LostPeerError
@@ -57,38 +54,6 @@ class TransferredBytes:
             found = self._highest
             self._now = self._highest = 0
         return found
-
-
-_NOTED = 64  # of the last moves
-
-
-class MoveTimes:
-    """For how long moves kept the thread of a rank whose stages are on ``device``; on an
-    accelerator the host's time is not noted, for it runs ahead.
-
-    Attributes:
-        leaving: what set off a departure, the last ones.
-        coming: what put back what came, likewise.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._counts = device.type == "cpu"
-        self.leaving: deque[float] = deque(maxlen=_NOTED)
-        self.coming: deque[float] = deque(maxlen=_NOTED)
-
-    def costs(self) -> MoveCosts:
-        """The medians; nothing of what has not been seen."""
-        if not self._counts:
-            return MoveCosts()
-        return MoveCosts(*(statistics.median(n or [0.0]) for n in (self.leaving, self.coming)))
-
-
-@contextlib.contextmanager
-def noting(seconds: deque[float]) -> Iterator[None]:
-    """Note how long that takes."""
-    begun = perf_counter()
-    yield
-    seconds.append(perf_counter() - begun)
 
 
 class Move:
@@ -295,7 +260,6 @@ class Moves:
         store: HostStore | None = None,
     ) -> None:
         self.transferred = TransferredBytes()
-        self.times = MoveTimes(device)
         self._stages = stages
         self._rank = rank = groups.rank
         self._row = schedule.ranks[rank]
@@ -385,10 +349,9 @@ class Moves:
             if arrival is not None:
                 stage, microbatch, came = arrival
                 tensors = self._await(self._begun[came])
-                with noting(self.times.coming):
-                    take_over(tensors)
-                    stage.attach_held(microbatch, tensors)
-                    tensors.clear()
+                take_over(tensors)
+                stage.attach_held(microbatch, tensors)
+                tensors.clear()
 
         return wait
 
@@ -415,7 +378,6 @@ class Moves:
         if away is None:
             raise PipelineError(f"{what} is scheduled, and there is no store or partner for it")
 
-        @noting(self.times.leaving)
         def leave() -> Move:
             storages = self._detached(journey, stage)
             return self._carry(journey.leaves, lambda: away.leave(storages, what))

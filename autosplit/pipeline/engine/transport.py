@@ -7,7 +7,6 @@ it arrived (see ``routes``) or the step ends. What several stages take is sent t
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -94,14 +93,6 @@ class Transport:
         boxes: tuple[Inbox | Outbox, ...] = (*self._inboxes.values(), *self._outboxes.values())
         here = [each for part in self._here.values() for each in part if each is not None]
         return [*here, *(tensor for box in boxes for tensor in box.tensors)]
-
-    @property
-    def send_seconds(self) -> float:
-        """For how long a message keeps this rank's own thread, the median of the last ones; 0 on an
-        accelerator, of which the host runs ahead.
-        """
-        took = [each for outbox in self._outboxes.values() for each in outbox.took]
-        return statistics.median(took) if took and self._device.type == "cpu" else 0.0
 
     def sender(self, result: Action) -> Send | None:
         """The call that hands ``result`` (an F's or I's, named by its action) to other stages; None

@@ -4,11 +4,8 @@ A lane is what carries moves from one rank to its partner, or between a rank and
 host, one after another, in the order of the sender's row. To the simulator's core it is a rank of
 its own, whose actions are the transfers.
 
-A rank begins its departures and puts back what came itself. Where stages are on the CPU, threads
-carry a transfer, which may take time from what the rank computes beside it. How the two share the
-cores is for the system to say; here the rank gives up the whole of that time when the transfer
-begins, which comes to the same end of both where it computes on. Where it waits next, for that
-transfer or for another rank, the copy costs it nothing.
+Ranks lose no time to them: on an accelerator copy engines carry them. On a CPU whose cores all
+compute, threads that copy take time from what is computed beside.
 """
 
 from __future__ import annotations
@@ -19,18 +16,14 @@ from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.schedule.action import ARRIVALS, DEPARTURES, Action, ActionKind
+from autosplit.pipeline.schedule.action import ARRIVALS, Action
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .activation_memory import StageMemory, moved_bytes
 from .step_graph import INSTANT, Message, StepGraph
-from .transfer import FREE_MOVES, MoveCosts, Transfer
-
-_LEAVING = (ActionKind.OFFLOAD, ActionKind.EVICT)
-_COMING = (ActionKind.RELOAD, ActionKind.LOAD)
-_NO_USE = (ActionKind.FORWARD, ActionKind.RECOMPUTE)
+from .transfer import Transfer
 
 
 @dataclass
@@ -72,8 +65,8 @@ def add_lanes(
         graph: of the schedule; gets further actions.
         schedule: whose moves.
         rows: per rank, the numbers of its actions.
-        seconds: per action; gets those of the transfers, and what moves take of ranks.
-        transfer: the links, and what moves take of ranks.
+        seconds: per action; gets those of the transfers.
+        transfer: the links.
         memory: by stage.
         journeys: those of the schedule, where they are known.
 
@@ -84,15 +77,10 @@ def add_lanes(
     if not journeys:
         return Lanes([*rows])
     builder = _Builder(graph, rows)
-    took = [_took(schedule, transfer, memory, journey) for journey in journeys]
-    for journey, each in zip(journeys, took, strict=True):
-        builder.add(journey, each)
+    for journey in journeys:
+        builder.add(journey, _took(schedule, transfer, memory, journey))
     builder.close(schedule)
     seconds += builder.lanes.took.values()
-    if transfer.moves != FREE_MOVES:
-        moved = [*zip(journeys, took, strict=True)]
-        for number, more in _spent(schedule, rows, transfer.moves, moved).items():
-            seconds[number] += more
     return builder.lanes
 
 
@@ -117,62 +105,6 @@ def _took(
         schedule.moved, journey.stage, memory[journey.stage], deferred=journey.deferred
     )
     return size / link.bandwidth, link.latency
-
-
-def _spent(
-    schedule: Schedule,
-    rows: Sequence[Sequence[int]],
-    costs: MoveCosts,
-    took: Sequence[tuple[Journey, tuple[float, float]]],
-) -> dict[int, float]:
-    """Seconds that moves take of ranks, by the number of an action."""
-    times = [_time_of_rank(row, costs) for row in schedule.ranks]
-    spent = {
-        rows[rank][place]: seconds
-        for rank, (own, _) in enumerate(times)
-        for place, seconds in own.items()
-    }
-    for journey, (seconds, _) in took:
-        ends = [(journey.rank, journey.leaves), (journey.rank, journey.comes)]
-        if journey.partner is not None:
-            ends += [(journey.partner, journey.accepted), (journey.partner, journey.returned)]
-        for rank, place in ends:
-            if place in times[rank][1]:
-                number = rows[rank][place]
-                spent[number] = spent.get(number, 0.0) + costs.slowing * seconds
-    return spent
-
-
-def _time_of_rank(row: Sequence[Action], costs: MoveCosts) -> tuple[dict[int, float], set[int]]:
-    """What moves take of a rank: by place in its row, seconds in which it begins a departure, or
-    puts back what came; and the places of the moves whose transfers run beside what the rank
-    computes next.
-    """
-    own: dict[int, float] = {}
-    beside: set[int] = set()
-    begun: dict[tuple[int, int], int] = {}
-    back: set[tuple[int, int]] = set()
-    computed = False
-    for place, action in enumerate(row):
-        kind, at = action.kind, (action.stage, action.microbatch)
-        if kind in _LEAVING:
-            own[place] = costs.leave
-        elif kind in _COMING:
-            back.add(at)
-        if kind in DEPARTURES or kind in ARRIVALS:
-            begun[at] = place
-        elif kind is ActionKind.AWAIT:
-            begun.pop(at, None)
-        elif kind.is_compute:
-            if at in back and kind not in _NO_USE:
-                own[place] = costs.come
-                back.discard(at)
-                begun.pop(at, None)
-            if computed:  # what is begun before that comes later, as nothing has left yet
-                beside.update(begun.values())
-            begun.clear()
-            computed = True
-    return own, beside
 
 
 class _Builder:

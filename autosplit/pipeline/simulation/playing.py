@@ -60,7 +60,7 @@ def play(
         rows: per rank, the numbers of its actions in order.
         seconds: per action.
     """
-    needs, makes, takers, sending = graph.needs, graph.makes, graph.takers, graph.sending
+    needs, makes, takers = graph.needs, graph.makes, graph.takers
     starts, causes = [-1.0] * len(needs), [-1] * len(needs)
     ready = [-1.0] * len(takers)
     blocked = [False] * len(takers)
@@ -97,7 +97,6 @@ def play(
                     if blocked[parcel]:
                         movable.append(takers[parcel])
                         blocked[parcel] = False
-                now += sending[action]
                 continue
             break
         places[rank], clocks[rank] = place, now

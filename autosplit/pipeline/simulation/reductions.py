@@ -27,32 +27,26 @@ class Reductions:
     """What replicas of a pipeline reduce at the end of each step.
 
     A rank has one link to its replicas, which carries a bucket after another. A stage's buckets
-    are ready with its last W; of a W in slices, which its last Ws run the first of all of before
-    the second, each slice's with it.
+    are ready with its last W.
 
     Attributes:
         bytes: per stage, of its gradients.
         link: how long a reduction takes: ``latency`` and its bytes by ``bandwidth``.
         cap: bytes of a bucket.
-        slices: into how many parts of W, and of its gradients, a stage is cut.
 
     Raises:
-        ScheduleError: bytes, a cap or slices that cannot be.
+        ScheduleError: bytes or a cap that cannot be.
     """
 
     bytes: Sequence[float]
     link: Link
     cap: float = CAP
-    slices: int = 1
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(size) and size >= 0.0 for size in self.bytes):
             raise ScheduleError(f"the bytes of gradients are 0 or more, got {[*self.bytes]}")
-        if not self.cap > 0 or self.slices < 1:
-            raise ScheduleError(
-                f"a bucket has more than 0 bytes and W 1 slice or more, got {self.cap} bytes and "
-                f"{self.slices} slices"
-            )
+        if not self.cap > 0:
+            raise ScheduleError(f"a bucket has more than 0 bytes, got {self.cap}")
 
     def spans(self, spans: Iterable[Span]) -> list[Span]:
         """The reductions of a step in which this was run, a span each.
@@ -62,7 +56,7 @@ class Reductions:
         """
         free: dict[int, float] = {}
         found = []
-        ready = [each for rank, made in _made(spans).items() for each in self._ready(rank, made)]
+        ready = [bucket for last in _last(spans) for bucket in self._ready(last)]
         for at, rank, stage, size in sorted(ready, key=itemgetter(0, 1)):
             start = max(at, free.get(rank, 0.0))
             end = free[rank] = start + self.link.latency + size / self.link.bandwidth
@@ -84,22 +78,17 @@ class Reductions:
 
         return _regrouped(rows, rank_of)
 
-    def _ready(
-        self, rank: int, made: Mapping[int, Sequence[Span]]
-    ) -> Iterator[tuple[float, int, int, float]]:
-        """When a rank's buckets are ready: seconds, rank, stage, bytes."""
-        for stage, parts in made.items():
-            if stage >= len(self.bytes):
-                raise ScheduleError(
-                    f"stage {stage} is run, but the bytes of {len(self.bytes)} stages are given"
-                )
-            start, end = _last_stretch(parts)
-            for number in range(1, self.slices + 1):
-                at = start + (end - start) * number / self.slices
-                left = self.bytes[stage] / self.slices
-                while left > 0.0:
-                    yield at, rank, stage, min(left, self.cap)
-                    left -= self.cap
+    def _ready(self, last: Span) -> Iterator[tuple[float, int, int, float]]:
+        """When the buckets behind a stage's last W are ready: seconds, rank, stage, bytes."""
+        stage = last.action.stage
+        if stage >= len(self.bytes):
+            raise ScheduleError(
+                f"stage {stage} is run, but the bytes of {len(self.bytes)} stages are given"
+            )
+        left = self.bytes[stage]
+        while left > 0.0:
+            yield last.end, last.rank, stage, min(left, self.cap)
+            left -= self.cap
 
 
 def last_weights_by_stage(
@@ -135,23 +124,8 @@ def _regrouped(
     return tuple(found)
 
 
-def _made(spans: Iterable[Span]) -> dict[int, dict[int, list[Span]]]:
-    """By rank and stage what makes weight gradients, in order."""
-    found: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for span in sorted(spans, key=lambda span: span.end):
-        if span.action.kind in _MAKERS:
-            found[span.rank][span.action.stage].append(span)
-    return found
-
-
-def _last_stretch(parts: Sequence[Span]) -> tuple[float, float]:
-    """Start and end of the last Ws that follow each other without a gap; of a B only its end."""
-    last = parts[-1]
-    if last.action.kind is ActionKind.BACKWARD:
-        return last.end, last.end
-    start = last.start
-    for span in reversed(parts[:-1]):
-        if span.end < start - 1e-12 or span.action.kind is ActionKind.BACKWARD:
-            break
-        start = span.start
-    return start, last.end
+def _last(spans: Iterable[Span]) -> Iterable[Span]:
+    """Of every rank and stage what makes weight gradients last."""
+    made = (span for span in spans if span.action.kind in _MAKERS)
+    ordered = sorted(made, key=lambda span: span.end)
+    return {(span.rank, span.action.stage): span for span in ordered}.values()

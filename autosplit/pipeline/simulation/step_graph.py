@@ -58,7 +58,6 @@ class StepGraph:
         parcels: by number.
         takers: of every parcel, the rank that waits for it.
         makers: of every parcel, the first action that makes it; -1 if none does.
-        sending: of every action, seconds in which its rank does nothing but send what it made.
     """
 
     def __init__(
@@ -94,8 +93,6 @@ class StepGraph:
         ]
         send = self._at_once if transfer == INSTANT else self._sent
         self.makes = [tuple(send(result_of(action), rank)) for rank, action in placed]
-        own = transfer.moves.send
-        self.sending = [own * sum(m.link is not None for m in each) for each in self.makes]
         for number, messages in enumerate(self.makes):
             for message in messages:
                 if self.makers[message.parcel] < 0:
@@ -107,7 +104,7 @@ class StepGraph:
         found.actions, found.ranks = [*self.actions], [*self.ranks]
         found.needs, found.makes = [*self.needs], [*self.makes]
         found.parcels, found.takers = [*self.parcels], [*self.takers]
-        found.makers, found.sending = [*self.makers], [*self.sending]
+        found.makers = [*self.makers]
         return found
 
     def add(self, rank: int, action: Action) -> int:
@@ -117,7 +114,6 @@ class StepGraph:
         self.ranks.append(rank)
         self.needs.append(())
         self.makes.append(())
-        self.sending.append(0.0)
         return number
 
     def _number(self, result: Action, stage: int, rank: int) -> int:

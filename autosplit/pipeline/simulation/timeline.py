@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
-
-_COPIES = (ActionKind.OFFLOAD, ActionKind.RELOAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,34 +138,3 @@ def median_durations(steps: Iterable[Iterable[Span]]) -> dict[tuple[int, ActionK
         for (stage, kind, _), seconds in took.items():
             found[stage, kind].append(seconds)
     return {key: statistics.median(values) for key, values in found.items()}
-
-
-def undisturbed(spans: Sequence[Span], slowing: float) -> list[Span]:
-    """Measured spans, each computation without what copies to and from its rank's store took of it.
-
-    What goes to a partner is not known to the moment: its span begins where a rank is ready for it.
-
-    Args:
-        spans: of a step.
-        slowing: see ``MoveCosts``. Of the time in which both are under way, the copy has had as
-            much by itself as that leaves it.
-    """
-    if not slowing:
-        return list(spans)
-    share = slowing / (1.0 + slowing)
-    moves = [span for span in spans if span.action.kind in _COPIES]
-    copies = {
-        rank: _united(span for span in moves if span.rank == rank)
-        for rank in {span.rank for span in spans}
-    }
-    return [
-        replace(span, end=span.end - share * _beside(span, copies[span.rank]))
-        if span.action.kind.is_compute
-        else span
-        for span in spans
-    ]
-
-
-def _beside(span: Span, copies: Iterable[tuple[float, float]]) -> float:
-    """Seconds of a span in which something was copied."""
-    return sum(max(0.0, min(end, span.end) - max(start, span.start)) for start, end in copies)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
@@ -15,30 +14,6 @@ Bytes = float | Mapping[int, float | Sequence[float]]
 """Of one microbatch at each boundary: one number for all, or by the stage before the boundary one
 for all its outputs, or one for each.
 """
-
-
-class MoveCosts(NamedTuple):
-    """What moves, and messages, take of their own rank, which does nothing else then.
-
-    On an accelerator that is nothing: copy engines carry them, and the host runs ahead of the
-    device.
-
-    Attributes:
-        leave: seconds until what a microbatch holds is on its way.
-        come: seconds to put it back once it is here.
-        slowing: seconds by which the rank computes longer for each second that a transfer takes by
-            itself. On the CPU threads copy what goes to a store, or to a partner by Gloo: where all
-            cores compute, they take the time from them.
-        send: seconds until a message to another stage is on its way.
-    """
-
-    leave: float = 0.0
-    come: float = 0.0
-    slowing: float = 0.0
-    send: float = 0.0
-
-
-FREE_MOVES = MoveCosts()
 
 
 @dataclass(frozen=True)
@@ -58,7 +33,6 @@ class Transfer:
         pairs: links that differ from that, by the two ranks that they join, the lower one first.
         host: one link each way between every rank and its store on the host; None: they cost
             nothing.
-        moves: what moves take of the ranks.
 
     Raises:
         ScheduleError: a negative number, no bandwidth, or bytes that a bandwidth does not apply to.
@@ -70,7 +44,6 @@ class Transfer:
     gradient_bytes: Bytes | None = None
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     host: Link | None = None
-    moves: MoveCosts = FREE_MOVES
 
     def __post_init__(self) -> None:
         links = Link(self.latency, self.bandwidth), *self.pairs.values(), self.host or Link()
@@ -79,9 +52,6 @@ class Transfer:
                 raise ScheduleError(f"transfer must be finite seconds >= 0, got {latency!r}")
             if not bandwidth > 0.0:
                 raise ScheduleError(f"bandwidth must be bytes in a second > 0, got {bandwidth!r}")
-        for name, cost in self.moves._asdict().items():
-            if not (math.isfinite(cost) and cost >= 0.0):
-                raise ScheduleError(f"moves.{name} must be finite and >= 0, got {cost!r}")
         for one, other in self.pairs:
             if not 0 <= one < other:
                 raise ScheduleError(

@@ -18,7 +18,7 @@ from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.timeline import Span, median_durations, undisturbed
+from autosplit.pipeline.simulation.timeline import Span, median_durations
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.text.progress import working
 
@@ -107,9 +107,8 @@ class Tuner:
     def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
         """What a step costs by what all ranks measured, or would take usually; collective."""
         links = self._links()
-        steps = [undisturbed(spans, links.moves.slowing) for spans in self._steps[1:]]
         own = (
-            median_durations(steps),
+            median_durations(self._steps[1:]),
             {index: stage_memory(stage) for index, stage in stages.items()},
             {index: sizes(stage) for index, stage in stages.items()},
         )

@@ -80,7 +80,7 @@ class LimitTuner(Tuner):
         super().__init__(
             schedule,
             groups,
-            links=lambda: replace(links(), host=size.host_link(), moves=size.move_costs()),
+            links=lambda: replace(links(), host=size.host_link()),
             **known,
         )
         self._limit = limit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,6 @@ from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.transfer import MoveCosts
 from autosplit.stage import Stage
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes
@@ -177,7 +175,7 @@ class RankMemory:
                 between = max(between, level)
         return found
 
-    # --- what moves cost --------------------------------------------------------------------------
+    # --- the store --------------------------------------------------------------------------------
 
     def host_link(self) -> Link:
         """The slowest rank's link to its store; collective.
@@ -193,20 +191,3 @@ class RankMemory:
         if not known:
             raise PipelineError("no rank has a store that could be measured: nothing is offloaded")
         return Link(max(each.latency for each in known), min(each.bandwidth for each in known))
-
-    def move_costs(self) -> MoveCosts:
-        """What moves and messages take of ranks, as of the slowest one; collective.
-
-        Copies slow computing down as far as they find no idle core: each rank computes in so many
-        threads, and copies in one.
-        """
-        messages, moves = self._traffic
-        noted = MoveCosts() if moves is None else moves.times.costs()
-        slowing = 0.0
-        if self._device.type == "cpu":
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", self._groups.everybody.ranks))
-            idle = (os.cpu_count() or 1) - here * torch.get_num_threads()
-            slowing = min(max(0.0, 1.0 - idle / here), 1.0)
-        sends = 0.0 if messages is None else messages.send_seconds
-        heard = self._groups.everybody.gather((noted.leave, noted.come, slowing, sends))
-        return MoveCosts(*(max(each) for each in zip(*heard, strict=True)))

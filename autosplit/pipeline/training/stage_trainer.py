@@ -24,7 +24,6 @@ from autosplit.pipeline.engine.watch import watch_over
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.pipeline.simulation.transfer import MoveCosts
 
 from .agreement import check_layout, check_unanimous, factory_options
 from .batches import Batch, Inputs, Part, paired
@@ -369,16 +368,15 @@ class StageTrainer:
             rows = self._groups.gather(self._runner.spans)
         return Timeline(len(rows), tuple(span for row in rows for span in row))
 
-    def store_costs(self) -> tuple[Link, MoveCosts]:
-        """What a simulation needs to know of moves to ranks' stores, as measured now and in the
-        last steps: ``Transfer.host`` and ``Transfer.moves``. Call on all ranks, between steps.
+    def store_link(self) -> Link:
+        """The slowest rank's link to its store, as measured now: ``Transfer.host`` of a simulation.
+        Call on all ranks, between steps.
 
         Raises:
             PipelineError: no rank has a store.
         """
         with self._guard("measuring stores"):
-            memory = self._runner.memory
-            return memory.host_link(), memory.move_costs()
+            return self._runner.memory.host_link()
 
     def memory(self) -> StepMemory:
         """What all ranks held in the forward and backward of the last step, and the peak that was

@@ -19,7 +19,7 @@ from autosplit.pipeline.search.survey import survey
 from autosplit.pipeline.search.within_memory import MEASURES, LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 from autosplit.report.schedule_table import survey_table
 
@@ -128,7 +128,6 @@ LINKS = (
     Transfer(0.0, 8.0, host=Link(0.0, 4.0)),
     Transfer(0.25, 4.0, message_bytes=2.0, host=Link(0.125, 8.0), pairs={(0, 1): Link(0.5, 2.0)}),
     Transfer(),
-    Transfer(0.0, 8.0, host=Link(0.0, 4.0), moves=MoveCosts(0.25, 0.5, 0.75, 0.125)),
 )
 
 

@@ -146,18 +146,17 @@ def test_a_stage_is_reduced_behind_its_last_w() -> None:
     assert found.bubble_ratio() > alone.bubble_ratio()
 
 
-def test_buckets_follow_each_other_on_a_link_and_slices_leave_early() -> None:
+def test_buckets_follow_each_other_on_a_link() -> None:
     schedule = build("gpipe", 1, 2, weights="2bp")
-    parts = Reductions([40.0], Link(0.0, 10.0), cap=15.0, slices=2)
+    parts = Reductions([40.0], Link(0.0, 10.0), cap=15.0)
     found = simulate(schedule, lambda action: 3.0, reductions=parts)
-    # F F I I until 12, then W W until 18: the first slice of both until 15.
+    # F F I I W W until 18.
     assert [(start, end) for _, _, start, end in reduced(found)] == [
-        (15.0, 16.5),
-        (16.5, 17.0),
         (18.0, 19.5),
-        (19.5, 20.0),
+        (19.5, 21.0),
+        (21.0, 22.0),
     ]
-    assert found.reduction_hidden == pytest.approx(0.5)
+    assert found.reduction_hidden == 0.0
 
 
 def test_overlapping_reductions_of_a_rank_count_once() -> None:
@@ -190,8 +189,7 @@ def test_a_search_places_last_weights_for_what_is_reduced() -> None:
     ("bad", "message"),
     [
         ({"bytes": [-1.0]}, "the bytes of gradients are 0 or more, got"),
-        ({"bytes": [1.0], "cap": 0.0}, "a bucket has more than 0 bytes and W 1 slice or more"),
-        ({"bytes": [1.0], "slices": 0}, "a bucket has more than 0 bytes and W 1 slice or more"),
+        ({"bytes": [1.0], "cap": 0.0}, "a bucket has more than 0 bytes, got 0"),
     ],
 )
 def test_what_cannot_be_is_refused(bad: dict[str, Any], message: str) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Span
-from autosplit.pipeline.simulation.transfer import MoveCosts, Transfer
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training import auto_schedule
 from autosplit.pipeline.training.auto_schedule import MEASURED, Tuner, first_schedule
 
@@ -40,7 +40,6 @@ class Puts:
 def tuned(
     parts: int = 1,
     link: Transfer | None = None,
-    beside: Sequence[Span] = (),
     **options: Any,
 ) -> Schedule:
     """What a tuner finds where F, I and W take a second each."""
@@ -51,7 +50,7 @@ def tuned(
         **options,
     )
     timeline = simulate(tuner.schedule, lambda action: 1.0)
-    spans = [part for span in timeline.spans for part in cut(span, parts)] + [*beside]
+    spans = [part for span in timeline.spans for part in cut(span, parts)]
     stages: Any = {0: Puts(), 1: Puts()}
     for _ in range(MEASURED):
         assert tuner.after_step(spans, stages) is None
@@ -100,19 +99,3 @@ def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -
         0.25, 8.0, {0: [8.0, 8.0], 1: [8.0, 8.0]}, {0: [8.0, 0.0], 1: [8.0, 0.0]}
     )
     assert (costs.wiring, plain.wiring) == (wiring, None)
-
-
-def test_what_copies_took_of_measured_actions_is_not_in_their_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is in the simulated moves, which may stand elsewhere."""
-    asked: list[Costs] = []
-
-    def noted(costs: Costs, *args: Any, **options: Any) -> Schedule:
-        asked.append(costs)
-        return search(costs, *args, **options)
-
-    monkeypatch.setattr(auto_schedule, "search", noted)
-    copies = [Span(0, Action.parse("0OFFLOAD0"), 0.0, 100.0)]
-    tuned(link=Transfer(moves=MoveCosts(slowing=1.0)), beside=copies)
-    assert asked[0].times == [(0.5, 0.5, 0.5), (1.0, 1.0, 1.0)]
