@@ -76,7 +76,6 @@ _EXCHANGES += [
     for lead, out, back, slack in product((0, 1), (False, True), (False, True), (0.0, 0.5, 1.0))
 ]
 _COPIES = [Rule(*each) for each in product((0, 1, 2), (False, True))]
-_LEADS = (0, 2, 5)  # of what is made again
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,17 +540,16 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
 
     def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
         (there,) = sides
-        for lead in _LEADS:
-            able = (
-                Trip(held, held.made + 1, held.made + 1, held.used - lead)
-                for held in there.held
-                if there.kinds[held.made] is ActionKind.FORWARD and freed(held) > 0.0
-            )
-            # What would run in a wait is dropped last.
-            trips = sorted(filter(lambda trip: trip.away, able), key=lambda t: there.wait(t.back))
-            needed = _needed(there.level, bounds[there.rank], trips, freed)
-            again = [(trip.back, _move(trip, ActionKind.RECOMPUTE)) for trip in needed]
-            yield _inserted(schedule, [(there, again)])
+        able = (
+            Trip(held, held.made + 1, held.made + 1, held.used)
+            for held in there.held
+            if there.kinds[held.made] is ActionKind.FORWARD and freed(held) > 0.0
+        )
+        # What would run in a wait is dropped last.
+        trips = sorted(filter(lambda trip: trip.away, able), key=lambda t: there.wait(t.back))
+        needed = _needed(there.level, bounds[there.rank], trips, freed)
+        again = [(trip.back, _move(trip, ActionKind.RECOMPUTE)) for trip in needed]
+        yield _inserted(schedule, [(there, again)])
 
     return _bounded(schedule, costs, bounds, _each(schedule), changed)
 
