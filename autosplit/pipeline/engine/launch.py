@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -223,12 +224,15 @@ def launch(
         return _collect(processes, time.monotonic() + timeout, timeout)
 
 
+def _is_file(main: ModuleType) -> bool:
+    """Whether new processes can import the program."""
+    return main.__spec__ is not None or os.path.exists(getattr(main, "__file__", None) or "")
+
+
 def _check_importable(fn: Callable[..., Any]) -> None:
     """Refuse a function of a program that is no file: new processes import what they call."""
     main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None) or ""
-    in_file = main.__spec__ is not None or os.path.exists(path)
-    if getattr(fn, "__module__", "") == "__main__" and not in_file:
+    if getattr(fn, "__module__", "") == "__main__" and not _is_file(main):
         name = getattr(fn, "__name__", repr(fn))
         raise PipelineError(
             f"launch() starts new processes, which import {name}: they cannot where it is "
@@ -278,13 +282,28 @@ def _processes(job: Job) -> Iterator[list[_Process]]:
         for rank in range(job.nprocs):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=work, args=(job, rank, theirs), name=f"rank {rank}")
-            process.start()
+            with _no_piped_program():
+                process.start()
             theirs.close()
             started.append(_Process(rank, process, ours))
         yield started
         _join(started, _LEAVING)
     finally:
         _end(started)
+
+
+@contextlib.contextmanager
+def _no_piped_program() -> Iterator[None]:
+    """Processes that start meanwhile do not import a program that is piped in, which they cannot,
+    and need not for a function of another module.
+    """
+    main = sys.modules["__main__"]
+    path = None if _is_file(main) else vars(main).pop("__file__", None)
+    try:
+        yield
+    finally:
+        if path is not None:
+            main.__file__ = path
 
 
 def _collect(processes: list[_Process], deadline: float, timeout: float) -> list[Any]:

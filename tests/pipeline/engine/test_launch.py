@@ -57,6 +57,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_program_that_is_piped_in_launches_what_a_file_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main = ModuleType("__main__")
+    main.__file__ = "<stdin>"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert launch(os.getppid, 1, timeout=100)
+    assert main.__file__ == "<stdin>"
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_first_cause_is_raised_and_nobody_is_left(tmp_path: Path) -> None:
     started = time.monotonic()
     text = r"^rank 1 failed: ValueError: bad weather\nTraceback (.|\n)*in _raise"
