@@ -108,15 +108,11 @@ def _state_dict(path: Path) -> dict[str, Entry]:
     with reading(f"{path} as a state dict"):
         found = torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
     verify = cache(lambda: check_archive(path, str(path)) if zipped else None)
-    tensors = _tensors_of(found, path)
-    return {
-        name: Entry(each.shape, kind_of(each.dtype), partial(tensors.get, name), verify)
-        for name, each in tensors.items()
-    }
+    return _entries(_tensors_of(found, path), verify)
 
 
 def _safetensors(path: Path) -> dict[str, Entry]:
-    """Of safetensors; there are no checksums, only a length that must be right."""
+    """Of safetensors, mapped likewise; there are no checksums, only a length that must be right."""
     try:
         from safetensors import safe_open
     except ImportError as error:
@@ -124,15 +120,15 @@ def _safetensors(path: Path) -> dict[str, Entry]:
             f"reading {path} needs safetensors: pip install autosplit[safetensors]"
         ) from error
     file: Any = safe_open(path, framework="pt")
-    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    return _entries({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+
+def _entries(
+    tensors: Mapping[str, Tensor], verify: Callable[[], None] = lambda: None
+) -> dict[str, Entry]:
     return {
-        name: Entry(
-            torch.Size(part.get_shape()),
-            _kind_called(part.get_dtype()),
-            partial(file.get_tensor, name),
-            lambda: None,
-        )
-        for name, part in slices.items()
+        name: Entry(each.shape, kind_of(each.dtype), partial(tensors.__getitem__, name), verify)
+        for name, each in tensors.items()
     }
 
 
@@ -243,13 +239,6 @@ def kind_of(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex"
     return "floating point" if dtype.is_floating_point else "integer"
-
-
-def _kind_called(dtype: str) -> str:
-    """Likewise, of safetensors' names, such as BF16, C64, U8, BOOL."""
-    if dtype.startswith("C"):
-        return "complex"
-    return "floating point" if dtype.startswith(("F", "BF")) else "integer"
 
 
 def _tensors_of(found: Any, path: Path) -> dict[str, Tensor]:

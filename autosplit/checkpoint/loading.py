@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +122,17 @@ class _Intake:
             if (name := naming.own[at].source(self.found.model)) is not None
         ]
         self._groups = trained(self._trainer, naming)
-        paths = self.found.optimizer if optimizer is not False else ()
-        if optimizer and not paths:
+        if optimizer and not self.found.optimizer:
             raise CheckpointError(f"the checkpoint {path} has no optimizer state")
-        entries = {k: e for group in self._groups for k, e in group.items()} if paths else {}
-        self._find(entries, paths)
+        takes = self.found.optimizer and optimizer is not False
+        self._find({k: e for group in self._groups for k, e in group.items()} if takes else {})
 
-    def _find(self, entries: Mapping[int, ModelTensor], paths: Iterable[str]) -> None:
+    def _find(self, entries: Mapping[int, ModelTensor]) -> None:
         """Where the optimizer's parameters are: each under the first of its names that has
         options.
         """
         known = {name for entry in entries.values() for name in entry.names}
-        there = optimizer_state.places(paths, known)
+        there = optimizer_state.find(self.found.optimizer, known)
         there = {name: kinds for name, kinds in there.items() if optimizer_state.OPTIONS in kinds}
         found = {key: entry.source(there) for key, entry in entries.items()}
         self._lacking = [entries[key].name for key, name in found.items() if name is None]
@@ -161,11 +161,10 @@ class _Intake:
         for _, name in self._tensors:
             self.found.model[name].verify()
         for kinds in self._places.values():
-            for paths in kinds.values():
-                for path in paths.values():
-                    self.found.optimizer[path].verify()
+            for entry in chain.from_iterable(each.values() for each in kinds.values()):
+                entry.verify()
         if self._trainer.optimizer is not None and self._places:
-            options = self._optimizer(optimizer_state.OPTIONS)
+            options = optimizer_state.read(self._places, optimizer_state.OPTIONS)
             optimizer_state.check_groups(self._trainer.optimizer, self._called, options)
 
     @torch.no_grad()
@@ -175,11 +174,9 @@ class _Intake:
             value = self.found.model[name].read()
             local_tensor(tensor).copy_(local_tensor(laid_out(value, tensor)))
         if self._trainer.optimizer is not None and self._places:
-            kinds = map(self._optimizer, (optimizer_state.STATE, optimizer_state.OPTIONS))
-            optimizer_state.restore_optimizer(self._trainer.optimizer, self._called, *kinds)
-
-    def _optimizer(self, kind: str) -> dict[str, dict[str, Any]]:
-        return optimizer_state.read(self.found.optimizer, self._places, kind)
+            kinds = (optimizer_state.STATE, optimizer_state.OPTIONS)
+            state, options = (optimizer_state.read(self._places, kind) for kind in kinds)
+            optimizer_state.restore_optimizer(self._trainer.optimizer, self._called, state, options)
 
 
 def _run(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -7,7 +7,7 @@ The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_stat
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import count, pairwise
 from typing import Any
 
@@ -21,8 +21,8 @@ from .files import Entry, packed, plain
 
 STATE, OPTIONS = "state", "param_groups"
 _PER_GROUP = ("params", "param_names")
-Places = Mapping[str, Mapping[str, Mapping[str, str]]]
-"""Of parameters by name, ``STATE`` and ``OPTIONS``: by KEY where a checkpoint has it."""
+Found = Mapping[str, Mapping[str, Mapping[str, Entry]]]
+"""Of parameters by name, ``STATE`` and ``OPTIONS``: by KEY what a checkpoint has."""
 
 
 def flatten(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -48,23 +48,23 @@ def flatten(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[
     return flat
 
 
-def places(paths: Iterable[str], names: Collection[str]) -> Places:
-    """Where a checkpoint with these paths has what it has of parameters."""
-    found: dict[str, dict[str, dict[str, str]]] = {}
-    for path in paths:
+def find(entries: Mapping[str, Entry], names: Collection[str]) -> Found:
+    """What entries of a checkpoint there are of parameters."""
+    found: dict[str, dict[str, dict[str, Entry]]] = {}
+    for path, entry in entries.items():
         kind, _, rest = path.partition(".")
         name = rest.rpartition(".")[0]
         while name and name not in names:
             name = name.rpartition(".")[0]
         if name:
-            found.setdefault(name, {}).setdefault(kind, {})[rest[len(name) + 1 :]] = path
+            found.setdefault(name, {}).setdefault(kind, {})[rest[len(name) + 1 :]] = entry
     return found
 
 
-def read(entries: Mapping[str, Entry], there: Places, kind: str) -> dict[str, dict[str, Any]]:
+def read(there: Found, kind: str) -> dict[str, dict[str, Any]]:
     """What there is of a kind, of parameters by name."""
     return {
-        name: {key: entries[path].read() for key, path in kinds.get(kind, {}).items()}
+        name: {key: entry.read() for key, entry in kinds.get(kind, {}).items()}
         for name, kinds in there.items()
     }
 

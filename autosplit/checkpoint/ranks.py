@@ -112,14 +112,8 @@ def _said(error: Exception) -> str:
 
 
 def _told(problems: list[str | None]) -> str:
-    """Each problem once, with the ranks that have it, unless all do."""
-    ranks: dict[str, list[str]] = {}
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            ranks.setdefault(problem, []).append(str(rank))
-    if len(ranks) == 1 and None not in problems:
-        return next(iter(ranks))
-    return "\n".join(
-        f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(own)}: {problem}"
-        for problem, own in ranks.items()
-    )
+    """Each problem with the rank that has it; one that all have, once."""
+    if len({*problems}) == 1:
+        return str(problems[0])
+    found = enumerate(problems)
+    return "\n".join(f"rank {rank}: {each}" for rank, each in found if each is not None)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch.autograd import profiler
+from torch.profiler import DeviceType
 
 from autosplit.errors import AutosplitError
 
-_MARK = "autosplit allocations "
+_MARK = "autosplit allocations"
 
 
 class Stretch(NamedTuple):
@@ -29,12 +26,6 @@ class Stretch(NamedTuple):
 
     highest: int
     end: int
-
-
-@dataclass(frozen=True)
-class _Change:
-    when: int  # nanoseconds
-    bytes: int
 
 
 def countable(device: torch.device) -> bool:
@@ -73,18 +64,13 @@ class HostAllocations:
             self._profiler.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         with quiet_stderr():
-            self._profiler.__exit__(kind, error, trace)
+            self._profiler.__exit__(*raised)
 
     def mark(self) -> int:
         """Begin another stretch; its number, counted from 0."""
-        with profiler.record_function(f"{_MARK}{self._count}"):
+        with profiler.record_function(_MARK):
             self._count += 1
         return self._count - 1
 
@@ -92,16 +78,22 @@ class HostAllocations:
         """Those behind each mark, once the context has ended; what was before the first mark
         counts for nothing.
         """
-        changes: list[_Change] = []
-        marks: dict[int, int] = {}
+        changes: list[tuple[int, int | None]] = []  # when, and bytes; None at a mark
         for event in self._events():
-            if event.name() == "[memory]":
-                if event.device_type() == torch.profiler.DeviceType.CPU:
-                    changes.append(_Change(event.start_ns(), event.nbytes()))
-            elif event.name().startswith(_MARK):
-                marks[int(event.name().removeprefix(_MARK))] = event.start_ns()
-        changes.sort(key=lambda each: each.when)
-        return _levels(changes, [when for _, when in sorted(marks.items(), key=itemgetter(0))])
+            if event.name() == _MARK:
+                changes.append((event.start_ns(), None))
+            elif event.name() == "[memory]" and event.device_type() == DeviceType.CPU:
+                changes.append((event.start_ns(), event.nbytes()))
+        changes.sort(key=lambda each: (each[0], each[1] is not None))
+        found: list[Stretch] = []
+        for _, size in changes:
+            if size is None:
+                level = found[-1].end if found else 0
+                found.append(Stretch(level, level))
+            elif found:
+                level = found[-1].end + size
+                found[-1] = Stretch(max(found[-1].highest, level), level)
+        return found
 
     def _events(self) -> Sequence[Any]:
         results = self._profiler.kineto_results
@@ -123,12 +115,7 @@ class DeviceAllocations:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._close()
 
     def mark(self) -> int:
@@ -149,20 +136,6 @@ class DeviceAllocations:
         highest = torch.accelerator.max_memory_allocated(self._device) - self._base
         end = torch.accelerator.memory_allocated(self._device) - self._base
         self._found.append(Stretch(highest, end))
-
-
-def _levels(changes: Sequence[_Change], marks: Sequence[int]) -> list[Stretch]:
-    found: list[Stretch] = []
-    at = bisect.bisect_left(changes, marks[0], key=lambda each: each.when) if marks else 0
-    level = 0
-    for end in [*marks[1:], None]:
-        highest = level
-        while at < len(changes) and (end is None or changes[at].when < end):
-            level += changes[at].bytes
-            highest = max(highest, level)
-            at += 1
-        found.append(Stretch(highest, level))
-    return found[: len(marks)]
 
 
 @contextlib.contextmanager

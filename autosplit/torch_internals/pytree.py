@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +28,7 @@ from torch.utils._pytree import (
 
 from .version import TORCH
 
-__all__ = ["TreeSpec", "flatten_named", "register_node", "tree_flatten", "tree_unflatten"]
+__all__ = ["TreeSpec", "flatten_named", "tree_flatten", "tree_unflatten"]
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -59,28 +58,6 @@ def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
         held = _hold_leaf(tree)
         return [(root, tree)] if held is tree else flatten_named(root, held)
     return [leaf for key, child in children for leaf in flatten_named(root + key, child)]
-
-
-def register_node(
-    kind: type,
-    flatten: Callable[[Any], tuple[list[Any], Any]],
-    unflatten: Callable[[Any, Any], Any],
-    names: Callable[[Any], Iterable[str]],
-) -> None:
-    """Make a class a pytree node; ``names`` gives the attribute behind each child."""
-
-    def with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-        children, context = flatten(value)
-        keys = [GetAttrKey(name) for name in names(context)]
-        return list(zip(keys, children, strict=True)), context
-
-    register_pytree_node(
-        kind,
-        flatten,
-        unflatten,
-        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
-        flatten_with_keys_fn=with_keys,
-    )
 
 
 def _key(key: Any) -> str:
@@ -199,4 +176,15 @@ def _unflatten(children: Any, skeleton: Skeleton) -> Any:
     return value
 
 
-register_node(Holder, _flatten, _unflatten, lambda skeleton: skeleton.children)
+def _flatten_with_keys(holder: Holder) -> tuple[list[tuple[Any, Any]], Skeleton]:
+    children, skeleton = _flatten(holder)
+    return list(zip(map(GetAttrKey, skeleton.children), children, strict=True)), skeleton
+
+
+register_pytree_node(
+    Holder,
+    _flatten,
+    _unflatten,
+    serialized_type_name=f"{Holder.__module__}.{Holder.__qualname__}",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
