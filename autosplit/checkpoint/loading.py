@@ -103,7 +103,8 @@ def load_checkpoint(
     ranks.do(intake.verify)
     with ranks.together() as everybody:
         intake.load()
-        run.restore()
+        for restore in run.restore:
+            restore()
         everybody.meet()
     return Loaded(mismatches, run.step, run.extra, run.generators)
 

@@ -48,7 +48,7 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A tensor of which the model expects something else than a checkpoint has.
+    """A tensor that a model and a checkpoint do not both have.
 
     Attributes:
         name: what it is called.
@@ -61,11 +61,9 @@ class Mismatch:
     came: tuple[int, ...] | None
 
     def __str__(self) -> str:
-        if self.came is None:
-            return f"{self.name}: expected {list(self.expected or ())}, is missing"
         if self.expected is None:
-            return f"{self.name}: the model has no such tensor, came {list(self.came)}"
-        return f"{self.name}: expected {list(self.expected)}, came {list(self.came)}"
+            return f"{self.name}: the model has no such tensor, came {list(self.came or ())}"
+        return f"{self.name}: expected {list(self.expected)}, is missing"
 
 
 class Naming:
@@ -113,36 +111,30 @@ class Naming:
                 names them all.
         """
         there = checkpoint.model
-        found = self._mismatches({n: each.shape or () for n, each in there.items()})
-        wrong = [str(m) for m in found if strict or None not in (m.expected, m.came)]
+        found: list[Mismatch] = []
+        wrong: list[object] = []
+        for entry in self.entries:
+            if entry.source(there) is None:
+                found.append(Mismatch(entry.name, tuple(entry.shape), None))
+            for name in entry.names:
+                if name in there and there[name].shape != entry.shape:
+                    came = list(there[name].shape or ())
+                    wrong.append(f"{name}: expected {list(entry.shape)}, came {came}")
+                elif name in there and there[name].kind != kind_of(entry.dtype):
+                    wrong.append(f"{name}: expected {entry.dtype}, came {there[name].kind}")
+        known = {name for entry in self.entries for name in entry.names}
+        more = (name for name in there if name not in known)
+        found += [Mismatch(name, None, tuple(there[name].shape or ())) for name in more]
         advice = ""
-        if wrong and strict:
+        if found and strict:
+            wrong += found
             advice = "\nstrict=False leaves out what is missing or too much, not other shapes"
-        if not wrong:
-            wanted = ((entry.source(there), entry.dtype) for entry in self.entries)
-            wrong = [
-                f"{name}: expected {dtype}, came {there[name].kind}"
-                for name, dtype in wanted
-                if name is not None and kind_of(dtype) != there[name].kind
-            ]
         if wrong:
-            listed = "\n  ".join(wrong)
+            listed = "\n  ".join(map(str, wrong))
             raise CheckpointError(
                 f"the checkpoint {checkpoint.path} does not fit the model:\n  {listed}{advice}"
             )
         return tuple(found)
-
-    def _mismatches(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Mismatch]:
-        found = []
-        for entry in self.entries:
-            there = [name for name in entry.names if name in shapes]
-            if not there:
-                found.append(Mismatch(entry.name, tuple(entry.shape), None))
-            wrong = [name for name in there if shapes[name] != entry.shape]
-            found += [Mismatch(n, tuple(entry.shape), tuple(shapes[n])) for n in wrong]
-        known = {name for entry in self.entries for name in entry.names}
-        extra = [name for name in shapes if name not in known]
-        return found + [Mismatch(name, None, tuple(shapes[name])) for name in extra]
 
 
 def persistent(module: nn.Module) -> dict[str, Tensor]:

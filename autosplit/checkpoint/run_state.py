@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,25 +45,20 @@ def pack_run(
     return found
 
 
-@dataclass
-class RunState:
+class RunState(NamedTuple):
     """What a checkpoint has of a run, for this rank.
 
     Attributes:
         step: as it was given.
         extra: likewise.
-        generators: what ``restore`` does with them.
+        generators: what becomes of them.
+        restore: calls that set the scheduler and the generators.
     """
 
     step: int | None
     extra: dict[str, Any]
     generators: Generators
-    _restore: list[Callable[[], object]]
-
-    def restore(self) -> None:
-        """Set the scheduler and the generators."""
-        for each in self._restore:
-            each()
+    restore: Sequence[Callable[[], object]]
 
 
 def unpack_run(

@@ -71,16 +71,13 @@ class PendingSave:
 
 
 @torch.no_grad()
-def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+def copied(value: Any) -> Any:
     """The same with all tensors copied to the host, which no later step changes."""
-    return {name: _copy(value) for name, value in state.items()}
-
-
-def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
-        there = value.detach()
-        return there.clone() if there.device.type == "cpu" else there.cpu()
-    return copied(value) if isinstance(value, Mapping) else value
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: copied(each) for name, each in value.items()}
+    return value
 
 
 def save_checkpoint(

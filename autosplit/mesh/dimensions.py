@@ -82,7 +82,7 @@ class RankLayout:
                 not beside each other, or other ranks than those of the default process group.
         """
         names = _names(mesh)
-        _check_ranks(_flat(mesh.mesh.tolist()), names, mesh.shape)
+        _check_ranks(mesh.mesh.flatten().tolist(), names, mesh.shape)
         axes = {name: at for at, name in enumerate(names)}
         others = [at for at, name in enumerate(names) if name != PIPELINE]
         table = mesh.mesh.permute(*others, *(axes[name] for name in names if name == PIPELINE))
@@ -220,9 +220,3 @@ def _check_ranks(ranks: Sequence[int], names: Sequence[str], shape: Sequence[int
             f"the mesh ({said}) is of {math.prod(shape)} ranks, {sorted(ranks)}, and the process "
             f"group has {world}, 0 to {world - 1}: a mesh is of all of them, each once"
         )
-
-
-def _flat(nested: Any) -> list[int]:
-    if isinstance(nested, int):
-        return [nested]
-    return [rank for each in nested for rank in _flat(each)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autosplit.errors import CaptureError, PipelineError
+from autosplit.errors import CaptureError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.autograd import without_autocast
@@ -179,20 +179,11 @@ class LossBoundary:
         for at, output in zip(differentiable, made, strict=True):
             self.outputs[at] = output
 
-    def gradients(self, stage: int, loss: Any) -> list[Tensor | None]:
+    def gradients(self, loss: Tensor) -> list[Tensor | None]:
         """Go back through the loss: gradients of the outputs that are tensors, None for those that
         it does not depend on. What else it depends on, such as parameters of its own, gets its
         gradient too.
-
-        Raises:
-            PipelineError: the loss is no scalar.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            came = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else loss
-            raise PipelineError(
-                f"stage {stage} is the last one: expected loss_fn(output, target) to give one "
-                f"number as a tensor, got {came}; take the mean or the sum over the microbatch"
-            )
         found: list[Tensor | None] = [None] * len(self.outputs)
         if loss.requires_grad:
             with without_autocast():
@@ -203,7 +194,8 @@ class LossBoundary:
         for at in self._places:  # whoever asked for the outputs gets no graph with them
             if not self.outputs[at]._is_view():
                 self.outputs[at].detach_()
-        grads = [grad for grad, out in zip(found, self.outputs, strict=True) if _is_tensor(out)]
+        pairs = zip(found, self.outputs, strict=True)
+        grads = [grad for grad, output in pairs if isinstance(output, Tensor)]
         self.outputs = []
         self._grads.clear()  # the loss holds its graph, and this with it, until the step ends
         return grads
@@ -220,7 +212,3 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         ctx.grads[:] = grads
         return (None, None, *(None for _ in grads))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

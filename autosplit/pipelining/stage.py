@@ -253,7 +253,7 @@ class SplitPipelineStage(RuntimeStage):
         boundary = self._losses.pop(chunk, None)
         grads = [] if self.is_last else self.gradients(chunk)
         if boundary is not None:
-            grads = boundary.gradients(self.stage_index, loss)
+            grads = boundary.gradients(loss)
         metas = self.agreed.inputs[chunk]
         flight = self._saved.pop(chunk, None)
         if flight is None:

@@ -98,13 +98,11 @@ class ShardedModule:
     def standing_in(self) -> Iterator[None]:
         """The module holds its gathered parameters, which may be without memory."""
         self._make_ready()
-        undo = [group.stand_in() for group in self.groups]
-        self._note()
-        try:
+        with contextlib.ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(group.standing_in())
+            self._note()
             yield
-        finally:
-            for each in undo:
-                each()
 
     @property
     def is_unsharded(self) -> bool:

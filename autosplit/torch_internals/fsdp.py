@@ -155,27 +155,30 @@ class ParameterGroup:
             if hasattr(each, "_unsharded_param")
         ]
 
-    def stand_in(self) -> Callable[[], None]:
-        """Have the module hold the gathered parameters without their memory; gives what undoes it.
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Have the module hold the gathered parameters inside, without their memory if need be.
 
         The first time parameters are gathered and freed for that, to be made.
         """
         if self.is_unsharded:
-            return _nothing
-        if len(self.pairs) < len(self._group.fsdp_params):
+            yield
+            return
+        own = self._group.fsdp_params
+        if len(self.pairs) < len(own):
             self.start_unshard()
             self.finish_unshard()
             self.reshard()
-        for each in self._group.fsdp_params:
+        for each in own:
             if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
                 each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
             each._setattr_on_modules(each._unsharded_param)
-        return self._stand_back
-
-    def _stand_back(self) -> None:
-        for each in self._group.fsdp_params:
-            fewer = getattr(each, "_sharded_post_forward_param", None)
-            each._setattr_on_modules(each.sharded_param if fewer is None else fewer)
+        try:
+            yield
+        finally:
+            for each in own:
+                fewer = getattr(each, "_sharded_post_forward_param", None)
+                each._setattr_on_modules(each.sharded_param if fewer is None else fewer)
 
     @property
     def writes(self) -> list[int]:
@@ -365,10 +368,6 @@ class ParameterGroup:
                 each._unsharded_param.grad = None
 
 
-def _nothing() -> None:
-    pass
-
-
 def _gathered_spec(parameter: Any) -> Any:
     """How a gathered parameter lies over the ranks of other dimensions; torch 2.11's name of it."""
     known = hasattr(parameter, "_unsharded_dtensor_spec")
@@ -394,25 +393,16 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _casted(dtype, args), _casted(dtype, kwargs)
+def _cast(dtype: torch.dtype, *, output: bool) -> Callable[..., Any]:
+    """A hook that casts a forward's inputs, positional and by keyword, or its output."""
 
-    return cast
-
-
-def _cast_output(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(module: nn.Module, args: Any, output: Any) -> Any:
-        return _casted(dtype, output)
-
-    return cast
-
-
-def _casted(dtype: torch.dtype, tree: Any) -> Any:
-    def cast(tensor: Tensor) -> Tensor:
+    def to(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return _apply_to_tensors(cast, tree)
+    def cast(module: nn.Module, *given: Any) -> Any:
+        return _apply_to_tensors(to, given[-1] if output else given)
+
+    return cast
 
 
 class PlainView:
@@ -434,9 +424,9 @@ class PlainView:
             self._ids = frozenset(_handle_ids(state))
             policy = state._mp_policy
             if policy.cast_forward_inputs and policy.param_dtype:
-                self._casts["_forward_pre_hooks"] = _cast_inputs(policy.param_dtype)
+                self._casts["_forward_pre_hooks"] = _cast(policy.param_dtype, output=False)
             if policy.output_dtype is not None:
-                self._casts["_forward_hooks"] = _cast_output(policy.output_dtype)
+                self._casts["_forward_hooks"] = _cast(policy.output_dtype, output=True)
 
     def enter(self) -> None:
         own = self._module.__dict__
