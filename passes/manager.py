@@ -14,7 +14,6 @@ from torch import fx
 
 from .errors import PassError
 from .graph import Kind, SplitGraphs, calls, inputs
-from .loops.vectorize import vectorize_loops
 from .lowering import codegen
 from .lowering.accumulate import accumulate, fuse_accumulation
 from .lowering.concatenate_microbatches import concatenate_microbatches
@@ -44,7 +43,6 @@ PASSES: tuple[Pass, ...] = (
     Pass("half_precision_dropout", half_precision_dropout),
     Pass("dead_code", dead_code),
     Pass("padded_sums", concatenate_padded_sums),
-    Pass("vectorize_loops", vectorize_loops),
     Pass("fold_transposes", fold_transposes),
     Pass("partition", partition_forward_backward),
     Pass("split_backward", split_backward),
@@ -172,7 +170,7 @@ def _recompile(program: SplitGraphs) -> None:
 
 @dataclasses.dataclass
 class _Dump:
-    """Writes ``00_capture.joint.py``, ``07_partition.forward.py``, ..., each with the difference in
+    """Writes ``00_capture.joint.py``, ``06_partition.forward.py``, ..., each with the difference in
     operator counts that its pass made.
     """
 

@@ -26,98 +26,74 @@ EXCHANGE = "_c10d_functional"
 """Namespace of collectives."""
 
 _TABLE = """
-abs                                              elementwise
-add.Scalar                                       elementwise
-add.Tensor                                       sum hands_on overwrites commutes elementwise
+add.Tensor                                       hands_on overwrites commutes
 add_.Tensor                                      accumulates
-addmm                                            sum fresh
+addmm                                            fresh
 addmm_                                           accumulates
 as_strided                                       addresses
 as_strided_copy                                  addresses
 as_strided_scatter                               addresses
-baddbmm                                          sum fresh
+baddbmm                                          fresh
 baddbmm_                                         accumulates
-bmm                                              fresh stacks
+bmm                                              fresh
 cat                                              cheap fresh
 clone                                            hands_on
 constant_pad_nd                                  cheap
 convolution                                      fresh
 convolution_backward                             fresh_first
 div.Scalar                                       overwrites
-div.Tensor                                       overwrites elementwise
+div.Tensor                                       overwrites
 _efficient_attention_forward                     attention
-eq.Scalar                                        elementwise
-eq.Tensor                                        elementwise
 erf                                              slow
 exp                                              slow overwrites
-expand                                           stacks
 _flash_attention_forward                         attention
 full                                             cheap
 full_like                                        cheap
 _fused_rms_norm                                  norm
-ge.Scalar                                        elementwise
-ge.Tensor                                        elementwise
 gelu                                             slow
-gt.Scalar                                        elementwise
-gt.Tensor                                        elementwise
 index_add_                                       accumulates
 index_put_                                       accumulates
-le.Scalar                                        elementwise
-le.Tensor                                        elementwise
 _linalg_check_errors                             check
 _log_softmax                                     norm
-lt.Scalar                                        elementwise
-lt.Tensor                                        elementwise
-maximum                                          elementwise
 mean                                             cheap
 mean.dim                                         fresh
-minimum                                          elementwise
 mm                                               fresh
-mul.Scalar                                       overwrites elementwise
-mul.Tensor                                       overwrites commutes elementwise
+mul.Scalar                                       overwrites
+mul.Tensor                                       overwrites commutes
 native_batch_norm_backward                       fresh_first
 _native_batch_norm_legit_functional              fresh_first
 native_group_norm                                norm
 native_group_norm_backward                       fresh_first
 native_layer_norm                                norm fresh_first
 native_layer_norm_backward                       fresh_first
-ne.Scalar                                        elementwise
-ne.Tensor                                        elementwise
-neg                                              overwrites elementwise
+neg                                              overwrites
 new_zeros                                        zeros
 ones_like                                        cheap
-permute                                          permutes stacks
-relu                                             overwrites elementwise
+permute                                          permutes
+relu                                             overwrites
 _reshape_alias                                   view
 rsqrt                                            overwrites
 _scaled_dot_product_cudnn_attention_backward     seeded
 _scaled_dot_product_efficient_attention_backward seeded
-select.int                                       stacks
-select_backward                                  cheap fresh pads
-select_scatter                                   pads
+select_backward                                  cheap fresh
 sigmoid                                          slow overwrites
 silu                                             slow
-slice.Tensor                                     stacks
 slice_backward                                   cheap fresh
 _softmax                                         norm
 _softmax_backward_data                           fresh
 softplus                                         slow
-squeeze.dim                                      stacks
 stack                                            cheap
-sub.Tensor                                       overwrites elementwise
+sub.Tensor                                       overwrites
 sum                                              cheap reduces
 sum.dim_IntList                                  cheap reduces fresh
 sum_to_size                                      cheap
-t                                                permutes stacks
+t                                                permutes
 tanh                                             slow overwrites
-threshold_backward                               elementwise
 _to_copy                                         cheap hands_on
-transpose.int                                    permutes stacks
-_unsafe_view                                     view reshapes stacks
-unsqueeze                                        stacks
+transpose.int                                    permutes
+_unsafe_view                                     view reshapes
 var_mean.correction                              cheap
-view                                             reshapes stacks
-where.self                                       elementwise
+view                                             reshapes
 zeros                                            zeros
 zeros_like                                       cheap zeros
 """
@@ -147,9 +123,6 @@ OPERATORS: Mapping[str, frozenset[Any]] = _traits()
 ``check``               raises where what it is given says that another operator failed, and does
                         nothing else: it runs wherever that one runs
 ``commutes``            its first two operands may change places
-``elementwise``         rounds the same way wherever an element lies. Exponentials do not: kernels
-                        have a vectorized and a scalar form of them, and which one is used depends
-                        on the tensor's layout
 ``fresh``               its result is memory of its own, though it is not tagged as pointwise:
                         whatever is not known to be may hand back an operand, as composite and
                         custom operators do
@@ -157,15 +130,11 @@ OPERATORS: Mapping[str, frozenset[Any]] = _traits()
 ``hands_on``            a sum or copy of gradients
 ``norm``                a reduction along rows whose result is as large as what it reduces
 ``overwrites``          has a form that writes into its first operand, see ``in_place``
-``pads``                writes its operand into zeros along a dimension
 ``permutes``            a view of all elements in another order of dimensions
 ``reduces``             a plain sum
 ``reshapes``            becomes a reshape in generated code
 ``seeded``              tagged as random, and draws nothing: it has the seed that its forward drew
 ``slow``                takes several passes over its operands (exponentials and the like)
-``stacks``              takes values of several iterations of a loop at once, as does what is
-                        ``elementwise`` or ``pads``
-``sum``                 adds its first operand to something
 ``view``                a view although its schema does not say so: functionalisation and the
                         autograd formulas emit it where the result shares the input's storage
 ``zeros``               makes zeros

@@ -42,23 +42,6 @@ def erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
             graph.erase_node(node)
 
 
-def erase_unread(graph: fx.Graph, node: fx.Node) -> set[fx.Node]:
-    """Erase a node without readers and the operands that only it read, but for effects and random
-    operators. Returns the erased nodes.
-    """
-    stack = [node]
-    erased: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in erased or node.users or node.op != "call_function":
-            continue
-        if not (is_effect(node) or is_random(node)):
-            stack += node.all_input_nodes
-            erased.add(node)
-            graph.erase_node(node)
-    return erased
-
-
 _DRAWING = ("joint", "forward")
 
 

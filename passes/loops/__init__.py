@@ -1,1 +1,0 @@
-"""Vectorization of unrolled loops: operators of all iterations as one batched operator."""
