@@ -160,7 +160,7 @@ def fuse_accumulation(graph: fx.Graph) -> bool:
         accumulator, gradient = node.args
         if not isinstance(accumulator, fx.Node) or not isinstance(gradient, fx.Node):
             continue
-        parts = list(_contributions(gradient, ()))
+        parts = list(contributions(gradient))
         if len(parts) == 1 and not _is_fusible(parts[0][0], accumulator):
             continue
         graph.erase_node(node)
@@ -172,8 +172,8 @@ def fuse_accumulation(graph: fx.Graph) -> bool:
     return changed
 
 
-def _contributions(
-    value: fx.Node, permutations: Sequence[fx.Node]
+def contributions(
+    value: fx.Node, permutations: Sequence[fx.Node] = ()
 ) -> Iterator[tuple[fx.Node, Sequence[fx.Node]]]:
     """The terms of a gradient: the node that makes each, and the permutations from there to the
     gradient, the last first. A value with other readers is one term.
@@ -184,7 +184,7 @@ def _contributions(
     is_sum = value.target is aten.add.Tensor and not value.kwargs and len(value.users) == 1
     if is_sum and all(_is_alike(part, value) for part in value.args):
         for part in value.args:
-            yield from _contributions(part, permutations)  # type: ignore[arg-type]
+            yield from contributions(part, permutations)  # type: ignore[arg-type]
     else:
         yield value, permutations
 

@@ -6,35 +6,39 @@ Factors are concatenated where the product is, so that only one layer's are ther
 time, and everything before them is computed for each microbatch by itself: there is no batch
 dimension to follow through the graph, and statistics of a microbatch stay its own. Gradients
 that no such operator makes are added up. So are those of convolutions: concatenating images took
-1.6 to 2.4 times as long on the CPU (``benchmarks/split``). Everything rounds differently from
-adding whole gradients.
+1.6 to 2.4 times as long on the CPU. Everything rounds differently from adding whole gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..analysis.aliasing import is_view
 from ..graph import (
     STATE,
     Role,
     copy_placeholder,
     is_state,
     module_like,
-    output_node,
     outputs,
-    placeholders,
     role_of,
     set_outputs,
     tensor_of,
 )
-from ..rewrites.emit import eliminate_dead_code
+from ..rewrites.emit import eliminate_dead_code, emit
+from .accumulate import contributions
 
 aten = torch.ops.aten
+
+_AXES: Mapping[Any, tuple[int, int]] = {
+    aten.mm.default: (1, 0),
+    aten.bmm.default: (2, 1),
+    aten.embedding_dense_backward.default: (0, 0),
+}
+"""Operator -> along which dimensions its operands are concatenated."""
 
 
 def microbatch_role(role: Role, microbatch: int) -> Role:
@@ -48,143 +52,80 @@ def concatenate_microbatches(module: fx.GraphModule, count: int) -> fx.GraphModu
     """A graph that takes what ``count`` microbatches deferred, and parameters and buffers once,
     and returns the sums of their gradients.
     """
-    added_up = _added_up(module.graph)
+    results = outputs(module.graph)
+    terms = {value: [*contributions(value)] for _, value in results if isinstance(value, fx.Node)}
+    makers = {maker for found in terms.values() for maker, _ in found}
     work = _Batch(count)
-    for node in placeholders(module.graph):
-        work.take(node)
-    for node in placeholders(module.graph):
-        if node in added_up:
-            work.add_up(node)
     for node in module.graph.nodes:
-        if node.op not in {"placeholder", "output"}:
-            work.compute(node, node in added_up)
-    results = [
-        (role, work.total(value) if isinstance(value, fx.Node) else value)
-        for role, value in outputs(module.graph)
-    ]
-    set_outputs(work.graph, results)
+        if node.op == "placeholder":
+            work.take(node)
+        elif node.op != "output":
+            work.compute(node)
+        if node in makers:
+            work.sum_up(node)
+    sums = {value: work.total(found) for value, found in terms.items()}
+    set_outputs(work.graph, [(role, fx.node.map_arg(v, sums.__getitem__)) for role, v in results])
     eliminate_dead_code(work.graph)
     return module_like(module, work.graph, f"batch_of_{count}")
 
 
-def _added_up(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes of which only the sum over microbatches is read: gradients, and the operands of the
-    sums and views that gradients are.
-    """
-    end = output_node(graph)
-    found = {node for node in graph.nodes if node.users and tensor_of(node) is not None}
-    while True:
-        kept = {n for n in found if all(u is end or _takes_sums(u, found) for u in n.users)}
-        if kept == found:
-            return found
-        found = kept
-
-
-def _takes_sums(node: fx.Node, sums: set[fx.Node]) -> bool:
-    return node in sums and _is_linear(node) and sums.issuperset(node.all_input_nodes)
-
-
-def _is_linear(node: fx.Node) -> bool:
-    """Whether the operator is linear, and of a sum rounds no more than adding does."""
-    if is_view(node):
-        return True
-    return node.target is aten.add.Tensor and not node.kwargs and len(node.all_input_nodes) == 2
-
-
-def _is_mergeable(node: fx.Node) -> bool:
-    if node.target is aten.embedding_dense_backward.default:
-        indices = tensor_of(node.args[1])  # type: ignore[arg-type]
-        return node.args[4] is False and indices is not None and indices.ndim > 0
-    return node.target in _MERGED
-
-
 class _Batch:
-    """The concatenated graph under construction, with a value for each microbatch, or a single one
-    where all share it (``shared``) or only the sum is wanted (``sums``).
-    """
+    """The concatenated graph under construction: a value for each microbatch, and sums over all."""
 
     def __init__(self, count: int) -> None:
         self.graph = fx.Graph()
-        self.count = count
-        self.each: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
-        self.shared: set[fx.Node] = set()
-        self.sums: dict[fx.Node, fx.Node] = {}
+        self._each: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
+        self._sums: dict[fx.Node, fx.Node] = {}
 
     def take(self, node: fx.Node) -> None:
         """A placeholder."""
-        role = role_of(node)
-        if is_state(node):
-            self._share(node, copy_placeholder(self.graph, node))
-            return
-        for index, copies in enumerate(self.each):
-            copies[node] = copy_placeholder(self.graph, node, microbatch_role(role, index))
+        shared = copy_placeholder(self.graph, node) if is_state(node) else None
+        for at, copies in enumerate(self._each):
+            role = microbatch_role(role_of(node), at)
+            copies[node] = shared or copy_placeholder(self.graph, node, role)
 
-    def compute(self, node: fx.Node, added_up: bool) -> None:
-        read = node.all_input_nodes
-        if added_up and read and all(each in self.sums for each in read):
-            self.sums[node] = self.graph.node_copy(node, self.sums.__getitem__)
-        elif added_up and _is_mergeable(node):
-            self.sums[node] = _MERGED[node.target](self, node)
-        elif all(each in self.shared for each in read):
-            self._share(node, self.graph.node_copy(node, self.each[0].__getitem__))
-            if added_up:
-                self.add_up(node)
+    def compute(self, node: fx.Node) -> None:
+        for copies in self._each:
+            copies[node] = self.graph.node_copy(node, copies.__getitem__)
+
+    def sum_up(self, node: fx.Node) -> None:
+        """Sum a value over microbatches, in their order or by one operator over all."""
+        if _is_mergeable(node):
+            axes, operands = _AXES[node.target], node.args
+            joined = [self._cat(each, at) for each, at in zip(operands, axes, strict=False)]
+            total = emit(self.graph, node, node.target, *joined, *operands[len(axes) :])
         else:
-            for index, copies in enumerate(self.each):
-                copies[node] = self.graph.node_copy(node, copies.__getitem__)
-                if added_up:
-                    self._add(node, index)
+            total, *others = (copies[node] for copies in self._each)
+            for other in others:
+                total = emit(self.graph, other, aten.add.Tensor, total, other)
+        self._sums[node] = total
 
-    def add_up(self, node: fx.Node) -> None:
-        """Sum a value over microbatches, in their order."""
-        for index in range(self.count):
-            self._add(node, index)
+    def total(self, terms: list[tuple[fx.Node, Sequence[fx.Node]]]) -> fx.Node:
+        """The sum of a gradient's contributions."""
+        found = []
+        for maker, permutations in terms:
+            value = self._sums[maker]
+            for each in reversed(permutations):
+                value = emit(self.graph, each, each.target, value, *each.args[1:])
+            found.append(value)
+        total, *others = found
+        for other in others:
+            total = emit(self.graph, other, aten.add.Tensor, total, other)
+        return total
 
-    def total(self, node: fx.Node) -> fx.Node:
-        if node not in self.sums:  # a gradient that other work reads for each microbatch
-            self.add_up(node)
-        return self.sums[node]
-
-    def _add(self, node: fx.Node, index: int) -> None:
-        value, before = self.each[index][node], self.sums.get(node)
-        self.sums[node] = value if before is None else self.call(aten.add.Tensor, before, value)
-
-    def cat(self, node: Any, axis: int) -> fx.Node:
+    def _cat(self, node: Any, axis: int) -> fx.Node:
         """A value of every microbatch, one behind the other. A transposed matrix is concatenated
         as it lies in memory.
         """
         if node.target is aten.t.default:
-            return self.call(aten.t.default, self.cat(node.args[0], 1 - axis))
-        return self.call(aten.cat.default, [copies[node] for copies in self.each], axis)
-
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["val"] = target(*fx.node.map_arg(args, lambda each: each.meta["val"]))
-        return node
-
-    def _share(self, node: fx.Node, copy: fx.Node) -> None:
-        self.shared.add(node)
-        for copies in self.each:
-            copies[node] = copy
+            return emit(self.graph, node, node.target, self._cat(node.args[0], 1 - axis))
+        return emit(self.graph, node, aten.cat.default, [c[node] for c in self._each], axis)
 
 
-def _mm(work: _Batch, node: fx.Node) -> fx.Node:
-    a, b = node.args
-    return work.call(node.target, work.cat(a, 1), work.cat(b, 0))
-
-
-def _bmm(work: _Batch, node: fx.Node) -> fx.Node:
-    a, b = node.args
-    return work.call(node.target, work.cat(a, 2), work.cat(b, 1))
-
-
-def _embedding(work: _Batch, node: fx.Node) -> fx.Node:
-    grad, indices, *settings = node.args
-    return work.call(node.target, work.cat(grad, 0), work.cat(indices, 0), *settings)
-
-
-_MERGED: Mapping[Any, Callable[[_Batch, fx.Node], fx.Node]] = {
-    aten.mm.default: _mm,
-    aten.bmm.default: _bmm,
-    aten.embedding_dense_backward.default: _embedding,
-}
+def _is_mergeable(node: fx.Node) -> bool:
+    if len(node.users) > 1:  # what reads a microbatch's own needs that
+        return False
+    if node.target is aten.embedding_dense_backward.default:
+        indices = tensor_of(node.args[1])  # type: ignore[arg-type]
+        return node.args[4] is False and indices is not None and indices.ndim > 0
+    return node.target in _AXES
