@@ -10,9 +10,9 @@ collectives in one order whatever each estimates.
 
 from __future__ import annotations
 
-import heapq
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from bisect import insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -78,22 +78,38 @@ class CollectiveScheduler:
             self.reads[node] = found
         self.urgent = self._before(node for node in nodes if is_start(node))
 
-    def order(self, fill: float, *, hold: bool, pack: bool = False) -> CollectiveOrder:
+    def order(self, fill: float, *, hold: bool = True, pack: bool = False) -> CollectiveOrder:
         """An order.
 
         Args:
             fill: how much of a collective's time to fill.
-            hold: whether what finds no room in one window may wait for a later one. Without, it
-                runs behind the first.
+            hold: whether what finds no room in one window waits for a later one. Without, it runs
+                behind the first.
             pack: whether of what has room in a window the longest fills it first, and what would
                 stick out last. Without, the oldest does, which holds least.
         """
-        held = self._schedule(fill, frozenset(), hold=hold, pack=pack)
-        if not hold:
-            return held
-        # What no window has room for need not be waited with, and keeps its operands alive.
-        left = {n for n in self.heavy if n not in self.urgent and n not in held.hidden_in}
-        return self._schedule(fill, left, hold=True, pack=pack)
+        run = _Run(self, fill, pack)
+        while True:
+            for each in run.over():
+                run.emit(each)
+            node = run.first(urgent=True, wait=False)
+            wait = run.first(urgent=True, wait=True)
+            if node is not None:
+                run.emit(node)
+            elif wait is not None:
+                run.fill_window(wait)
+                run.emit(wait)
+                while not hold and (node := run.first(urgent=False, wait=False)):
+                    run.emit(node)
+            elif node := run.first(urgent=False, wait=False):
+                run.note_hidden(node)
+                run.emit(node)
+            elif node := run.first(urgent=False, wait=True):
+                run.emit(node)
+            else:
+                break
+        run.rest()
+        return run.order
 
     def _before(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         found: set[fx.Node] = set()
@@ -105,37 +121,6 @@ class CollectiveScheduler:
                 stack.extend(self.reads[node])
         return found
 
-    def _schedule(
-        self, fill: float, in_place: Collection[fx.Node], *, hold: bool, pack: bool
-    ) -> CollectiveOrder:
-        run = _Run(self, fill, pack)
-        while run.left:
-            for each in run.over():
-                run.emit(each)
-            node = run.first(urgent=True, wait=False)
-            if node is not None:
-                for each in run.fillers(in_place, node):
-                    run.emit(each)
-                run.emit(node)
-                continue
-            wait = run.first(urgent=True, wait=True)
-            if wait is not None:
-                run.fill_window(wait)
-                run.emit(wait)
-                for each in () if hold else run.fillers():
-                    run.emit(each)
-                continue
-            last = run.first(urgent=False, wait=False)
-            if last is not None:
-                run.note_hidden(last)
-            else:
-                last = run.first(urgent=False, wait=True)
-            if last is None:
-                break
-            run.emit(last)
-        run.rest()
-        return run.order
-
 
 class _Run:
     """One pass of list scheduling."""
@@ -143,7 +128,6 @@ class _Run:
     def __init__(self, scheduler: CollectiveScheduler, fill: float, pack: bool) -> None:
         heavy, reads = scheduler.heavy, scheduler.reads
         self.order = CollectiveOrder()
-        self.left = len(heavy)
         self._index, self._urgent = scheduler.index, scheduler.urgent
         self._rates = scheduler.rates
         self._fill, self._pack = fill, pack
@@ -167,17 +151,9 @@ class _Run:
         ready = self._ready[urgent, wait]
         return ready[0][1] if ready else None
 
-    def fillers(
-        self, wanted: Collection[fx.Node] | None = None, before: fx.Node | None = None
-    ) -> list[fx.Node]:
-        """Ready fillers in their order; only of these, and whose place is before an operator's."""
-        end = len(self._index) if before is None else self._index[before]
-        ready = sorted(self._ready[False, False])
-        return [each for at, each in ready if at < end and (wanted is None or each in wanted)]
-
     def over(self) -> list[fx.Node]:
         """Waits that nothing urgent reads, for what is over by now: its operands may go."""
-        return [w for _, w in sorted(self._ready[False, True]) if self._end(w) <= self._clock]
+        return [w for _, w in self._ready[False, True] if self._end(w) <= self._clock]
 
     def fill_window(self, wait: fx.Node) -> None:
         """Run fillers until the collective is over."""
@@ -211,12 +187,9 @@ class _Run:
 
     def emit(self, node: fx.Node) -> None:
         """Run an operator, and the views before it."""
-        self._views_of(node)
         ready = self._ready[node in self._urgent, is_wait(node)]
         ready.remove((self._index[node], node))
-        heapq.heapify(ready)
         self._append(node)
-        self.left -= 1
         if is_start(node):
             exchange = exchange_duration(node, self._rates)
             self._link = max(self._clock, self._link) + self._fill * exchange
@@ -233,31 +206,24 @@ class _Run:
     def rest(self) -> None:
         """Views that nobody here reads."""
         for node in self._index:
-            if node not in self._done:
-                self._views_of(node)
-                self._append(node)
+            self._append(node)
 
     def _append(self, node: fx.Node) -> None:
-        self._done.add(node)
-        self.order.nodes.append(node)
-
-    def _views_of(self, node: fx.Node) -> None:
-        stack = [each for each in node.all_input_nodes if self._is_missing(each)]
+        stack = [node]
         while stack:
-            missing = [each for each in stack[-1].all_input_nodes if self._is_missing(each)]
+            read = [e for e in stack[-1].all_input_nodes if e in self._index]
+            missing = [each for each in read if each not in self._done]
             if missing:
                 stack += missing
                 continue
-            view = stack.pop()
-            if self._is_missing(view):
-                self._append(view)
-
-    def _is_missing(self, node: fx.Node) -> bool:
-        return node in self._index and node not in self._done
+            last = stack.pop()
+            if last not in self._done:
+                self._done.add(last)
+                self.order.nodes.append(last)
 
     def _arrive(self, node: fx.Node) -> None:
         ready = self._ready[node in self._urgent, is_wait(node)]
-        heapq.heappush(ready, (self._index[node], node))
+        insort(ready, (self._index[node], node))
 
 
 def _is_light(node: fx.Node) -> bool:

@@ -199,7 +199,7 @@ def hide_collectives(
     scheduler = CollectiveScheduler(_operators(graph, regions.backward), rates)
 
     def divided(fill: float) -> Regions:
-        hidden = scheduler.order(fill, hold=True, pack=rates is not None).hidden_in
+        hidden = scheduler.order(fill, pack=rates is not None).hidden_in
         hiding = {node for node, wait in hidden.items() if wait in regions.input.runs}
         more = {
             root
@@ -230,9 +230,7 @@ def _exposed(nodes: list[fx.Node], rates: Rates, fill: float) -> float:
     """Time for which I is left waiting, in the best of a few orders."""
     scheduler = CollectiveScheduler(nodes, rates)
     orders = (
-        scheduler.order(each, hold=True, pack=pack).nodes
-        for each in {1.0, fill}
-        for pack in (True, False)
+        scheduler.order(each, pack=pack).nodes for each in {1.0, fill} for pack in (True, False)
     )
     return min(exposed_time(order, rates=rates) for order in orders)
 
