@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.graph import dtype_abbrs
 
 from ..analysis.operators import IN_PLACE, OPERATORS, OVERLOAD, overload
 from ..errors import PassError, StrideError
@@ -74,21 +75,6 @@ def _message(node: fx.Node, expected: tuple[int, ...]) -> str:
 
 HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
 
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "b8",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-}
-
 
 def generate(name: str, module: fx.GraphModule) -> str:
     """Source of ``def name(args, constants)`` for one graph.
@@ -134,7 +120,7 @@ def value_text(value: object) -> str:
     """``f32[2, 3]`` for a tensor, the text of anything else, a tuple for several."""
     if isinstance(value, torch.Tensor):
         shape = ", ".join(str(size) for size in value.shape)
-        return f"{_DTYPES.get(value.dtype, str(value.dtype))}[{shape}]"
+        return f"{dtype_abbrs.get(value.dtype, str(value.dtype))}[{shape}]"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(value_text(item) for item in value) + ")"
     return str(value)

@@ -19,7 +19,6 @@ import torch._inductor.config
 from torch import Tensor, _meta_registrations, fx, nn
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._higher_order_ops import effects
-from torch._subclasses import fake_impls
 from torch.fx.experimental import proxy_tensor
 from torch.fx.node import _side_effectful_functions
 
@@ -157,22 +156,20 @@ def _shape_states(node: fx.Node) -> None:
     node.replace_all_uses_with(results, delete_user_cb=lambda user: user not in found)
 
 
-DEVICES = frozenset({"CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1"})
-"""Keys of kernels that tracing does not run."""
-# Nor does it those of vmap, which torch registers in Python when it is first used; and many meta
-# kernels are torch's own in Python.
-_UNTRACED = DEVICES | {"Meta", "FuncTorchBatched"}
+# Keys of kernels that tracing does not run: those of devices, and of vmap, which torch registers in
+# Python when it is first used; and many meta kernels are torch's own in Python.
+_UNTRACED = {"CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1", "Meta", "FuncTorchBatched"}
 
 
-def overridden() -> list[str]:
+def _overridden() -> set[str]:
     """Names of the operators that have kernels of users."""
-    found = set(filter(None, map(_traced, torch.library._impls.copy() - _torchs())))
+    found = set(filter(None, map(_traced, torch.library._impls.copy())))
     # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
     # one device are found where they come from C++, too.
     for device in ("CPU", "CUDA"):
         every = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autograd{device}")
         found |= {op for op in every if op.startswith("aten::") and "::_test_" not in op}
-    return sorted(found)
+    return found
 
 
 @functools.cache  # thousands of names, the same at each capture
@@ -182,21 +179,12 @@ def _traced(registered: str) -> str | None:
     return f"aten::{operator}" if library == "aten" and key not in _UNTRACED else None
 
 
-def _torchs() -> set[str]:
-    """What torch registers when it is imported: torch 2.15 has kernels of ``to_dense`` for tracing
-    in Python.
-    """
-    values = vars(fake_impls).values()
-    libraries = [value for value in values if isinstance(value, torch.library.Library)]
-    return {name for library in libraries for name in library._op_impls}
-
-
 @contextlib.contextmanager
 def traced_as_registered() -> Iterator[None]:
     """Trace through the kernels that users registered for torch's own operators: clear these
     operators' dispatch caches, which would keep tracing on the kernel that was registered before.
     """
-    operators = [_overload(name) for name in overridden()]
+    operators = [_overload(name) for name in _overridden()]
     for each in operators:
         each._dispatch_cache.clear()
     try:
