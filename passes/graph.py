@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -202,15 +202,28 @@ def outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, Any]]:
     return [(role, value) for role, value in pairs if not kinds or role.kind in kinds]
 
 
-def set_outputs(graph: fx.Graph, pairs: list[tuple[Role, Any]]) -> None:
-    """Append an output node that returns the values as a list, with their roles."""
-    node = graph.output([value for _, value in pairs])
+def set_outputs(
+    graph: fx.Graph, pairs: Sequence[tuple[Role, Any]], copies: Mapping[fx.Node, Any] | None = None
+) -> None:
+    """Append an output node that returns the values as a list, with their roles; what the graph has
+    in place of them where they are another's.
+    """
+    values: Any = [value for _, value in pairs]
+    node = graph.output(values if copies is None else fx.node.map_arg(values, copies.__getitem__))
     node.meta["roles"] = tuple(role for role, _ in pairs)
 
 
 def calls(graph: fx.Graph) -> Iterator[fx.Node]:
     """Nodes that compute something."""
     return (node for node in graph.nodes if node.op == "call_function")
+
+
+def is_like(node: Any, other: fx.Node) -> bool:
+    """Whether both are tensors of one shape and dtype, known before the graph runs."""
+    mine, whole = (tensor_of(each) if isinstance(each, fx.Node) else None for each in (node, other))
+    if mine is None or whole is None or not (is_fixed(mine) and is_fixed(whole)):
+        return False
+    return (mine.shape, mine.dtype) == (whole.shape, whole.dtype)
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:

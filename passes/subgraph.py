@@ -87,9 +87,9 @@ class Subgraph:
                 continue
             if value not in places:
                 places[value] = len(pairs)
-                pairs.append((role, copies[value]))
+                pairs.append((role, value))
             results[role] = places[value]
-        set_outputs(graph, list(pairs))
+        set_outputs(graph, pairs, copies)
         return cls(name, module_like(module, graph, name), results)
 
     @functools.cached_property
@@ -245,9 +245,7 @@ def inline(module: fx.GraphModule) -> fx.GraphModule:
         elif node.target is operator.getitem and isinstance(copies.get(node.args[0]), list):
             copies[node] = copies[node.args[0]][node.args[1]]
         elif node.op == "output":
-            values = fx.node.map_arg([value for _, value in outputs(module.graph)], copies.get)
-            roles = [role for role, _ in outputs(module.graph)]
-            set_outputs(graph, list(zip(roles, values, strict=True)))
+            set_outputs(graph, outputs(module.graph), copies)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     made.graph = graph
@@ -306,9 +304,7 @@ class _Outlining:
             elif node.op not in {"placeholder", "output"}:
                 self._run.append(node)
         self._end_run()
-        pairs = outputs(self._module.graph)
-        values = fx.node.map_arg([value for _, value in pairs], self._copies.__getitem__)
-        set_outputs(self._graph, list(zip([role for role, _ in pairs], values, strict=True)))
+        set_outputs(self._graph, outputs(self._module.graph), self._copies)
         return module_like(self._module, self._graph, "outlined")
 
     def _copy(self, node: fx.Node) -> None:
@@ -339,7 +335,7 @@ class _Outlining:
         copies = {node: _placeholder(graph, node) for node in taken}
         for node in run:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        set_outputs(graph, [(Role(Kind.OUTPUT, node.name), copies[node]) for node in results])
+        set_outputs(graph, [(Role(Kind.OUTPUT, node.name), node) for node in results], copies)
         self._made += 1
         name = f"part_{self._made}"
         return Subgraph(name, module_like(self._module, graph, name), {})

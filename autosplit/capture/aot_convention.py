@@ -220,9 +220,8 @@ def _rebuild(
     for role, value in outputs(module.graph, Kind.WRITE):
         into = entered[Role(Kind.TARGET, role.name)]
         graph.call_function(torch.ops.aten.copy_.default, (into, copies[value]))
-    values = [entered[value] if isinstance(value, Role) else value for _, value in returned]
-    mapped = fx.node.map_arg(values, lambda node: copies.get(node, node))
-    set_outputs(graph, list(zip([role for role, _ in returned], mapped, strict=True)))
+    made: dict[Any, fx.Node] = {**copies, **entered}
+    set_outputs(graph, [(role, made.get(value, value)) for role, value in returned])
     return fx.GraphModule(module, graph, class_name=name)
 
 

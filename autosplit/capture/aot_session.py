@@ -38,8 +38,8 @@ from autosplit.capture.workarounds.operators import (
 )
 from autosplit.errors import CaptureError, ShardedError, SplitError
 from autosplit.passes import Kind, PassError, Rates, Role
-from autosplit.passes.analysis.operators import is_effect
 from autosplit.passes.graph import placeholders
+from autosplit.passes.rewrites.emit import eliminate_dead_code
 
 from .aot_convention import AotGraphs, assemble, copy_graph, label, without_deferred
 from .side_effects import refuse_own_generators
@@ -265,13 +265,9 @@ class _AotSession:
             joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options
         )
         # Random operators that nobody reads would draw again, and move the generator.
-        backward.graph.eliminate_dead_code(is_impure_node=_is_kept)
+        eliminate_dead_code(backward.graph)
         backward.recompile()
         return forward, backward
-
-
-def _is_kept(node: fx.Node) -> bool:
-    return node.op in {"placeholder", "output"} or is_effect(node)
 
 
 def _boxed(function: Boxed) -> Boxed:

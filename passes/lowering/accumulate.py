@@ -31,6 +31,7 @@ from ..graph import (
     Role,
     calls,
     copy_placeholder,
+    is_like,
     module_like,
     outputs,
     placeholders,
@@ -70,8 +71,7 @@ def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.G
             copy_behind(graph, sums[role], copies)
             _add_gradient(graph, totals[role], copies[sums[role]])
     kept = [(role, value) for role, value in results if role not in sums]
-    values = fx.node.map_arg([value for _, value in kept], copies.__getitem__)
-    set_outputs(graph, list(zip([role for role, _ in kept], values, strict=True)))
+    set_outputs(graph, kept, copies)
     return module_like(module, graph, "accumulating")
 
 
@@ -182,20 +182,11 @@ def contributions(
         permutations = [*permutations, value]
         value = value.args[0]  # type: ignore[assignment]
     is_sum = value.target is aten.add.Tensor and not value.kwargs and len(value.users) == 1
-    if is_sum and all(_is_alike(part, value) for part in value.args):
+    if is_sum and all(is_like(part, value) for part in value.args):
         for part in value.args:
             yield from contributions(part, permutations)  # type: ignore[arg-type]
     else:
         yield value, permutations
-
-
-def _is_alike(part: Any, total: fx.Node) -> bool:
-    """Whether a summand is as large as the sum, and of its type."""
-    mine = tensor_of(part) if isinstance(part, fx.Node) else None
-    whole = tensor_of(total)
-    if mine is None or whole is None:
-        return False
-    return (mine.shape, mine.dtype) == (whole.shape, whole.dtype)
 
 
 def _is_fusible(maker: fx.Node, accumulator: fx.Node) -> bool:

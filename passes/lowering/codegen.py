@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.graph import dtype_abbrs
+from torch.fx.graph import dtype_abbrs  # type: ignore[attr-defined]
 
 from ..analysis.operators import IN_PLACE, OPERATORS, OVERLOAD, overload
 from ..errors import PassError, StrideError

@@ -64,7 +64,7 @@ def concatenate_microbatches(module: fx.GraphModule, count: int) -> fx.GraphModu
         if node in makers:
             work.sum_up(node)
     sums = {value: work.total(found) for value, found in terms.items()}
-    set_outputs(work.graph, [(role, fx.node.map_arg(v, sums.__getitem__)) for role, v in results])
+    set_outputs(work.graph, results, sums)
     eliminate_dead_code(work.graph)
     return module_like(module, work.graph, f"batch_of_{count}")
 

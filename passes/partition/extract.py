@@ -48,10 +48,8 @@ def extract(
     for _, value in returns:
         if isinstance(value, fx.Node):
             copy_behind(graph, value, copies)
-    values = fx.node.map_arg([value for _, value in returns], copies.__getitem__)
     _take_apart_at_once(graph)
-    roles = [role for role, _ in returns]
-    set_outputs(graph, list(zip(roles, values, strict=True)))
+    set_outputs(graph, returns, copies)
     return module_like(module, _placeholders_first(graph), name)
 
 

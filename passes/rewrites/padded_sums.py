@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..analysis.operators import OPERATORS
-from ..graph import SplitGraphs, calls, is_fixed, tensor_of
+from ..graph import SplitGraphs, calls, is_like
 from .emit import emit, erase
 
 aten = torch.ops.aten
@@ -53,15 +53,8 @@ def _is_sum(node: fx.Node) -> bool:
     return (
         node.target is aten.add.Tensor
         and not node.kwargs
-        and all(isinstance(each, fx.Node) and _is_alike(each, node) for each in node.args)
+        and all(is_like(each, node) for each in node.args)
     )
-
-
-def _is_alike(term: fx.Node, total: fx.Node) -> bool:
-    mine, other = tensor_of(term), tensor_of(total)
-    if mine is None or other is None or not (is_fixed(mine) and is_fixed(other)):
-        return False
-    return (mine.shape, mine.dtype) == (other.shape, other.dtype)
 
 
 def _is_inner(node: fx.Node) -> bool:
