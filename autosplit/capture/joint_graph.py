@@ -35,10 +35,9 @@ from autosplit.torch_internals.pytree import (
 )
 
 from .diagnosis import user_errors
-from .export import export
+from .export import LeftValues, export
 from .guards import Guards, unobserved
 from .input_sizes import InputSizes, is_open
-from .left_values import LeftValues
 from .module_paths import name_modules
 from .region import expand, tracing_calls
 from .region_session import RegionSession, SplitBlock

@@ -93,11 +93,9 @@ _HALVES = {"is_forward": False, "is_backward": True}
 
 def note_origins(graph: fx.Graph) -> None:
     """Say of every node where it comes from, in place of what was said before."""
-    known: dict[Origin, Origin] = {}  # one object for all that are equal: they are kept on disk
     for node in graph.nodes:
         if node.op == "call_function":
-            origin = _origin(node.meta)
-            node.meta[ORIGIN] = known.setdefault(origin, origin)
+            node.meta[ORIGIN] = _origin(node.meta)
 
 
 def _origin(meta: dict[str, Any]) -> Origin:
