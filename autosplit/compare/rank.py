@@ -22,9 +22,7 @@ from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import REPLICATE
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.engine.default_group import gather
-from autosplit.pipeline.engine.stages import footprint
 from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Timeline, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
@@ -120,8 +118,8 @@ def stages_for(workload: Workload, settings: Settings, costs: ModelCosts | None)
     return {"model": workload.model_fn(), "example": inputs, "stage_options": options}
 
 
-_Summary = tuple[Row, Timeline, Timeline, list[StageMemory]]
-"""A row, the step nearest to its median, the ideal one, and what each stage keeps."""
+_Summary = tuple[Row, Timeline, Timeline]
+"""A row, the step nearest to its median, and the ideal one."""
 
 
 @dataclasses.dataclass
@@ -132,7 +130,6 @@ class _Run:
     split: bool
     difference: float | None = 0.0
     peak: list[int] = dataclasses.field(default_factory=list)
-    kept: list[StageMemory] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
     losses: list[float] = dataclasses.field(default_factory=list)
     timelines: list[Timeline] = dataclasses.field(default_factory=list)
@@ -271,9 +268,6 @@ class _Case:
         trainer.step(batch)
         memory = trainer.memory()
         trainer.record = True
-        own = {index: footprint(stage) for index, stage in trainer.stages.items()}
-        every = {index: size for part in _gather(own) for index, size in part.items()}
-        run.kept = [StageMemory(*every[index]) for index in range(self.settings.stages)]
         at = trainer.rank
         run.peak = _gather(memory.fixed[at] + memory.peak_activations[at])
         self.advance()
@@ -327,7 +321,7 @@ class _Case:
             reduction_hidden=statistics.median(shares) if shares else None,
         )
         nearest = min(range(len(run.seconds)), key=lambda i: abs(run.seconds[i] - median))
-        return row, run.timelines[nearest], ideal, run.kept
+        return row, run.timelines[nearest], ideal
 
 
 def _by_kind(durations: dict[tuple[int, ActionKind], float], stages: int) -> dict[str, list[float]]:

@@ -6,13 +6,11 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.simulation.activation_memory import memory_over_time
-from autosplit.report.timelines import Panel, write_timelines
+from autosplit.report.timelines import write_timelines
 from autosplit.text.files import write_text
 
 from .rank import compare_on_rank
@@ -54,22 +52,11 @@ def write_timelines_of(comparison: Comparison, folder: pathlib.Path) -> list[pat
     """``write_timelines``, on whose page each step is above what it would be if nothing were lost;
     returns the paths.
     """
-    pairs = zip(comparison.rows, comparison.timelines, strict=True)
-    titled = [(row.title, timeline) for row, timeline in pairs]
+    rows, both = [], []
+    for row, timeline, ideal in zip(
+        comparison.rows, comparison.timelines, comparison.ideals, strict=True
+    ):
+        rows.append((row.title, timeline))
+        both += [(f"{row.title}, measured", timeline), (f"{row.title}, simulated", ideal)]
     title = f"{comparison.rows[0].stages} stages"
-    return write_timelines(titled, folder, title=title, panels=[*_panels(comparison)])
-
-
-def _panels(comparison: Comparison) -> Iterator[Panel]:
-    """What was measured, each above what it would be if nothing were lost.
-
-    Under the bars of both is what a rank keeps between F and W, from the sizes of its graphs'
-    boundaries.
-    """
-    steps = zip(
-        comparison.rows, comparison.timelines, comparison.ideals, comparison.memory, strict=True
-    )
-    for row, timeline, ideal, sizes in steps:
-        for how, each in (("measured", timeline), ("simulated", ideal)):
-            curves = [memory_over_time(each, sizes, rank)[1:] for rank in range(each.ranks)]
-            yield Panel(f"{row.title}, {how}", each, curves)
+    return write_timelines(rows, folder, title=title, page_rows=both)

@@ -12,7 +12,6 @@ from tabulate import tabulate
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.dimensions import PIPELINE, REPLICATE
-from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.text.figures import size_text
 
@@ -159,14 +158,12 @@ class Comparison:
     """Rows, and for each the step whose time is nearest to the median, and the ideal one.
 
     The ideal is simulated from the row's median durations: no transfer takes time, nothing waits
-    for anything but its input. ``memory`` is, for each row, what each stage keeps of a microbatch,
-    in bytes.
+    for anything but its input.
     """
 
     rows: list[Row]
     timelines: list[Timeline]
     ideals: list[Timeline]
-    memory: list[list[StageMemory]]
 
 
 _HEADERS = (

@@ -88,29 +88,11 @@ def _cause(
     return max(abroad, key=lambda maker: maker.end, default=None)
 
 
-Curve = Sequence[tuple[float, float]]
-"""(seconds on the timeline's clock, bytes held from then on), in order of time."""
-
 _DATA = "/*DATA*/null"
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A timeline and what is shown with it.
-
-    Attributes:
-        name: its heading.
-        timeline: what ran when.
-        memory: per rank, the bytes held over time; empty for none.
-    """
-
-    name: str
-    timeline: Timeline
-    memory: Sequence[Curve] = ()
-
-
-def write_page(panels: Sequence[Panel], path: str | Path, *, title: str = "Timeline") -> None:
-    """Write a self-contained page: the panels under each other, on one time scale.
+def write_page(rows: Rows, path: str | Path, *, title: str = "Timeline") -> None:
+    """Write a self-contained page: the timelines under each other, on one time scale.
 
     What moves microbatches' state between ranks or to the host is drawn below the actions of its
     rank. On the page: pointing at an action tells its times and what it waited for; a click follows
@@ -118,31 +100,25 @@ def write_page(panels: Sequence[Panel], path: str | Path, *, title: str = "Timel
     ended it; the wheel zooms.
 
     Raises:
-        AutosplitError: no panel, one in which nothing is computed, or one with memory of another
-            number of ranks.
+        AutosplitError: no timeline, or one in which nothing is computed.
         OutputError: the file cannot be written.
     """
-    if not panels:
+    if not rows:
         raise AutosplitError("nothing to show: expected at least one timeline")
-    data = {"title": title, "panels": [_panel(panel) for panel in panels]}
+    data = {"title": title, "panels": [_panel(*row) for row in rows]}
     template = resources.files(__package__).joinpath("timelines.html").read_text(encoding="utf-8")
     # "</script>" inside a name would end the page's script.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     write_text(path, template.replace(_DATA, text))
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
-    timeline = panel.timeline
+def _panel(name: str, timeline: Timeline) -> dict[str, Any]:
     spans = [span for span in timeline.spans if span.action.kind.is_compute]
     if not spans:
-        raise AutosplitError(f"nothing to show: no rank computes in the timeline {panel.name!r}")
-    if panel.memory and len(panel.memory) != timeline.ranks:
-        raise AutosplitError(
-            f"{panel.name!r} has {timeline.ranks} ranks, but memory for {len(panel.memory)}"
-        )
+        raise AutosplitError(f"nothing to show: no rank computes in the timeline {name!r}")
     origin = min(span.start for span in spans)
     return {
-        "name": panel.name,
+        "name": name,
         "ranks": timeline.ranks,
         "makespan": _milliseconds(timeline.makespan),
         "overlappingStep": _milliseconds(timeline.step_time) if timeline.crosses_step else None,
@@ -151,9 +127,6 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "spans": [_span(span, origin) for span in spans],
         "moves": [_span(span, origin) | {"lane": lane} for span, lane in _lanes(timeline)],
         "gaps": [_gap(gap, origin) for gap in gaps(timeline)],
-        "memory": [
-            [[_milliseconds(at - origin), held] for at, held in curve] for curve in panel.memory
-        ],
     }
 
 
@@ -339,16 +312,14 @@ def write_timeline(timeline: Timeline, path: str | Path, *, title: str = "Timeli
     """
     suffix = Path(path).suffix.lower()
     if suffix == ".html":
-        write_page([Panel("", timeline)], path, title=title)
+        write_page([("", timeline)], path, title=title)
     elif suffix == ".json":
         write_chrome_trace([(title, timeline)], path)
     else:
         draw_timelines([("", timeline)], path, title=title)
 
 
-def write_timelines(
-    rows: Rows, folder: Path, *, title: str, panels: Sequence[Panel] = ()
-) -> list[Path]:
+def write_timelines(rows: Rows, folder: Path, *, title: str, page_rows: Rows = ()) -> list[Path]:
     """``timeline.html``, ``trace.json``, and ``timeline.png`` where matplotlib is there; returns
     the paths of those that were written.
 
@@ -356,7 +327,7 @@ def write_timelines(
         rows: timelines and their names.
         folder: made where it is not there.
         title: of page and picture.
-        panels: what the page shows; none: the rows.
+        page_rows: what the page shows; none: the rows.
 
     Raises:
         AutosplitError: nothing to show.
@@ -366,7 +337,7 @@ def write_timelines(
         folder.mkdir(parents=True, exist_ok=True)
     names = ("timeline.html", "trace.json", "timeline.png")
     page, trace, picture = (folder / name for name in names)
-    write_page(panels or [Panel(*row) for row in rows], page, title=title)
+    write_page(page_rows or rows, page, title=title)
     write_chrome_trace(rows, trace)
     if find_spec("matplotlib") is None:
         return [page, trace]

@@ -18,7 +18,8 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.timelines import Gap, Panel, gaps, write_chrome_trace, write_page
+from autosplit.report.timeline_picture import Rows
+from autosplit.report.timelines import Gap, gaps, write_chrome_trace, write_page
 from tests.pipeline.training.moving import SAVED, evicting
 
 # --- the timeline page, opened in a real browser where there is one -------------------------------
@@ -41,7 +42,7 @@ def _data(path: Path) -> dict[str, object]:
 
 def test_the_page_holds_every_action_and_needs_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write_page([Panel("split", _timeline())], path)
+    write_page([("split", _timeline())], path)
     text = path.read_text()
     assert not re.findall(r"(?:src|href)=|@import|url\((?!#)", text)
     (panel,) = _data(path)["panels"]  # type: ignore[misc]
@@ -55,7 +56,7 @@ def test_the_page_holds_every_action_and_needs_nothing_else(tmp_path: Path) -> N
 
 def test_names_cannot_end_the_script(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write_page([Panel("</script><b>", _timeline())], path, title="a</script>")
+    write_page([("</script><b>", _timeline())], path, title="a</script>")
     assert path.read_text().count("</script>") == 1
     assert _data(path)["title"] == "a</script>"
 
@@ -64,11 +65,10 @@ def test_names_cannot_end_the_script(tmp_path: Path) -> None:
     ("panels", "text"),
     [
         ([], "at least one timeline"),
-        ([Panel("empty", Timeline(2, ()))], "no rank computes in the timeline 'empty'"),
-        ([Panel("odd", _timeline(), [[(0.0, 1.0)]])], "'odd' has 2 ranks, but memory for 1"),
+        ([("empty", Timeline(2, ()))], "no rank computes in the timeline 'empty'"),
     ],
 )
-def test_refusals(panels: list[Panel], text: str, tmp_path: Path) -> None:
+def test_refusals(panels: Rows, text: str, tmp_path: Path) -> None:
     with pytest.raises(AutosplitError, match=text):
         write_page(panels, tmp_path / "page.html")
 
@@ -76,7 +76,7 @@ def test_refusals(panels: list[Panel], text: str, tmp_path: Path) -> None:
 def test_a_call_for_several_w_is_one_bar_of_all_its_microbatches(tmp_path: Path) -> None:
     several = JoinedWeights.of([Action.parse("0W0"), Action.parse("0W1"), Action.parse("0W2")])
     path = tmp_path / "page.html"
-    write_page([Panel("joined", Timeline(1, (Span(0, several, 0.0, 0.003),)))], path)
+    write_page([("joined", Timeline(1, (Span(0, several, 0.0, 0.003),)))], path)
     (panel,) = _data(path)["panels"]  # type: ignore[misc]
     (bar,) = panel["spans"]
     assert (bar["text"], bar["microbatches"]) == ("0W0-2", [0, 1, 2])
@@ -88,7 +88,7 @@ def test_what_moves_is_below_its_rank_in_lanes_in_which_nothing_covers_another(
     path = tmp_path / "page.html"
     schedule = evicting(build("gpipe", 2, 4), away=[SAVED])
     timeline = simulate(schedule, lambda action: 0.25 if action.kind.is_compute else 0.6)
-    write_page([Panel("evicted", timeline)], path)
+    write_page([("evicted", timeline)], path)
     (panel,) = _data(path)["panels"]  # type: ignore[misc]
     moves = [span for span in timeline.spans if span.action.kind.is_move]
     assert sorted(each["text"] for each in panel["moves"]) == sorted(str(s.action) for s in moves)
@@ -107,14 +107,13 @@ def test_what_moves_is_below_its_rank_in_lanes_in_which_nothing_covers_another(
 def test_a_browser_draws_it_and_answers_the_mouse(tmp_path: Path) -> None:
     """A script at the end of the page plays the user and writes down what it saw."""
     path = tmp_path / "page.html"
-    memory = [[(0.0, 1024.0), (0.5, 4096.0)], [(0.25, 2048.0)]]
-    write_page([Panel("fused", _timeline(split=False)), Panel("split", _timeline(), memory)], path)
+    write_page([("fused", _timeline(split=False)), ("split", _timeline())], path)
     play = """<script>
       const bars = () => [...document.querySelectorAll(".bar")];
       const at = name => bars().find(bar => bar.dataset.action === name);
       const point = node => node.onmousemove(new MouseEvent("mousemove", {clientX: 50}));
       const tip = () => document.getElementById("tip").innerText;
-      const seen = {bars: bars().length, memory: document.querySelectorAll(".memory").length};
+      const seen = {bars: bars().length};
       point(at("1F0")); seen.action = tip();
       const gap = [...document.querySelectorAll(".gap")][0]; point(gap); seen.gap = tip();
       at("0F1").dispatchEvent(new MouseEvent("click", {bubbles: true}));
@@ -141,7 +140,6 @@ def test_a_browser_draws_it_and_answers_the_mouse(tmp_path: Path) -> None:
     seen = json.loads(html.unescape(body))
     fused, split = _timeline(split=False), _timeline()
     assert seen["bars"] == len(fused.spans) + len(split.spans)
-    assert seen["memory"] == 2
     assert "waited 250 ms for 0F0 of rank 0" in seen["action"]
     assert "waited for" in seen["gap"]
     assert sorted(seen["marked"]) == [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -14,8 +12,6 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, LevelByOrder, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.fitting import fitting
-
-from .timeline import Timeline
 
 ROUNDING = 1 + 1e-9
 """Of a cap: by so much sums of what is kept may exceed it."""
@@ -214,33 +210,3 @@ def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]
             f"expected the memory of each of {schedule.stages} stages, got that of {len(sizes)}"
         )
     return PeakMemory(sizes).of(schedule)
-
-
-def memory_over_time(
-    timeline: Timeline, sizes: Sequence[StageMemory], rank: int
-) -> list[tuple[float, float]]:
-    """What ``rank`` keeps from each second of one step's timeline on, whenever that changes, where
-    nothing moves and no F runs again.
-
-    A W that ran in slices lets go with the last of them: what each slice frees is not known. So do
-    several W that ran in one call, at its end.
-
-    Args:
-        timeline: of the step.
-        sizes: by stage.
-        rank: whose.
-    """
-    spans = sorted(
-        (s for s in timeline.spans if s.rank == rank and s.action.kind.is_compute),
-        key=lambda span: span.start,
-    )
-    last = {span.action: place for place, span in enumerate(spans)}
-    events: list[tuple[float, float]] = []
-    for place, span in enumerate(spans):
-        before, after = sizes[span.action.stage].change(span.action.kind)
-        freed = len(span.action.microbatches) * after if last[span.action] == place else 0.0
-        events += [(span.start, before), (span.end, -freed)]
-    # Of changes at one moment, those of what came first first.
-    events = [event for event in sorted(events, key=itemgetter(0)) if event[1]]
-    levels = accumulate(change for _, change in events)
-    return [(0.0, 0.0), *zip((when for when, _ in events), levels, strict=True)]

@@ -19,8 +19,7 @@ from autosplit.pipeline.engine.stages import compile_stages
 from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights, numbered
 from autosplit.pipeline.schedule.routes import needs_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import StageMemory, memory_over_time
-from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations
+from autosplit.pipeline.simulation.timeline import Span, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.runtime.functions import SplitFunctions
 from tests.pipeline.trainer_options import grouped
@@ -143,8 +142,6 @@ def test_a_call_for_several_counts_for_each() -> None:
         Span(0, Action.parse("0W3"), 5.0, 7.0),
     )
     assert median_durations([spans])[0, W] == 1.0  # of 1, 1, 1 and 2
-    held = memory_over_time(Timeline(1, spans), [StageMemory(4.0, 2.0)], 0)
-    assert held[-2:] == [(5.0, 4.0 - 3 * 2.0), (7.0, 4.0 - 4 * 2.0)]
 
 
 def _linear() -> nn.Module:

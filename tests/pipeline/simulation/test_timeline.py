@@ -17,13 +17,13 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import (
     StageMemory,
-    memory_over_time,
+    levels_of,
     peak_memory,
 )
 from autosplit.pipeline.simulation.reductions import Reductions, last_weights_by_stage
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline, median_durations
-from tests.pipeline.tables import most_alive, schedule_of, seconds, small
+from tests.pipeline.tables import most_alive, schedule_of, small
 
 # --- timelines: busy and idle, medians ------------------------------------------------------------
 
@@ -68,35 +68,21 @@ def test_the_slices_of_a_weight_gradient_are_one_action_of_their_step() -> None:
     }
 
 
-# --- what a rank keeps, over an order and over time -----------------------------------------------
+# --- what a rank keeps, over an order -----------------------------------------------
 
 
 def test_what_is_deferred_may_be_larger_than_what_was_saved() -> None:
     """It is there while I makes it, so it counts from the start of I."""
     schedule = schedule_of("0F0 0I0 0W0", stages=1, microbatches=1)
     sizes = [StageMemory(saved=2.0, deferred=5.0)]
-    timeline = simulate(schedule, seconds(1, 1, 1))
-    assert memory_over_time(timeline, sizes, 0) == [(0.0, 0.0), (0.0, 2.0), (1.0, 5.0), (3.0, 0.0)]
+    assert [*levels_of(schedule, sizes)[0]] == [2.0, 5.0, 5.0]
     assert peak_memory(schedule, sizes) == [5.0]
-
-
-def test_a_weight_gradient_in_slices_lets_go_once() -> None:
-    texts = ["0F0", "0I0", "0W0", "0F1", "0W0"]
-    spans = [Span(0, Action.parse(text), at, at + 1.0) for at, text in enumerate(texts)]
-    curve = memory_over_time(Timeline(1, tuple(spans)), [StageMemory(saved=4.0, deferred=3.0)], 0)
-    assert curve == [(0.0, 0.0), (0.0, 4.0), (2.0, 3.0), (3.0, 7.0), (5.0, 4.0)]
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 8))
-def test_order_and_time_agree(name: str, ranks: int, microbatches: int) -> None:
+def test_peaks_are_the_most_that_is_alive(name: str, ranks: int, microbatches: int) -> None:
     schedule = small(name, ranks, microbatches)
-    sizes = [StageMemory(3.0 + stage, 2.0 + stage) for stage in range(schedule.stages)]
-    timeline = simulate(schedule, seconds(3, 2, 1))
-    for rank, peak in enumerate(peak_memory(schedule, sizes)):
-        curve = memory_over_time(timeline, sizes, rank)
-        assert max(size for _, size in curve) == peak
-        assert curve[-1][1] == 0.0
     ones = [StageMemory(1.0, 1.0)] * (schedule.stages)
     assert peak_memory(schedule, ones) == most_alive(schedule)
 
