@@ -23,12 +23,13 @@ from torch.utils._pytree import (
     TreeSpec,
     register_pytree_node,
     tree_flatten_with_path,
+    tree_map,
     tree_unflatten,
 )
 
 from .version import TORCH
 
-__all__ = ["TreeSpec", "flatten_named", "tree_flatten", "tree_unflatten"]
+__all__ = ["TreeSpec", "flatten_named", "tree_flatten", "tree_map", "tree_unflatten"]
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:

@@ -9,7 +9,7 @@ tensors of its own that lie in memory as those of the graph will.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ from autosplit.passes.lowering.buffers import LiveBytes, allocated
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import allocations_on, countable
+from autosplit.torch_internals.pytree import tree_map
 
 # What takes a factorization trusts that its values are one.
 _FACTORIZATIONS = ("aten::linalg_", "aten::_linalg_", "aten::lu_")
@@ -69,14 +70,15 @@ class KernelWorkspace:
         failed: set[Hashable] = set()
         with torch.no_grad(), generators_kept(), allocations_on(self._device) as allocations:
             for signature, node in nodes.items():
-                args, kwargs = _made_up((node.args, node.kwargs), {})
+                made = {each: _values(each, _made_up) for each in node.all_input_nodes}
+                args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
                 allocations.mark()
                 try:
                     node.target(*args, **kwargs)  # type: ignore[operator]
                 except Exception:  # of values that mean nothing
                     failed.add(signature)
                 allocations.mark()
-                del args, kwargs
+                del args, kwargs, made
         runs = allocations.stretches()[::2]
         before = [0, *(each.end for each in allocations.stretches()[1::2])]
         return {
@@ -99,23 +101,19 @@ def _is_measurable(node: fx.Node) -> bool:
 
 def _signature(node: fx.Node) -> Hashable:
     """What the kernel and its sizes depend on."""
-    return node.target, _described(node.args), _described(node.kwargs)
+    return node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: _values(n, _described)))
 
 
-def _described(value: Any) -> Hashable:
-    match value:
-        case fx.Node():
-            return _described(value.meta.get("val"))
-        case Tensor():
-            shape, strides = map(concrete, value.shape), map(concrete, value.stride())
-            return value.dtype, value.device, tuple(shape), tuple(strides)
-        case torch.SymInt():
-            return concrete(value)
-        case list() | tuple():
-            return tuple(_described(each) for each in value)
-        case dict():
-            return tuple((key, _described(each)) for key, each in value.items())
-    return repr(value)
+def _values(node: fx.Node, change: Callable[[Any], Any]) -> Any:
+    """What a node yields, each of it changed."""
+    return tree_map(change, node.meta.get("val"))
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        shape, strides = map(concrete, value.shape), map(concrete, value.stride())
+        return value.dtype, value.device, tuple(shape), tuple(strides)
+    return concrete(value) if isinstance(value, torch.SymInt) else value
 
 
 def _result_bytes(node: fx.Node) -> int:
@@ -123,22 +121,10 @@ def _result_bytes(node: fx.Node) -> int:
     return 0 if is_accumulation(node) else sum(map(storage_bytes, allocated(node)))
 
 
-def _made_up(value: Any, made: dict[fx.Node, Any]) -> Any:
-    """Arguments with a tensor for each node that yields one."""
-    match value:
-        case fx.Node():
-            if value not in made:
-                made[value] = _made_up(value.meta.get("val"), made)
-            return made[value]
-        case Tensor():
-            return _like(value)
-        case torch.SymInt():
-            return concrete(value)
-        case list() | tuple():
-            return type(value)(_made_up(each, made) for each in value)
-        case dict():
-            return {key: _made_up(each, made) for key, each in value.items()}
-    return value
+def _made_up(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _like(value)
+    return concrete(value) if isinstance(value, torch.SymInt) else value
 
 
 def _like(fake: Tensor) -> Tensor:
