@@ -11,6 +11,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.playing import replay
+from autosplit.pipeline.simulation.reductions import last_weights_by_stage
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
@@ -168,6 +169,6 @@ def _with_reductions(played: PlayedOrder, costs: Costs) -> tuple[float, Schedule
     """A step and its seconds, with its last Ws placed for what replicas reduce behind them."""
     if costs.reductions is None:
         return played.makespan, played.schedule
-    rows = costs.reductions.placed(played.schedule.ranks, costs.seconds)
+    rows = last_weights_by_stage(played.schedule.ranks, costs.reductions.bytes)
     made = replace(played.schedule, ranks=rows)
     return costs.timeline(made).makespan, made

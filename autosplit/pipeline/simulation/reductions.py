@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
@@ -63,21 +63,6 @@ class Reductions:
             found.append(Span(rank, Action(stage, ActionKind.REDUCE_GRAD, 0), start, end))
         return found
 
-    def placed(self, rows: Sequence[Sequence[Action]], seconds: Callable[[Action], float]) -> Rows:
-        """As ``last_weights_by_stage``, in the order after which a rank's last reduction ends
-        soonest: Ws, then their reduction, are a flow shop of two machines (Johnson 1954).
-
-        Args:
-            rows: per rank, its actions.
-            seconds: of an action.
-        """
-
-        def rank_of(stage: int, late: Sequence[Action]) -> tuple[bool, float]:
-            works, sends = sum(map(seconds, late)), self.bytes[stage] / self.link.bandwidth
-            return (False, works) if works < sends else (True, -sends)
-
-        return _regrouped(rows, rank_of)
-
     def _ready(self, last: Span) -> Iterator[tuple[float, int, int, float]]:
         """When the buckets behind a stage's last W are ready: seconds, rank, stage, bytes."""
         stage = last.action.stage
@@ -104,13 +89,6 @@ def last_weights_by_stage(
         rows: per rank, its actions.
         size: per stage, the bytes of its gradients.
     """
-    return _regrouped(rows, lambda stage, late: (-size[stage], len(late), -stage))
-
-
-def _regrouped(
-    rows: Sequence[Sequence[Action]], rank_of: Callable[[int, Sequence[Action]], Any]
-) -> Rows:
-    """The last Ws of each row by stage, in the order of what is said of a stage and its Ws."""
     found = []
     for row in rows:
         cut = len(row)
@@ -119,7 +97,7 @@ def _regrouped(
         by_stage: dict[int, list[Action]] = defaultdict(list)
         for action in row[cut:]:
             by_stage[action.stage].append(action)
-        order = sorted(by_stage, key=lambda stage: rank_of(stage, by_stage[stage]))
+        order = sorted(by_stage, key=lambda stage: (-size[stage], len(by_stage[stage]), -stage))
         found.append((*row[:cut], *(action for stage in order for action in by_stage[stage])))
     return tuple(found)
 
