@@ -83,7 +83,6 @@ class LimitError(ScheduleError):
 
     Attributes:
         least: the least limit that something was found for; infinite if nothing was.
-        bound: what no schedule can do with less than.
         schedule: what keeps ``least``.
     """
 
@@ -92,12 +91,10 @@ class LimitError(ScheduleError):
         self,
         message: str,
         least: float = math.inf,
-        bound: float = 0.0,
         schedule: Schedule | None = None,
     ) -> None:
         super().__init__(message)
         self.least = least
-        self.bound = bound
         self.schedule = schedule
 
 
@@ -128,7 +125,7 @@ def search_within(
 
     Raises:
         LimitError: a limit below what is fixed, or one that no measures keep; says the least for
-            which something was found, what nothing can do with less than, and what dominates there.
+            which something was found.
         ScheduleError: a bad count.
     """
     count = ranks or len(costs.times)
@@ -141,45 +138,16 @@ def search_within(
     # Without room on some rank for what every schedule needs there is nothing to look for.
     found = one.run() if max(one.bound) <= 0.0 else None
     if found is None:
-        raise _refusal(limits, rests, one.bound, *one.frugal())
+        excess, what, schedule = one.frugal()
+        least = max(limits) + excess
+        raise LimitError(
+            f"no schedule within a limit of {min(limits):,.0f} was found: the least that was needs "
+            f"{least:,.0f} ({what}). Use a limit of {math.ceil(least):,}, more ranks, or more and "
+            "smaller microbatches",
+            least,
+            schedule,
+        )
     return found
-
-
-def _refusal(
-    limits: Sequence[float],
-    rests: Sequence[float],
-    over: Sequence[float],
-    excess: float,
-    what: str,
-    schedule: Schedule,
-) -> LimitError:
-    """What is said of a limit that nothing keeps.
-
-    Args:
-        limits: by rank.
-        rests: by rank, what is fixed.
-        over: by rank, by how much what every schedule holds exceeds the limit.
-        excess: by how much what comes nearest to the limit exceeds it.
-        what: that is.
-        schedule: likewise.
-    """
-    rank = over.index(max(over))
-    bound, rest = limits[rank] + over[rank], rests[rank]
-    least = max(limits) + excess
-    dominates, advice = "activations", "cut the batch into more and smaller microbatches"
-    if rest > bound - rest:
-        dominates = "parameters, gradients and optimizer state"
-        advice = "use more ranks, or an optimizer that keeps less"
-    less = "" if least <= bound * ROUNDING else f" than {bound:,.0f}"
-    return LimitError(
-        f"no schedule within a limit of {min(limits):,.0f} was found: the least that was needs "
-        f"{least:,.0f} ({what}), and none can do with less{less}. Rank {rank} holds {rest:,.0f} of "
-        f"parameters, gradients and optimizer state, and at least {bound - rest:,.0f} of one "
-        f"microbatch: {dominates} dominate. Use a limit of {math.ceil(least):,}, or {advice}",
-        least,
-        bound,
-        schedule,
-    )
 
 
 @dataclass(frozen=True)
