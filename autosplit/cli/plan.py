@@ -47,7 +47,7 @@ from autosplit.planner.plan_search import (
 )
 from autosplit.planner.plan_tables import refused_table, search_table
 from autosplit.planner.profile import BlockOptions
-from autosplit.planner.trial import can_run_trial, measure_links, profile_transfer
+from autosplit.planner.trial import can_run_trial, measure_links
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size, size_text
 from autosplit.text.files import write_text
@@ -67,7 +67,7 @@ class PlanRequest:
         devices: one rank each.
         batch: samples in a step; None: as many as the example inputs have.
         space: what is settled.
-        limits: memory and links; links that take no time are measured, unless costs are estimated.
+        limits: memory; links are measured where several processes measure.
         estimated: from FLOPs and bytes, rather than measured.
         seconds: to measure for, in all.
         backend: how graphs are run.
@@ -123,8 +123,8 @@ def plan_factory(build: Callable[[], Any], name: str, request: PlanRequest) -> P
 
     Where this machine has a device or a core for each rank, so many processes measure at the same
     time, with one thread each, as ranks that ``launch`` or torchrun start have; else this process
-    measures alone. Parameters take memory only while a block is measured, and in a rehearsal, which
-    is left out where it would take more than half of the machine's.
+    measures alone, and links take no time. Parameters take memory only while a block is measured,
+    and in a rehearsal, which is left out where it would take more than half of the machine's.
 
     Args:
         build: returns what ``example_of`` takes.
@@ -176,8 +176,8 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
         limits = request.machine.limits(limits)
     _check_hope(model, request.devices, limits)
     batch = samples_of((args, kwargs)) if request.batch is None else request.batch
-    if not request.estimated and request.devices > 1:
-        limits = replace(limits, links=profile_transfer() if alone else measure_links())
+    if not (request.estimated or alone):
+        limits = replace(limits, links=measure_links())
     share = request.seconds / count_settings(request.space, request.devices, batch)
 
     @functools.cache

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.timing import measure_transfer, ring
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -38,17 +37,6 @@ from autosplit.planner.stages import cut
 from autosplit.torch_internals.pytree import tree_flatten
 
 _TIMEOUT = 60.0
-
-
-def profile_transfer() -> Transfer:
-    """The link between two processes of this machine, over gloo; for any two ranks.
-
-    Starting them takes seconds; ranks that are there already can call ``measure_links``.
-
-    Returns:
-        Latency and bandwidth, with no ``message_bytes``.
-    """
-    return replace(launch(measure_links, 2, timeout=_TIMEOUT)[0], pairs={})
 
 
 def measure_links() -> Transfer:
