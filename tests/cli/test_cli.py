@@ -52,15 +52,9 @@ def test_compare(tmp_path: pathlib.Path) -> None:
     assert {"timeline.html", "timeline.png", "trace.json", "results.json"} <= made
     page = (tmp_path / "out" / "timeline.html").read_text()
     (data,) = re.findall(r"^const data = (.*);$", page, re.MULTILINE)
-    panels = {panel["name"]: panel for panel in json.loads(data)["panels"]}
-    for row in rows:
-        title = f"{row['schedule']} {'split' if row['split'] else 'fused'}, M=2"
-        peaks = [
-            [max(held for _, held in curve) for curve in panels[f"{title}, {how}"]["memory"]]
-            for how in ("measured", "simulated")
-        ]
-        assert peaks[0] == peaks[1]  # a matter of order, not of time
-        assert min(peaks[0]) > 0
+    shown = [panel["name"] for panel in json.loads(data)["panels"]]
+    titles = [f"1f1b {backward}, M=2" for backward in ("fused", "split")]
+    assert shown == [f"{title}, {how}" for title in titles for how in ("measured", "simulated")]
     assert {f"graphs/stage{n}/backward_weight.py" for n in (0, 1)} <= made
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())
     assert {event.get("name") for event in trace["traceEvents"]} >= {"0F0", "1I0", "1W1", "0B1"}
