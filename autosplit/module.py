@@ -164,7 +164,7 @@ class SplitModule(ModuleProxy):
             options,
             own["_max_graphs"],
             insist,
-            own["_queue"].hidden,
+            own["_queue"].emptied,
             sharding=sharded,
             dynamic=dynamic,
         )

@@ -159,8 +159,7 @@ class Partial:
         self._queue.make_room()
         microbatch = self._running.microbatch = ForwardCall(unsplit)
         try:
-            with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
-                result = forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
         finally:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())
