@@ -167,6 +167,7 @@ DYNAMO = {
 }
 """Settings of Dynamo under which modules are captured, and guards built."""
 _TENSOR = "TENSOR_MATCH"
+_SAVED_TENSORS_HOOKS = "AUTOGRAD_SAVED_TENSORS_HOOKS"
 
 
 class BlockGuards:
@@ -265,6 +266,9 @@ class Guards:
         if self._unsettled is None:
             return
         output, self._unsettled = self._unsettled.graph_capture_output, None
+        guards = output.output_graph.guards
+        # Asked in Python, a microsecond a block; hooks see what F saves, and are in no graph.
+        guards.inner -= {g for g in guards if g.create_fn_name() == _SAVED_TENSORS_HOOKS}
         with (
             get_metrics_context(),
             dynamo_timed("build_guards"),
