@@ -39,6 +39,7 @@ from .graph import (
     role_of,
     set_outputs,
 )
+from .memory_policy import Rates
 
 # Never run: a graph that calls others is compiled into calls of their code.
 _LIBRARY = torch.library.Library("autosplit", "DEF")
@@ -59,11 +60,13 @@ class Subgraph:
         module: the graph; returns what it computes, each value once.
         results: role of a result -> its place among what the graph returns, or for one that the
             graph only passes on the role that it came in under; others are constants.
+        durations: what ``operator_cost.duration`` has found for it, by rates.
     """
 
     name: str
     module: fx.GraphModule
     results: Mapping[Role, int | Role]
+    durations: dict[Rates | None, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, module: fx.GraphModule) -> Subgraph:

@@ -1,9 +1,11 @@
-"""How much of a tensor-parallel model's collectives its weight gradients hide: real ranks, whose
-products take known seconds, over a link that takes time.
+"""How much of a model's collectives its weight gradients hide, of a tensor-parallel one and of a
+mixture of experts: real ranks, whose products take known seconds, over a link that takes time.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,15 +37,25 @@ MEASURED = "split, measured"
 Way: TypeAlias = str | CollectiveCosts
 """One of ``WAYS``; costs stand for "split, measured"."""
 
-WAYS = (
-    "eager",
-    "split, overlap none",
-    "split",
-    MEASURED,
-    "torch.compile, autosplit",
-    "torch.compile, Inductor",
-    "Inductor, reordering",
-)
+_OURS = ("eager", "split, overlap none", "split", MEASURED, "torch.compile, autosplit")
+WAYS = (*_OURS, "torch.compile, Inductor", "Inductor, reordering")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model on two ranks.
+
+    Attributes:
+        build: makes it.
+        tokens: batch and length of what it is given.
+        flops: of a weight gradient's product that takes ``PRODUCT``.
+        ways: of training it.
+    """
+
+    build: Callable[[DeviceMesh], nn.Module]
+    tokens: tuple[int, int] = TOKENS
+    flops: int = _FLOPS
+    ways: tuple[str, ...] = _OURS
 
 
 class Attention(nn.Module):
@@ -79,6 +91,9 @@ def _model(mesh: DeviceMesh) -> nn.Module:
         first, second = ("qkv", "out") if at % 2 == 0 else ("up", "down")
         plan |= {f"{at}.{first}": ColwiseParallel(), f"{at}.{second}": RowwiseParallel()}
     return parallelize_module(model, mesh, plan)
+
+
+TENSOR_PARALLEL = Subject(_model, ways=WAYS)
 
 
 def _made(way: Way, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
@@ -168,9 +183,9 @@ def least_exposed(
 class _Ways:
     """All ways of training the same model on this rank."""
 
-    def __init__(self, names: Collection[Way], mesh: DeviceMesh, x: Tensor) -> None:
+    def __init__(self, names: Collection[Way], build: Callable[[], nn.Module], x: Tensor) -> None:
         self._x = x
-        self.models = {name: _model(mesh) for name in names}
+        self.models = {name: build() for name in names}
         self._made = {name: _made(name, model) for name, model in self.models.items()}
 
     def run(self, name: Way, link: SlowLink | None = None) -> float:
@@ -200,32 +215,32 @@ class _Ways:
         return 0 if weight is None else graph_flops(weight.graph)
 
 
-def _measured() -> list[CollectiveCosts]:
+def _measured(flops: int) -> list[CollectiveCosts]:
     """What ranks measure over the link, for each delay."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    link, _products = SlowLink(), KnownProducts(PRODUCT / _FLOPS)
+    mesh = init_device_mesh("cpu", (2,))
+    link, _products = SlowLink(), KnownProducts(PRODUCT / flops)
     found = []
     for factor in DELAYS:
         link.seconds = factor * PRODUCT
-        found.append(autosplit.measure_collectives(mesh["tp"]))
+        found.append(autosplit.measure_collectives(mesh))
     return found
 
 
 def _rank(
-    names: Sequence[str], steps: int, measured: Sequence[CollectiveCosts]
+    subject: Subject, names: Sequence[str], steps: int, measured: Sequence[CollectiveCosts]
 ) -> list[dict[str, Any]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    build = functools.partial(subject.build, init_device_mesh("cpu", (2,)))
     torch.manual_seed(1)
-    x = torch.randn(*TOKENS, WIDTH, requires_grad=True)
-    backward, weights = _graphs(_model(mesh), x)
+    x = torch.randn(*subject.tokens, WIDTH, requires_grad=True)
+    backward, weights = _graphs(build(), x)
     contenders: list[Way] = [*(name for name in names if name != MEASURED), *measured]
-    ways = _Ways(contenders, mesh, x)
+    ways = _Ways(contenders, build, x)
     for _ in range(2):  # compiles, and has gradients to add to
         for name in contenders:
             ways.run(name)
     expected = ways.gradients(names[0])
     same = {name: all(map(torch.equal, ways.gradients(name), expected)) for name in contenders}
-    link, _products = SlowLink(), KnownProducts(PRODUCT / _FLOPS)
+    link, _products = SlowLink(), KnownProducts(PRODUCT / subject.flops)
     seconds, nodes = _operator_seconds(backward), list(calls(backward.graph))
     count = sum(map(is_start, nodes))
     rows = []
@@ -260,11 +275,13 @@ def _rank(
     return rows
 
 
-def measure(steps: int, only: str = "") -> Iterator[dict[str, Any]]:
+def measure(
+    steps: int, only: str = "", subject: Subject = TENSOR_PARALLEL
+) -> Iterator[dict[str, Any]]:
     """A row for each way and delay; ways without ``only`` in their name are left out, but eager."""
-    ways = tuple(way for way in WAYS if way == "eager" or only in way)
-    costs = launch(_measured, 2, timeout=300)[0] if MEASURED in ways else []
-    yield from launch(_rank, 2, (ways, steps, costs), timeout=900)[0]
+    ways = tuple(way for way in subject.ways if way == "eager" or only in way)
+    costs = launch(_measured, 2, (subject.flops,), timeout=300)[0] if MEASURED in ways else []
+    yield from launch(_rank, 2, (subject, ways, steps, costs), timeout=900)[0]
 
 
 def render(rows: Rows) -> str:

@@ -1,5 +1,6 @@
-"""How much of dispatch and combine the weight gradients of a mixture of experts hide, and what that
-is worth in a pipeline: counted in graphs and played by the simulator.
+"""How much of dispatch and combine the weight gradients of a mixture of experts hide, timed over a
+link that takes time; and what that is worth in a pipeline, counted in graphs and played by the
+simulator.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
 
 from ..results import Rows, table
-from .collectives import TARGET, WIDTH, Attention, least_exposed
+from . import collectives
+from .collectives import PRODUCT, TARGET, TOKENS, WIDTH, Attention, Subject, least_exposed
 
-EXPERTS, CAPACITY, TOKENS, LAYERS = 4, 128, (8, 64), 3
-"""Of a layer; tokens that an expert takes of each rank's; a rank's; of the model."""
+EXPERTS, CAPACITY, LAYERS = 4, 128, 3
+"""Of a layer; tokens that an expert takes of each rank's; of the model."""
 
-PRODUCT = 0.002  # seconds of a weight gradient's product of a rank's experts
 _FLOPS = 2 * (EXPERTS // 2) * (2 * CAPACITY) * WIDTH * 4 * WIDTH
 DELAYS = (0.001, 0.002, 0.004)
 STAGES, MICROBATCHES = 2, 4
@@ -73,6 +74,9 @@ class Mixture(nn.Module):
 def _model(ep: DeviceMesh) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(part for _ in range(LAYERS) for part in (Attention(), Mixture(ep))))
+
+
+MIXTURE = Subject(_model, flops=_FLOPS)
 
 
 def _costs(delay: float) -> CollectiveCosts:
@@ -148,6 +152,11 @@ def _rank() -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def timed(steps: int, only: str = "") -> Iterator[dict[str, Any]]:
+    """A row for each way and delay, of real ranks."""
+    yield from collectives.measure(steps, only, MIXTURE)
 
 
 def measure(only: str = "") -> Iterator[dict[str, Any]]:

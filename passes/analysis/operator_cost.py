@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..graph import (
+    SUBGRAPH,
     Kind,
     Role,
     SplitGraphs,
@@ -114,8 +115,14 @@ def duration(node: fx.Node, rates: Rates | None = None) -> float:
     Args:
         node: the node.
         rates: by these, the longest of calling, computing and moving; None estimates the time, in
-            that of moving one byte.
+            that of moving one byte. Of a call of a graph, that of all its operators.
     """
+    called = node.meta.get(SUBGRAPH)
+    if called is not None:
+        if rates not in called.durations:
+            inner = calls(called.module.graph)
+            called.durations[rates] = sum(duration(each, rates) for each in inner)
+        return float(called.durations[rates])
     moved = 0 if is_exchange(node) else traffic(node)
     if not moved:
         return 0.0

@@ -67,10 +67,12 @@ def sharded(
 ) -> Callable[[int], nn.Module]:
     """Builds stages in two groups each."""
 
+    options = {"mesh": over(mesh), **options}
+
     def stage(index: int) -> nn.Module:
         module: Any = build(index)
-        fully_shard(module[0], mesh=over(mesh), **options)
-        made: nn.Module = fully_shard(module, mesh=over(mesh), **options)
+        fully_shard(module[0], **options)
+        made: nn.Module = fully_shard(module, **options)
         return made
 
     return stage
@@ -358,6 +360,8 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     }
     always = {"schedule": gathering_always(), "gathers": 3 * M}
     found["always"] = exactness(mesh, 2, **always)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    found["another name"] = exactness(mesh, 2, sharding={"mesh": other["fsdp"]})
     found["replicated"] = replicated(flat)
     found["half"] = half(mesh)
     found["training"] = training(mesh)

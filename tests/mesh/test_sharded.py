@@ -37,11 +37,11 @@ def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Results:
     return on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
 
 
-@pytest.mark.parametrize("case", [*workers.EXACT, "always"])
+@pytest.mark.parametrize("case", [*workers.EXACT, "always", "another name"])
 def test_a_step_is_that_of_one_process(four: Results, case: str) -> None:
     """Bit for bit that of autograd, which averages the shares of two, with one reduction for each
-    parameter group; also where parameters cannot be divided, and under a schedule that gathers and
-    frees them around each action.
+    parameter group; also where parameters cannot be divided, under a schedule that gathers and
+    frees them around each action, and over a mesh of these ranks whose dimension has another name.
     """
     for found in four:
         assert_all(found[case])

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import autosplit
+from autosplit import CollectiveCosts, DeviceSpeed, Link
 from autosplit.capture.aot_convention import copy_graph
 from autosplit.passes import Kind, Rates, SplitGraphs, memory_setting, run
 from autosplit.passes.analysis.collective_order import exposed_time
@@ -47,15 +48,20 @@ def linked(delay: float) -> Rates:
 
 
 @pytest.fixture(scope="module")
-def splits() -> Iterator[dict[str | Rates, SplitGraphs]]:
-    """A sequence-parallel model of three blocks, split in several ways."""
-    with fake_mesh() as mesh:
-        joint = joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True))
-        made = {}
-        for overlap in ("none", "collectives", *map(linked, DELAYS)):
-            copy = fx.GraphModule(joint, copy_graph(joint.graph))
-            made[overlap] = run(copy, memory=memory_setting("balanced", overlap=overlap))
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_mesh() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def splits(mesh: DeviceMesh) -> dict[str | Rates, SplitGraphs]:
+    """A sequence-parallel model of three blocks, split in several ways."""
+    joint = joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True))
+    made = {}
+    for overlap in ("none", "collectives", *map(linked, DELAYS)):
+        copy = fx.GraphModule(joint, copy_graph(joint.graph))
+        made[overlap] = run(copy, memory=memory_setting("balanced", overlap=overlap))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +170,29 @@ def test_collectives_begin_in_one_order_whatever_the_link(
     for made in by_delay.values():
         assert starts(made.backward_input) == starts(graphs[0].backward_input)
         assert starts(made.backward_weight) == starts(graphs[0].backward_weight)
+
+
+def test_weight_gradients_of_repeated_blocks_fill_waits_around_them(mesh: DeviceMesh) -> None:
+    """Blocks without collectives are graphs that are called; as a whole, W of one fills a wait."""
+    delay, width = 3.0, 64
+    costs = CollectiveCosts(Link(delay), DeviceSpeed(PRODUCT / 2, float("inf")))
+    plan: dict[str, object] = {f"{at}.up": ColwiseParallel() for at in (1, 3, 5)}
+    plan |= {f"{at}.down": RowwiseParallel() for at in (1, 3, 5)}
+    stack = nn.Sequential(*(Mlp(width, width + width * (at % 2)) for at in range(6)))
+    parallelize_module(stack, mesh, plan)
+    x = torch.randn(4, 32, width, requires_grad=True)
+    none, known = (
+        autosplit.split(stack, (x,), overlap=each, memory="fast").functions[0].graphs
+        for each in ("none", costs)
+    )
+    assert none.backward is not None
+    nodes = list(calls(none.backward.graph))
+    least = least_exposed(nodes, {node: duration(node, costs.rates) for node in nodes}, delay)
+    waits = [
+        exposed_time(calls(each.backward_input.graph), rates=costs.rates)  # type: ignore[union-attr]
+        for each in (none, known)
+    ]
+    assert waits[0] - waits[1] >= 0.9 * (waits[0] - least)
 
 
 def test_model_without_collectives_is_left_alone() -> None:
