@@ -106,6 +106,8 @@ def trainer(
     options = {"microbatches": M, "timeout": 60.0, "max_grad_norm": 1e9, **options}
     if build is None:
         build = parallel(mesh, stages) if mesh is not None else lambda i: stage_of(i, stages)
+    if mesh is not None and "stage_factory" not in options:
+        options.setdefault("overlap", "collectives")  # nothing is measured, which takes a second
     loss_fn = options.pop("loss_fn", loss_of)
     return PipelineTrainer(
         build,

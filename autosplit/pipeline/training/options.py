@@ -50,9 +50,8 @@ class StageOptions:
             the schedule has next to each other on a rank.
         grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
         overlap: what weight gradients hide in stages whose ranks exchange what they compute, see
-            ``autosplit.split``. None means by costs that are measured when the trainer is built
-            where it measures its first steps, too (``schedule="auto"``, ``memory_limit``), else
-            ``"collectives"``, by estimates. The same on all ranks.
+            ``autosplit.split``. None means by costs that are measured when the trainer is built,
+            in about a second. The same on all ranks.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast.
         shared_parameters: groups of (stage, name) that are one parameter of the model. They start
             with the values of the first holder, and each gets the sum of the gradients. Those that
@@ -227,7 +226,7 @@ class TrainerOptions:
     def measures_collectives(self) -> bool:
         """Whether the trainer measures what weight gradients are to hide."""
         given = self.stages.overlap is not None or self.stages.stage_factory is not None
-        return self.tunes and not given and self.of_mesh is not None and self.of_mesh.exchanges
+        return not given and self.of_mesh is not None and self.of_mesh.exchanges
 
     def with_measured_collectives(self, groups: Groups) -> TrainerOptions:
         """These, with the costs of the slowest collectives as ``overlap`` where they are measured;
