@@ -30,7 +30,7 @@ from .tried import render as tried
 HERE = pathlib.Path(__file__).parent
 TRIED = HERE.parents[1] / "docs" / "tried.md"
 PIPELINES = "pipelines"  # a part of the results, asked for as transformers with --pipeline
-PARTS = ("pieces", "modules", "opinfo", "transformers", "breaks", "generated")
+PARTS = ("pieces", "modules", "opinfo", "transformers", "libraries", "breaks", "generated")
 RUN = 20  # examples of one run of hypothesis
 SAVE_SECONDS = 20
 
@@ -132,6 +132,11 @@ def _cases(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Examin
         transformers.logging.set_verbosity_error()
         for name, (group, subject) in lesson.subjects().items():
             yield name, functools.partial(_examined, subject, group)
+    elif part == "libraries":
+        from . import libraries
+
+        for library, group, subject in libraries.subjects():
+            yield subject.name, functools.partial(_examined, subject, group, library)
     else:
         library = part if part == "transformers" else ""
         for group, subject in _subjects(part, options):

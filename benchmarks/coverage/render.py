@@ -64,6 +64,10 @@ Small programs as people write them, in `pieces/`; what each is, and how much of
 
 {transformers}
 
+## Models of other libraries
+
+{libraries}
+
 ## Hugging Face architectures in a pipeline
 
 Every architecture in train mode, its dropout on, cut in two by
@@ -110,6 +114,7 @@ def render(results: Results, factor: float, roundings: float) -> str:
         operators=_operators(results.rows("opinfo")),
         transformers_head=_models_head(models),
         transformers=_models(models),
+        libraries=_listing(results.rows("libraries")),
         pipelines=pipelines.render(results.rows("pipelines")),
         breaks=_listing(results.rows("breaks")),
         generated=_generated(results),
@@ -140,6 +145,7 @@ def _summary(results: Results) -> str:
         "pieces": "kinds of code",
         "modules": "module database",
         "transformers": "Hugging Face",
+        "libraries": "other libraries",
         "breaks": "graph breaks",
     }
     table = [

@@ -43,7 +43,7 @@ def render(results: Results) -> str:
     return TEMPLATE.format(
         environment=found.get("environment", "Not run"),
         pieces=_pieces({row["name"]: row for row in found.get("rows", [])}),
-        models=_models(results.rows("transformers")),
+        models=_models([*results.rows("transformers"), *results.rows("libraries")]),
         databases=_databases(results),
     )
 
