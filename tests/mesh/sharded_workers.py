@@ -63,7 +63,7 @@ def over(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def sharded(
-    mesh: DeviceMesh, build: Callable[[int], nn.Module] = uneven, **options: Any
+    mesh: DeviceMesh, build: Callable[[int], nn.Module] = uneven, /, **options: Any
 ) -> Callable[[int], nn.Module]:
     """Builds stages in two groups each."""
 
