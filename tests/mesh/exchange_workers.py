@@ -282,24 +282,25 @@ WAYS: dict[str, tuple[tuple[Callable[[DeviceMesh | None], nn.Module], ...], ...]
         (partial(Mixture, functional), partial(Mixture, None)),
         (partial(Mixture, function), Dropless),
     ),
+    "few": ((partial(Mixture, functional),), (partial(Mixture, None),)),
     "cp": ((partial(Ring, by_messages),), (partial(Ring, permuted),)),
 }
-"""What is in each stage."""
+"""What is in each stage; all ways with experts, or a few of them, of which a capture is short."""
 
 
-def stage_of(index: int, mesh: DeviceMesh | None = None, name: str = "ep") -> nn.Sequential:
+def stage_of(index: int, mesh: DeviceMesh | None = None, name: str = "few") -> nn.Sequential:
     torch.manual_seed(index)
     parts: list[nn.Module] = [nn.Linear(WIDTH, WIDTH)]
     return nn.Sequential(*parts, *(way(mesh) for way in WAYS[name][index]))
 
 
-def built(mesh: DeviceMesh, first: int = 0) -> Callable[[int], Any]:
+def built(mesh: DeviceMesh, ways: str = "") -> Callable[[int], Any]:
     """Stages whose ranks exchange what they compute along "ep" or "cp", sharded where the mesh has
     a dimension for that.
 
     Args:
         mesh: of the trainer.
-        first: which of the stages is the first.
+        ways: of ``WAYS``.
     """
     names = mesh.mesh_dim_names or ()
     name = "ep" if "ep" in names else "cp"
@@ -308,7 +309,7 @@ def built(mesh: DeviceMesh, first: int = 0) -> Callable[[int], Any]:
     dense = mesh[outer, name]._flatten("fsdp") if shards else mesh
 
     def build(index: int) -> Any:
-        module = stage_of(first + index, mesh[name], name)
+        module = stage_of(index, mesh[name], ways or ("few" if name == "ep" else name))
         for part in module.modules() if shards else ():
             if isinstance(part, Experts):
                 fully_shard(part, mesh=mesh["efsdp"])
@@ -321,7 +322,7 @@ class Reference:
     """Losses and gradients of one process, for shares of the batch, several of which run at once.
 
     Args:
-        name: of the dimension along which ranks exchange what they compute.
+        name: of ``WAYS`` in which ranks exchange what they compute.
         stages: of the model.
         sets: shares of the batch, those of one set are run at once.
 

@@ -33,14 +33,12 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 
 @ranks(4)
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"schedule": "zb-h1", "memory": "lean"}],
-    ids=["1f1b", "other"],
+    ("name", "options"),
+    [("ep", {"schedule": "zb-h1", "memory": "lean"}), ("cp", {}), ("cp", {"memory": "lean"})],
 )
-@pytest.mark.parametrize("name", ["ep", "cp"])
 def test_a_step_is_that_of_one_process(options: dict[str, Any], name: str) -> None:
     mesh = mesh_of(pp=2, **{name: 2})
-    with trainer(mesh, built(mesh), 2, **options, **CLIPPED) as made:
+    with trainer(mesh, built(mesh, name), 2, **options, **CLIPPED) as made:
         reference = Reference(name, (0, 1), [(0, 1)])
         reference.agrees(made, mesh.get_local_rank(name), exact=lambda _: True)
 
@@ -49,18 +47,20 @@ def test_a_step_is_that_of_one_process(options: dict[str, Any], name: str) -> No
 def test_all_is_sharded_along_ep_and_experts_are_not() -> None:
     mesh = mesh_of(pp=2, efsdp=1, ep=2)
     with trainer(mesh, built(mesh), 2, **CLIPPED) as made:
-        reference = Reference("ep", (0, 1), [(0, 1)])
+        reference = Reference("few", (0, 1), [(0, 1)])
         reference.agrees(made, mesh.get_local_rank("ep"), exact=lambda _: True)
 
 
 @ranks(4)
-@pytest.mark.parametrize(("shards", "name"), [("efsdp", "ep"), ("dp_shard", "cp")])
-def test_all_is_sharded_along_both_and_experts_along_one(shards: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("shards", "name", "ways"), [("efsdp", "ep", "few"), ("dp_shard", "cp", "cp")]
+)
+def test_all_is_sharded_along_both_and_experts_along_one(shards: str, name: str, ways: str) -> None:
     """Gradients of experts are sums of two, others' of four, in whichever order."""
     mesh = mesh_of(**{shards: 2, name: 2})
     own = 2 * mesh.get_local_rank(shards) + mesh.get_local_rank(name)
     with trainer(mesh, built(mesh), 1, **CLIPPED) as made:
-        reference = Reference(name, (0,), [(0, 1), (2, 3)])
+        reference = Reference(ways, (0,), [(0, 1), (2, 3)])
         reference.agrees(made, own, exact=lambda each: ".experts." in each)
 
 
