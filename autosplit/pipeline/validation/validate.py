@@ -25,28 +25,19 @@ Found = tuple[str, Cell]
 def sharding_faults(schedule: Schedule) -> Iterator[Found]:
     """Whatever is wrong with UNSHARD and RESHARD, of the stages in whose rows they are."""
     for rank, row in enumerate(schedule.ranks):
-        named = {action.stage for action in row if action.kind.is_sharding}
-        gathered: set[int] = set()
+        gathered = {action.stage: False for action in row if action.kind.is_sharding}
         for place, action in enumerate(row):
-            fault = _fault(action, gathered) if action.stage in named else ""
-            if fault:
-                yield f"{action} on rank {rank} {fault}", (rank, place)
-            if action.kind is ActionKind.UNSHARD:
-                gathered.add(action.stage)
-            elif action.kind is ActionKind.RESHARD:
-                gathered.discard(action.stage)
-
-
-def _fault(action: Action, gathered: set[int]) -> str:
-    there = action.stage in gathered
-    if action.kind is ActionKind.UNSHARD and there:
-        return "gathers parameters that are gathered already: RESHARD comes before"
-    if action.kind is ActionKind.RESHARD and not there:
-        return "frees parameters that are not gathered: UNSHARD comes before"
-    # A W may: that of a first stage is its whole backward.
-    if action.kind.is_compute and not there:
-        return f"reads parameters that are sharded: {action.stage}UNSHARD comes before"
-    return ""
+            kind, there = action.kind, gathered.get(action.stage)
+            # A W may read parameters: that of a first stage is its whole backward.
+            if there is None or not (kind.is_sharding or kind.is_compute):
+                continue
+            gathers = kind is ActionKind.UNSHARD
+            if there is gathers:
+                found, wanted = ("gathered", "sharded")[:: 1 if there else -1]
+                text = f"{action} on rank {rank} finds parameters {found}, expected {wanted}"
+                yield text, (rank, place)
+            if kind.is_sharding:
+                gathered[action.stage] = gathers
 
 
 _WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
@@ -144,22 +135,12 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
                 yield _Fault(misfit, ((rank, position),))
                 continue
             home = right_rank(action, schedule, rank)
-            if home is None:
-                yield _Fault(
-                    f"{action} needs partners, of which there are none", ((rank, position),)
-                )
-            elif home != rank and action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
+            if home != rank:
                 owner = schedule.home(action.stage, action.microbatch)
-                yield _Fault(
-                    f"{action} is on rank {rank}, but the partner of rank {owner}, which holds "
-                    f"stage {action.stage}, is rank {home}",
-                    ((rank, position),),
-                )
-            elif home != rank:
-                yield _Fault(
-                    f"{action} is on rank {rank}, but rank {home} holds stage {action.stage}",
-                    ((rank, position),),
-                )
+                holds = f"rank {owner} holds stage {action.stage}"
+                if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
+                    holds += f" and has {'no partner' if home is None else f'the partner {home}'}"
+                yield _Fault(f"{action} is on rank {rank}, but {holds}", ((rank, position),))
             if action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
                 unsplit.append((rank, position))
     if unsplit and not schedule.split_backward:

@@ -98,13 +98,13 @@ def test_a_stage_is_gathered_from_its_first_action_to_its_last() -> None:
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ("0F0 0UNSHARD 0I0 0W0", "0F0 on rank 0 reads parameters that are sharded: 0UNSHARD comes"),
-        ("0UNSHARD 0F0 0RESHARD 0I0 0W0", "0I0 on rank 0 reads parameters that are sharded: 0UN"),
+        ("0F0 0UNSHARD 0I0 0W0", "0F0 on rank 0 finds parameters sharded, expected gathered"),
+        ("0UNSHARD 0F0 0RESHARD 0I0 0W0", "0I0 on rank 0 finds parameters sharded, expected"),
         (
             "0UNSHARD 0UNSHARD 0F0 0I0 0W0",
-            "0UNSHARD on rank 0 gathers parameters that are",
+            "0UNSHARD on rank 0 finds parameters gathered, exp",
         ),
-        ("0RESHARD 0F0 0I0 0W0", "0RESHARD on rank 0 frees parameters that are not gathered"),
+        ("0RESHARD 0F0 0I0 0W0", "0RESHARD on rank 0 finds parameters sharded, expected gathered"),
         ("1UNSHARD 0F0 0I0 0W0", "1UNSHARD is on rank 0, but rank 1 holds stage 1"),
         ("2UNSHARD 0F0 0I0 0W0", "2UNSHARD: no stage 2; expected 0 to 1"),
     ],

@@ -93,7 +93,7 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
         (
             "0ACCEPT0 0F0 0F1 0B0 0RETURN0 0B1",
             "1F0 1B0 1F1 1B1",
-            "but the partner of rank 0, which holds stage 0, is rank 1",
+            "but rank 0 holds stage 0 and has the partner 1",
         ),
     ],
 )
