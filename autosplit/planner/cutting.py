@@ -17,7 +17,7 @@ from torch import nn
 from autosplit.errors import AutosplitError, PipelineError, PlanError
 from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
-from autosplit.pipeline.engine.default_group import gather, tell
+from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.training.batches import Part
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.captured_model import WholeModel
@@ -376,7 +376,7 @@ def agreed(find: Callable[[], T]) -> T:
     """
     if not grouped():
         return find()
-    found: T = _value(tell(_outcome(find) if dist.get_rank() == 0 else None, 0))
+    found: T = _value(gather(_outcome(find) if dist.get_rank() == 0 else None)[0])
     return found
 
 

@@ -16,31 +16,26 @@ from autosplit.pipeline.simulation.timeline import Timeline
 _TOLERANCE = 1e-9  # ends that differ by rounding are equal
 
 
-def fuse_adjacent(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+def fuse_adjacent(schedule: Schedule, costs: Costs) -> Schedule:
     """Replace each I that its own W follows by one B, which costs less than both and keeps nothing.
 
-    A B hands its gradient on only when it is done, later than the I would have.
+    A B hands its gradient on only when it is done, later than the I would have. So only those pairs
+    become one that takes no longer than both and whose gradient nobody waits for before it ends, so
+    that no other rank starts anything later, and none if the step would be longer.
 
     Args:
         schedule: a legal one.
-        costs: of its stages. Given, only those pairs become a B that takes no longer than both and
-            whose gradient nobody waits for before it ends, so that no other rank starts anything
-            later, and none if the step would be longer; None fuses all.
+        costs: of its stages.
 
     Raises:
         ScheduleError: the schedule deadlocks, or something that it needs is not known.
     """
-    if costs is None:
-        return _with_wholes(schedule, frozenset())
     timeline = costs.timeline(schedule)
-    fused = _with_wholes(schedule, _urgent(schedule, costs, timeline))
+    urgent = _urgent(schedule, costs, timeline)
+    fused = replace(schedule, ranks=tuple(tuple(_fused(row, urgent)) for row in schedule.ranks))
     # A message that comes later may still hold up another one behind it.
     longest = timeline.makespan * (1 + _TOLERANCE)
     return fused if costs.timeline(fused).makespan <= longest else schedule
-
-
-def _with_wholes(schedule: Schedule, urgent: frozenset[Action]) -> Schedule:
-    return replace(schedule, ranks=tuple(tuple(_fused(row, urgent)) for row in schedule.ranks))
 
 
 def _fused(row: Sequence[Action], urgent: frozenset[Action]) -> Iterator[Action]:
@@ -64,22 +59,20 @@ def _fused(row: Sequence[Action], urgent: frozenset[Action]) -> Iterator[Action]
 def _urgent(schedule: Schedule, costs: Costs, timeline: Timeline) -> frozenset[Action]:
     """Is whose gradient another rank would still wait for while a B runs, or whose B is longer."""
     spans = {span.action: span for span in timeline.spans}
-    wholes: dict[Action, float] = {}
-    urgent = set()
-    for action, span in spans.items():
-        weight = spans.get(replace(action, kind=ActionKind.BACKWARD_WEIGHT))
-        if action.kind is ActionKind.BACKWARD_INPUT and weight is not None:
-            whole = replace(action, kind=ActionKind.BACKWARD)
-            wholes[action] = span.start + costs.seconds(whole)
-            if wholes[action] > weight.end * (1 + _TOLERANCE):
-                urgent.add(action)
     takers = {result_of(action): span.start for action, span in spans.items()}
     feeds = None if costs.wiring is None else Feeds(schedule.stages, costs.wiring)
     graph = StepGraph(schedule, feeds=feeds, transfer=costs.transfer)
+    urgent = set()
     for made, rank, messages in zip(graph.actions, graph.ranks, graph.makes, strict=True):
-        for parcel, _, took, latency in messages if made in wholes else ():
-            taker = replace(made, stage=graph.parcels[parcel].stage)
-            arrives = wholes[made] + took + latency
-            if graph.takers[parcel] != rank and takers[taker] < arrives:
-                urgent.add(made)
+        weight = spans.get(replace(made, kind=ActionKind.BACKWARD_WEIGHT))
+        if made.kind is not ActionKind.BACKWARD_INPUT or weight is None:
+            continue
+        whole = spans[made].start + costs.seconds(replace(made, kind=ActionKind.BACKWARD))
+        arrivals = (
+            takers[replace(made, stage=graph.parcels[parcel].stage)] < whole + took + latency
+            for parcel, _, took, latency in messages
+            if graph.takers[parcel] != rank
+        )
+        if whole > weight.end * (1 + _TOLERANCE) or any(arrivals):
+            urgent.add(made)
     return frozenset(urgent)

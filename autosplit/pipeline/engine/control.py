@@ -104,25 +104,22 @@ def _class(path: str) -> type[Any]:
 _CPU = torch.device("cpu")
 
 
-def tell_in(
-    value: object, source: int, group: dist.ProcessGroup | None, device: torch.device = _CPU
-) -> Any:
-    """``value`` of rank ``source`` on all ranks of a group; None for the default group.
+def tell_in(value: object, source: int, group: dist.ProcessGroup) -> Any:
+    """``value`` of rank ``source`` on all ranks of a group.
 
     Args:
         value: see ``written``; only that of ``source`` counts.
         source: its rank in the default process group.
         group: over which to tell.
-        device: of the messages.
 
     Raises:
         RuntimeError: a rank did not take part.
     """
-    data = _packed(value if dist.get_rank() == source else None, device)
-    size = torch.tensor([len(data)], device=device)
+    data = _packed(value if dist.get_rank() == source else None, _CPU)
+    size = torch.tensor([len(data)], device=_CPU)
     dist.broadcast(size, source, group=group)
     if dist.get_rank() != source:
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
+        data = torch.empty(int(size), dtype=torch.uint8, device=_CPU)
     dist.broadcast(data, source, group=group)
     return _unpacked(data)
 
@@ -130,9 +127,9 @@ def tell_in(
 def gather_in(
     value: object, group: dist.ProcessGroup | None, device: torch.device = _CPU
 ) -> list[Any]:
-    """``value`` of every rank of a group, by rank, on all of them.
+    """``value`` of every rank of a group, by rank, on all of them; None for the default group.
 
-    Arguments and errors are those of ``tell_in``.
+    Arguments and errors are those of ``tell_in``; messages lie on ``device``.
     """
     data = _packed(value, device)
     count = dist.get_world_size(group)

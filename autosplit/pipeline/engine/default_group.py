@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from autosplit.errors import PipelineError
 from autosplit.mesh.costs import device_of_group
 
-from .control import gather_in, tell_in
+from .control import gather_in
 from .first_error import describe_error
 from .watch import RETURNED, Process, Register, await_ending
 
@@ -40,16 +40,6 @@ def gather(value: object) -> list[Any]:
     """
     with _naming_the_lost():
         return gather_in(value, None, _device_of_news())
-
-
-def tell(value: object, source: int) -> Any:
-    """``value`` of process ``source``, on all of them; see ``control.written``. Collective.
-
-    Raises:
-        PipelineError: as ``gather``.
-    """
-    with _naming_the_lost():
-        return tell_in(value, source, None, _device_of_news())
 
 
 def register_of_world() -> Register:

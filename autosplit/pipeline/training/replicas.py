@@ -7,7 +7,7 @@ so that the first gradients are reduced while others are made.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,13 @@ from autosplit.torch_internals.dtensor import local_tensor, sharding_of
 from autosplit.torch_internals.state import versions
 
 from .sharded_stages import ShardedStages
-from .stage_copies import adopt, check_alike, is_expert
+from .stage_copies import adopt, buffers_of, check_alike, is_expert
 
-Completion = tuple[int, tuple[str, ...]]
-"""A stage, and those of its parameters whose gradients are complete at once."""
+Completion = tuple[int, int]
+"""A stage, and the number of a slice of its W: some gradients are complete with it."""
+
+Completed = Mapping[Completion, Sequence[nn.Parameter]]
+"""Which those are."""
 
 _OTHERS = "the replicas of its stages"
 _MOST = 8
@@ -78,9 +81,7 @@ class ModelReplicas:
         # Whoever has another share of the batch; and of those whoever has the same experts.
         self._peers = groups.of_several(layout.peers)
         self._copies = groups.of_several(layout.copies) if layout.experts else None
-        self._queues: dict[
-            tuple[Completion, ...], tuple[ReductionQueue, list[GradientReduction]]
-        ] = {}
+        self._queues: dict[Hashable, tuple[ReductionQueue, list[GradientReduction]]] = {}
         self._queue: ReductionQueue | None = None
         self._reductions: list[GradientReduction] = []
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
@@ -100,19 +101,31 @@ class ModelReplicas:
         return self._sharded is None or self._sharded.reduces_early
 
     @contextlib.contextmanager
-    def averaging(self, completions: Sequence[Completion], *, timed: bool) -> Iterator[None]:
+    def averaging(
+        self,
+        completions: Sequence[Completion],
+        stages: Mapping[int, TrainableStage],
+        *,
+        timed: bool,
+    ) -> Iterator[None]:
         """Make the gradients that come inside means over the replicas, one reduction a bucket.
 
         Args:
             completions: in which order gradients are said to be complete; the same in all replicas.
+            stages: made of this rank's modules.
             timed: whether ``spans`` is asked for.
 
         Raises:
             LostPeerError: a rank that holds a replica did not take part.
         """
-        key = tuple(completions)
+        key = tuple(completions), tuple(_slices(each) for each in stages.values())
         if key not in self._queues:
-            self._queues[key] = self._make_queue(key)
+            self._queues[key] = self._make_queue(
+                {
+                    (at, part): completed_with(part, stages[at], self._modules[at])
+                    for at, part in completions
+                }
+            )
         self._queue, self._reductions = self._queues[key]
         for each in self._reductions:
             each.timed, each.times = timed, None
@@ -206,7 +219,7 @@ class ModelReplicas:
         marks = self._buffer_marks()
         if not marks:
             return
-        buffers = dict(_buffers(self._modules))
+        buffers = buffers_of(self._modules)
         # A forward may write where another replica's does not.
         written = torch.tensor(
             [self._marks.get(at) != mark for at, mark in marks.items()],
@@ -220,16 +233,12 @@ class ModelReplicas:
         self._adopt(found)
         self._marks = self._buffer_marks() if found else marks
 
-    def _make_queue(
-        self, completions: Sequence[Completion]
-    ) -> tuple[ReductionQueue, list[GradientReduction]]:
+    def _make_queue(self, completed: Completed) -> tuple[ReductionQueue, list[GradientReduction]]:
         """Reductions of all gradients, in the order in which they are complete."""
         # A parameter of several completions, as of stages that share it, waits for the last.
         last: dict[int, Completion] = {}
-        for completion in completions:
-            stage, names = completion
-            own = dict(self._modules[stage].named_parameters(remove_duplicate=False))
-            for parameter in (own[name] for name in names):
+        for completion, parameters in completed.items():
+            for parameter in parameters:
                 last.pop(id(parameter), None)
                 last[id(parameter)] = completion
         known: dict[int, tuple[int, nn.Parameter]] = {}
@@ -252,7 +261,7 @@ class ModelReplicas:
         found = self._buckets_of(members[: len(early)], needs)
         found += self._buckets_of(members[len(early) :], needs[len(early) :])
         found += self._shards_of(last)
-        place = {completion: at for at, completion in enumerate(completions)}
+        place = {completion: at for at, completion in enumerate(completed)}
         found.sort(key=lambda each: max((place[it] for it in each[1]), default=len(place)))
         return ReductionQueue(found, self._settled), [reduction for reduction, _ in found]
 
@@ -274,7 +283,7 @@ class ModelReplicas:
         return [(bucket, {each for at in places for each in needs[at]}) for bucket, places in made]
 
     def _buffer_marks(self) -> dict[tuple[int, str], tuple[int, int]]:
-        buffers = dict(_buffers(self._modules))
+        buffers = buffers_of(self._modules)
         marks = versions(buffers.values())
         return {
             at: (id(each), mark) for (at, each), mark in zip(buffers.items(), marks, strict=True)
@@ -296,12 +305,6 @@ def _is_expert(tensor: Tensor) -> bool:
     return is_expert(sharding_of(tensor))
 
 
-def _buffers(modules: Mapping[int, nn.Module]) -> Iterator[tuple[tuple[int, str], Tensor]]:
-    for stage, module in modules.items():
-        for name, buffer in module.named_buffers():
-            yield (stage, name), buffer
-
-
 def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:
     """Parameters and buffers, each once."""
     found = {
@@ -312,30 +315,32 @@ def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:
     return list(found.values())
 
 
-def completion_of(index: int, part: int, stage: TrainableStage, module: nn.Module) -> Completion:
-    """The parameters of ``module`` whose gradients are complete with a slice: with the last one,
-    all that no slice before it makes.
+def _slices(stage: TrainableStage) -> tuple[tuple[str, ...], ...]:
+    """The names of the gradients that each slice of W makes; of a stage without any, one slice."""
+    return tuple(map(tuple, getattr(stage, "slices", ((),))))
+
+
+def completed_with(part: int, stage: Any, module: nn.Module) -> Sequence[nn.Parameter]:
+    """The parameters whose gradients are complete with a slice: with the last one, all that no
+    slice before it makes.
 
     Args:
-        index: of the stage.
         part: which slice.
         stage: made of the module, or of the module and what the trainer adds to it.
         module: as the user knows it.
     """
-    slices: Sequence[Sequence[str]] = getattr(stage, "slices", ((),))
-    made_of = getattr(stage, "module", None)
-    face = {} if made_of is None else dict(made_of.named_parameters())
-    made = [{id(face[name]) for name in names if name in face} for names in slices]
-    own = [*module.named_parameters()]
-    if part < len(slices) - 1:
-        return index, tuple(name for name, parameter in own if id(parameter) in made[part])
-    before = set().union(*made[:-1])
-    return index, tuple(name for name, parameter in own if id(parameter) not in before)
+    *early, _ = _slices(stage)
+    face = dict(stage.module.named_parameters()) if early else {}
+    made = [[face[name] for name in names if name in face] for names in early]
+    if part < len(made):
+        return made[part]
+    before = {id(parameter) for each in made for parameter in each}
+    return [parameter for parameter in module.parameters() if id(parameter) not in before]
 
 
 def publish_part(stage: Any, part: int) -> bool:
     """Move the gradients of a slice into ``.grad``; whether those are the last of the stage."""
-    slices = getattr(stage, "slices", ((),))
+    slices = _slices(stage)
     if part < len(slices) - 1:
         stage.publish(slices[part])
         return False

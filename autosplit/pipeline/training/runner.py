@@ -54,7 +54,7 @@ from .memory_limit import LimitTuner
 from .options import MEMORY, Record, TrainerOptions
 from .rank_memory import RankMemory
 from .rank_state import RankState
-from .replicas import Completion, completion_of, publish_part
+from .replicas import publish_part
 from .stage_modules import (
     LossFunction,
     MetricFunction,
@@ -152,7 +152,6 @@ class Runner:
         self._known: dict[int, Stage] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
-        self._parts: dict[tuple[int, int], Completion] = {}
         self._contents_compared = self._limited = False
 
     @property
@@ -202,9 +201,8 @@ class Runner:
                 tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
             if held.reduces:
-                self._parts = {each: self._completion(*each) for each in executor.completions}
                 timed = recorder is not None and self._device.type == "cpu"
-                stack.enter_context(held.reduced(tuple(self._parts.values()), timed=timed))
+                stack.enter_context(held.reduced(executor.completions, self.stages, timed=timed))
             if held.twice is not None:
                 stack.enter_context(held.twice.steady())
             losses = executor.run(inputs, targets, recorder)
@@ -220,12 +218,6 @@ class Runner:
         if self._tuner is not None:
             self._tune(self._tuner)
         return self._agree(step, losses, microbatches, clipping=clipping)
-
-    def _completion(self, stage: int, part: int) -> Completion:
-        """What is complete with a slice of W; names are for replicas, which are rarely there."""
-        if self._held.replicas is None:
-            return stage, ()
-        return completion_of(stage, part, self.stages[stage], self._held.modules[stage])
 
     def predict(self, batch: Batch | None) -> RankMemory:
         """Knows what a step will hold on this rank; its stages are built and its schedule chosen,
@@ -445,7 +437,7 @@ class Runner:
         """What follows the last weight gradients of a slice, of a stage that others hold too."""
         if self._held.reducing:
             last = publish_part(self.stages[stage], part)
-            self._held.complete(self._parts[stage, part], last=last)
+            self._held.complete((stage, part), last=last)
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps, and change the schedule where that says so."""

@@ -20,9 +20,9 @@ from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.results import Member, buckets_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.autograd import has_tensor_hooks
-from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
+from autosplit.torch_internals.dtensor import local_tensor
 
-from .stage_copies import adopt
+from .stage_copies import adopt, form_of
 
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of the parameter within it."""
@@ -220,7 +220,7 @@ def _check_alike(
 ) -> None:
     if not shared:
         return
-    mine = {holder: _form(parameter) for holder, parameter in found.items()}
+    mine = {holder: form_of(parameter) for holder, parameter in found.items()}
     forms = {holder: form for part in groups.gather(mine) for holder, form in part.items()}
     for holders in shared:
         if len({forms[stage, name] for stage, name in holders}) > 1:
@@ -240,9 +240,3 @@ def _refuse_hooks(named: Mapping[Holder, nn.Parameter]) -> None:
                 "stages hold it too: no stage has the gradient that it should see. Let "
                 "optimizer.register_step_pre_hook change the gradient, on each rank that holds it"
             )
-
-
-def _form(parameter: nn.Parameter) -> str:
-    frozen = "" if parameter.requires_grad else " frozen"
-    lies = f" over {Sharding.of(parameter)}" if is_dtensor(parameter) else ""
-    return f"{list(parameter.shape)} {parameter.dtype}{lies}{frozen}"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import EXPERT, TENSOR
+from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.control import Control
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -97,12 +98,21 @@ def form_of(tensor: Tensor) -> str:
     """What must be the same on all ranks that hold a tensor."""
     trains = ", trained" if tensor.requires_grad else ""
     lies = f" over {Sharding.of(tensor)}" if is_dtensor(tensor) else ""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{lies}{trains}"
+    return f"{TensorMeta.of(tensor)}{lies}{trains}"
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def buffers_of(modules: Modules) -> dict[tuple[int, str], Tensor]:
+    """Buffers by stage and name."""
+    return {
+        (stage, name): buffer
+        for stage, module in modules.items()
+        for name, buffer in module.named_buffers()
+    }
 
 
 class StagesTwice:
@@ -134,10 +144,10 @@ class StagesTwice:
         Raises:
             PipelineError: names the buffer.
         """
-        before = self._buffers()
+        before = buffers_of(self._modules)
         marks = versions(before.values())
         yield
-        after = self._buffers()
+        after = buffers_of(self._modules)
         for (at, buffer), mark in zip(before.items(), marks, strict=True):
             if after.get(at) is not buffer or versions([buffer]) != (mark,):
                 stage, name = at
@@ -147,13 +157,6 @@ class StagesTwice:
                     "statistics of all. Take a schedule with one copy of each stage, such as "
                     "'dualpipe-v', or a layer that keeps none, such as nn.GroupNorm"
                 )
-
-    def _buffers(self) -> dict[tuple[int, str], Tensor]:
-        return {
-            (stage, name): buffer
-            for stage, module in self._modules.items()
-            for name, buffer in module.named_buffers()
-        }
 
 
 class TensorParts:

@@ -257,7 +257,6 @@ def test_nobody_waits_longer() -> None:
     """Rank 0 waits for 1I0 and 1I1, and nobody for its own Is."""
     fused = fuse_adjacent(SPLIT, alike(2, 1, 1, 1))
     assert rows_of(fused) == ["0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"]
-    assert simulate(fuse_adjacent(SPLIT), seconds(1, 1, 1)).makespan == 9
     assert simulate(fused, seconds(1, 1, 1)).makespan == 8
 
 
@@ -298,7 +297,6 @@ def test_every_schedule_stays_legal_and_as_short(
     name: str, ranks: int, microbatches: int, latency: float
 ) -> None:
     schedule = small(name, ranks, microbatches)
-    validate(fuse_adjacent(schedule))
     costs = alike(schedule.stages, 3.0, 2.0, 1.0)
     costs = replace(costs, transfer=Transfer(latency))
     fused = fuse_adjacent(schedule, costs)

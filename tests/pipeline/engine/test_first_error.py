@@ -262,7 +262,7 @@ SCENARIOS: dict[str, Scenario] = {
         lambda: _tied([(0, "tied"), (1, "tied")], width=8),
         None,
         "shared parameters must have one shape and dtype and be all trained or all frozen; got "
-        "'tied' of stage 0: [6, 6] torch.float32; 'tied' of stage 1: [8, 6] torch.float32",
+        "'tied' of stage 0: float32[6, 6], trained; 'tied' of stage 1: float32[8, 6], trained",
     ),
     "tied with a hook": (
         lambda: _tied_with_hook(),
