@@ -39,7 +39,7 @@ def test_tracebacks_of_ranks_are_for_errors_that_do_not_say_all(
 def test_samples_are_repeated_or_cut() -> None:
     mask, inputs = torch.ones(5, 5), torch.arange(6).reshape(3, 2)
     (more, same, name), kwargs = resized(((inputs, mask, "a"), {"labels": inputs[:, 0]}), 4)
-    assert more.tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert more.tolist() == [[0, 1], [2, 3], [4, 5], [1, 0]]  # a repeated sample is rolled
     assert kwargs["labels"].tolist() == [0, 2, 4, 0]
     assert same is mask
     assert name == "a"
