@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +33,7 @@ from autosplit.torch_internals.pytree import tree_unflatten
 from .refusals import (
     check_group,
     failed_call,
+    no_context,
     refuse_arguments,
     refuse_unfit_call,
     refused_capture,
@@ -144,7 +144,7 @@ class SplitPipelineStage(RuntimeStage):
             self._options,
             _MAX_GRAPHS,
             True,
-            nullcontext,  # no lazy gradient is in .grad of these parameters
+            no_context,
             computed=self.stage_index > 0,
             sharding=self.sharding,
         )
