@@ -164,7 +164,7 @@ class SplitModule(ModuleProxy):
             options,
             own["_max_graphs"],
             insist,
-            own["_queue"].emptied,
+            own["_queue"].hidden,
             sharding=sharded,
             dynamic=dynamic,
         )

@@ -7,11 +7,10 @@ sharded, whose gradients are then reduced.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -296,11 +295,6 @@ class ShardedQueue(PendingQueue):
     def make_room(self) -> None:
         """Only where ``.grad`` was cleared: the last one that is left is what reduces."""
         self.sweep()
-
-    @contextlib.contextmanager
-    def emptied(self) -> Iterator[None]:
-        """Nothing: what is traced are gathered parameters, which have no ``.grad``."""
-        yield
 
     def drop(self, parameters: Collection[int]) -> None:
         """Of microbatches whose W has run and that are not reduced yet, too."""

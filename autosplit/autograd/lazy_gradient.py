@@ -166,6 +166,7 @@ class GradientSlot:
             it is not in ``.grad`` any more.
         sources: queues with gradients pending, in the order in which they began.
         failure: why a part of the gradient is lost.
+        hidden: whether it is kept out of ``.grad``, see ``LazyGradients.hide``.
     """
 
     __slots__ = (
@@ -173,6 +174,7 @@ class GradientSlot:
         "aside",
         "base",
         "failure",
+        "hidden",
         "key",
         "lazy",
         "parameter",
@@ -189,6 +191,7 @@ class GradientSlot:
         self.aside: list[Tensor | None] | None = None
         self.sources: tuple[PendingQueue, ...] = ()
         self.failure: BaseException | None = None
+        self.hidden = False
 
     @staticmethod
     def of(parameter: Tensor) -> GradientSlot | None:
@@ -200,6 +203,10 @@ class GradientSlot:
     def awaited_by(self, lazy: LazyGradient) -> Tensor | None:
         """The parameter, where a part of the gradient that ``lazy`` stands for is pending."""
         return None if self.lazy is not lazy or self.state is IDLE else self.parameter()
+
+    def installed(self, parameter: Tensor) -> bool:
+        """Whether the lazy gradient is in ``.grad``."""
+        return self.hidden or (self.lazy is not None and parameter.grad is self.lazy)
 
     def arm(self, parameter: Tensor, base: Tensor | None) -> None:
         """Put the lazy gradient into ``.grad``, in the place of ``base``."""

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -283,16 +283,16 @@ class PendingQueue:
         compute_pending([self], lambda: self._take(microbatches), self._deliver)
 
     @contextlib.contextmanager
-    def emptied(self) -> Iterator[None]:
-        """Nothing is pending while parameters are traced, which would use lazy gradients: it is
-        computed before, and what other threads leave meanwhile waits until afterwards.
-        """
-        while True:
-            self.compute()
+    def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Take lazy gradients out of ``.grad`` while parameters are traced."""
+        with self._lock:
+            self.lazies.hide()
+            self.lazies.conceal(parameters)
+        try:
+            yield
+        finally:
             with self._lock:
-                if not self.microbatches:
-                    yield
-                    return
+                self.lazies.show()
 
     def compute_for(self, parameter: Tensor) -> None:
         """Compute everything: hooks and sums then see microbatches in their order."""

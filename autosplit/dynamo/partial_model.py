@@ -159,7 +159,8 @@ class Partial:
         self._queue.make_room()
         microbatch = self._running.microbatch = ForwardCall(unsplit)
         try:
-            result = forward(*args, **kwargs)
+            with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
+                result = forward(*args, **kwargs)
         finally:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())

@@ -292,7 +292,7 @@ class Specializations:
         split: how it is split and its graphs are run.
         limit: how many graphs to keep.
         insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
-        traced: what is around a capture.
+        traced: what is around a capture, given the parameters.
         computed: whether inputs are what an earlier module hands over, see ``without_history``.
         sharding: has the model looked at as a plain one, to be captured and whenever guards are
             asked, and gathers parameters for its graphs; None where nothing is sharded.
@@ -309,7 +309,7 @@ class Specializations:
         split: SplitOptions,
         limit: int,
         insist: bool,
-        traced: Callable[[], AbstractContextManager[None]],
+        traced: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
         *,
         computed: bool = False,
         sharding: ShardedModule | None = None,
@@ -441,7 +441,7 @@ class Specializations:
             }
             name, known = type(self._model).__name__, len(self._graphs.captured)
             again = f", as none of its {known} graphs holds for this call" if known else ""
-            with self._traced(), working(f"capturing {name}{again}"):
+            with self._traced(self._model.parameters()), working(f"capturing {name}{again}"):
                 made = trace(self._model, args, kwargs, self._split, **options)
         except FirstCallError:
             self._first.add(signature)

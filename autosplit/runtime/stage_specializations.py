@@ -91,7 +91,7 @@ class StageSpecializations:
             options,
             _MAX_GRAPHS,
             True,
-            nullcontext,
+            lambda _: nullcontext(),
             computed=True,
             sharding=sharding,
             warned=True,

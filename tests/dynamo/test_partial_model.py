@@ -161,6 +161,7 @@ def test_changes_of_mode_recompile() -> None:
         one_by_one(forward, x, loss_of)
 
     modes(partial, model)
+    assert partial.pending == 3
     partial.backward_weight()
     modes(reference, reference)
     assert_same_state(model, reference, assert_same)
