@@ -58,7 +58,8 @@ def trainer(
     """``cap``: bytes of a bucket, of which one trainer makes its own in its first step."""
     model_replicas.CAP = options.pop("cap", CAP)
     options = {"microbatches": M, "timeout": 60.0, **options}
-    if {"ep", "cp"} & {*getattr(mesh, "mesh_dim_names", ())} and "stage_factory" not in options:
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    if {"ep", "cp"} & {*names} and "stage_factory" not in options:
         options.setdefault("overlap", "collectives")  # nothing is measured, which takes a second
     loss_fn = options.pop("loss_fn", F.mse_loss)
     return PipelineTrainer(

@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
 from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
 from autosplit.pipeline.schedule.moves import journeys_of, waited_departures
@@ -128,14 +129,19 @@ class Host:
         if message in self._posted:
             self._before.append(self._posted.pop(message))
 
-    def _message(self, action: Action) -> None:
-        sends = action.kind in WAITS
+    def route(self, action: Action) -> tuple[str, int, int]:
+        """The communicator of a message, its source and its target."""
         peer = self._home(action.stage + _PEERS[action.kind], action.microbatch)
-        source, target = (self._rank, peer) if sends else (peer, self._rank)
+        source, target = (self._rank, peer) if action.kind in WAITS else (peer, self._rank)
         low, high = sorted((source, target))
         way = action.kind.value[-1]
         name = self._name.format(source=source, target=target, low=low, high=high, way=way)
-        part = Part(name, SEND if sends else RECEIVE, (peer,))
+        return name, source, target
+
+    def _message(self, action: Action) -> None:
+        name, source, target = self.route(action)
+        sends = action.kind in WAITS
+        part = Part(name, SEND if sends else RECEIVE, (target if sends else source,))
         self._posted[action] = self.put(str(action), name, [part])
 
 
@@ -153,15 +159,36 @@ def of_torch(
         home: the rank of a stage and microbatch.
         communicators: one of ``COMMUNICATORS``.
         dimensions: of the mesh, those that have several ranks.
+
+    Raises:
+        ScheduleError: a receive would be given another message than its own, as NCCL matches them
+            by their order.
     """
     programs = {}
+    routes: dict[tuple[str, int, int], tuple[list[Action], list[Action]]]
+    routes = defaultdict(lambda: ([], []))
     for rank, row in enumerate(rows):
         host = Host(rank, home, communicators, dimensions)
         for action in row:
             host.enqueue(action)
+            if action.kind.is_message:
+                routes[host.route(action)][action.kind not in WAITS].append(action)
         host.settle()
         programs[rank] = host.operations
+    for (name, source, target), (sent, received) in routes.items():
+        for send, receive in zip(sent, received, strict=False):
+            if _arrives(send) != receive:
+                raise ScheduleError(
+                    f"over {name!r} rank {source} sends {send} where rank {target} receives "
+                    f"{receive}: NCCL matches messages by their order"
+                )
     return programs
+
+
+def _arrives(send: Action) -> Action:
+    """The receive of a message that is sent."""
+    kind = ActionKind.RECV_F if send.kind is ActionKind.SEND_F else ActionKind.RECV_B
+    return replace(send, kind=kind, stage=send.stage + _PEERS[send.kind])
 
 
 # --- this engine ----------------------------------------------------------------------------------

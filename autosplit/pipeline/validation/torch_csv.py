@@ -259,8 +259,20 @@ def _partners(
     return tuple(partners)
 
 
+_BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
+_COMPUTED = {
+    ActionKind.RECV_F: (ActionKind.FORWARD,),
+    ActionKind.SEND_F: (ActionKind.FORWARD,),
+    ActionKind.RECV_B: _BACKWARDS,
+    ActionKind.SEND_B: _BACKWARDS,
+}
+"""What takes or makes a message, of the same stage and microbatch."""
+
+
 def _check_messages(rows: Sequence[Sequence[Action]], complete: Sequence[Sequence[Action]]) -> None:
-    """Every rank must list the sends and receives that it needs, and no other."""
+    """Every rank must list the sends and receives that it needs, and no other; each receive before
+    what takes it, and each send behind what makes it.
+    """
     for rank, ends in enumerate(zip(rows, complete, strict=True)):
         listed, needed = (
             Counter(str(action) for action in row if action.kind.is_message) for row in ends
@@ -272,3 +284,13 @@ def _check_messages(rows: Sequence[Sequence[Action]], complete: Sequence[Sequenc
                 f"rank {rank} must send and receive what its actions need, each once: it lacks "
                 f"{lacks}, and has {excess} in excess"
             )
+        places = {action: place for place, action in enumerate(rows[rank])}
+        for action, place in places.items():
+            for kind in _COMPUTED.get(action.kind, ()):
+                computed = replace(action, kind=kind)
+                at, receives = places.get(computed, place), action.kind.value.startswith("RECV")
+                if place != at and (place < at) is not receives:
+                    raise ScheduleError(
+                        f"rank {rank} lists {action} {'behind' if receives else 'before'} "
+                        f"{computed}, which {'takes' if receives else 'makes'} it"
+                    )

@@ -16,7 +16,7 @@ from autosplit.errors import PipelineError, ScheduleError, SplitError
 from autosplit.passes.graph import calls
 from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.engine import stages
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
@@ -362,8 +362,6 @@ def test_auto_measures_then_changes_the_schedule() -> None:
     """In six steps, which are those of a single process."""
     model = workers.whole(4)
     with workers.trainer(stages=4, schedule="auto", **OWN) as engine:
-        kinds = [action.kind for row in engine.schedule.ranks for action in row]
-        assert kinds.count(ActionKind.BACKWARD) == 4, "one to measure at each stage"
         names = train_beside(engine, model, 6)
         assert_state(engine, model)
         rows: list[Any] = [None, None]

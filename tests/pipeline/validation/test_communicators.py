@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
+from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import REPLICATE, SHARD, TENSOR
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action
@@ -116,6 +117,13 @@ def test_a_circle_is_drawn() -> None:
     found = stuck(of_torch(CROSSED, in_turn))
     assert str(found) == CIRCLE
     assert stuck(of_torch(CROSSED, in_turn, "edge")) is None
+
+
+def test_messages_that_cross_on_one_communicator_are_refused() -> None:
+    """NCCL would give each receive the other's message."""
+    crossing = rows("0F0 0F1 0SEND_F0 0SEND_F1", "1RECV_F1 1RECV_F0 1F0 1F1")
+    with pytest.raises(ScheduleError, match="rank 0 sends 0SEND_F0 where rank 1 receives 1RECV_F1"):
+        of_torch(crossing, in_turn)
 
 
 @pytest.mark.parametrize(

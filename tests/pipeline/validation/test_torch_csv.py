@@ -194,6 +194,14 @@ def test_torchs_runtime_trains_with_ours(on_ranks: Ranks, tmp_path: Path) -> Non
         ("0F0,0I0", "stage 0 never runs 0W0"),
         ("0F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "it lacks .*0SEND_F0"),
         ("0F0,0B0,0SEND_F0", "has 0SEND_F0 in excess"),
+        (
+            "0SEND_F0,0F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0",
+            "rank 0 lists 0SEND_F0 before 0F0, which makes it",
+        ),
+        (
+            "0F0,0SEND_F0,0RECV_B0,0B0\n1F0,1RECV_F0,1B0,1SEND_B0",
+            "rank 1 lists 1RECV_F0 behind 1F0, which takes it",
+        ),
     ],
 )
 def test_files_that_are_no_schedule(text: str, message: str, tmp_path: Path) -> None:
