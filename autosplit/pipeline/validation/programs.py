@@ -29,7 +29,7 @@ from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
 
 from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs
-from .torch_csv import WAITS
+from .torch_csv import COMPUTED, WAITS
 
 COMMUNICATORS = {
     "pair": "{low}:{high}",
@@ -52,12 +52,7 @@ _PEERS = {
 }
 """How many stages further the other end of a message is."""
 
-_TAKES = {
-    ActionKind.FORWARD: ActionKind.RECV_F,
-    ActionKind.BACKWARD_INPUT: ActionKind.RECV_B,
-    ActionKind.BACKWARD: ActionKind.RECV_B,
-}
-
+_TAKES = {kind: each for each in COMPUTED if each not in WAITS for kind in COMPUTED[each]}
 _SENDS = {wait: send for send, wait in WAITS.items()}
 
 
@@ -75,6 +70,8 @@ class Host:
 
     Attributes:
         operations: what it has enqueued.
+        sent: communicator and target -> the sends among that, in their order.
+        received: communicator and source -> the receives, likewise.
     """
 
     def __init__(
@@ -85,6 +82,8 @@ class Host:
         dimensions: Collection[str],
     ) -> None:
         self.operations: list[Operation] = []
+        self.sent: dict[tuple[str, int], list[Action]] = defaultdict(list)
+        self.received: dict[tuple[str, int], list[Action]] = defaultdict(list)
         self._rank, self._home, self._dimensions = rank, home, dimensions
         self._exchanges = [each for each in dimensions if each in (TENSOR, EXPERT, CONTEXT)]
         self._name = COMMUNICATORS[communicators]
@@ -129,20 +128,16 @@ class Host:
         if message in self._posted:
             self._before.append(self._posted.pop(message))
 
-    def route(self, action: Action) -> tuple[str, int, int]:
-        """The communicator of a message, its source and its target."""
+    def _message(self, action: Action) -> None:
+        sends = action.kind in WAITS
         peer = self._home(action.stage + _PEERS[action.kind], action.microbatch)
-        source, target = (self._rank, peer) if action.kind in WAITS else (peer, self._rank)
+        source, target = (self._rank, peer) if sends else (peer, self._rank)
         low, high = sorted((source, target))
         way = action.kind.value[-1]
         name = self._name.format(source=source, target=target, low=low, high=high, way=way)
-        return name, source, target
-
-    def _message(self, action: Action) -> None:
-        name, source, target = self.route(action)
-        sends = action.kind in WAITS
-        part = Part(name, SEND if sends else RECEIVE, (target if sends else source,))
+        part = Part(name, SEND if sends else RECEIVE, (peer,))
         self._posted[action] = self.put(str(action), name, [part])
+        (self.sent if sends else self.received)[name, peer].append(action)
 
 
 def of_torch(
@@ -164,25 +159,26 @@ def of_torch(
         ScheduleError: a receive would be given another message than its own, as NCCL matches them
             by their order.
     """
-    programs = {}
-    routes: dict[tuple[str, int, int], tuple[list[Action], list[Action]]]
-    routes = defaultdict(lambda: ([], []))
-    for rank, row in enumerate(rows):
-        host = Host(rank, home, communicators, dimensions)
+    hosts = [Host(rank, home, communicators, dimensions) for rank in range(len(rows))]
+    for host, row in zip(hosts, rows, strict=True):
         for action in row:
             host.enqueue(action)
-            if action.kind.is_message:
-                routes[host.route(action)][action.kind not in WAITS].append(action)
         host.settle()
-        programs[rank] = host.operations
-    for (name, source, target), (sent, received) in routes.items():
-        for send, receive in zip(sent, received, strict=False):
-            if _arrives(send) != receive:
-                raise ScheduleError(
-                    f"over {name!r} rank {source} sends {send} where rank {target} receives "
-                    f"{receive}: NCCL matches messages by their order"
-                )
-    return programs
+    _check_order(hosts)
+    return {rank: host.operations for rank, host in enumerate(hosts)}
+
+
+def _check_order(hosts: Sequence[Host]) -> None:
+    """Every receive must be given its own message."""
+    for rank, host in enumerate(hosts):
+        for (name, target), sent in host.sent.items():
+            received = hosts[target].received.get((name, rank), ())
+            for send, receive in zip(sent, received, strict=False):
+                if _arrives(send) != receive:
+                    raise ScheduleError(
+                        f"over {name!r} rank {rank} sends {send} where rank {target} receives "
+                        f"{receive}: NCCL matches messages by their order"
+                    )
 
 
 def _arrives(send: Action) -> Action:

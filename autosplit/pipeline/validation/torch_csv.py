@@ -76,6 +76,14 @@ WAITS = {
 """Of sends, where they are waited for."""
 
 _BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
+COMPUTED = {
+    ActionKind.RECV_F: (ActionKind.FORWARD,),
+    ActionKind.SEND_F: (ActionKind.FORWARD,),
+    ActionKind.RECV_B: _BACKWARDS,
+    ActionKind.SEND_B: _BACKWARDS,
+}
+"""What takes or makes a message, of the same stage and microbatch."""
+
 _MOVED = re.compile(r"([0-9]{1,9})MOVED([0-9]{1,18})")
 # A forward and a backward that torch may run at the same time.
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -259,16 +267,6 @@ def _partners(
     return tuple(partners)
 
 
-_BACKWARDS = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD)
-_COMPUTED = {
-    ActionKind.RECV_F: (ActionKind.FORWARD,),
-    ActionKind.SEND_F: (ActionKind.FORWARD,),
-    ActionKind.RECV_B: _BACKWARDS,
-    ActionKind.SEND_B: _BACKWARDS,
-}
-"""What takes or makes a message, of the same stage and microbatch."""
-
-
 def _check_messages(rows: Sequence[Sequence[Action]], complete: Sequence[Sequence[Action]]) -> None:
     """Every rank must list the sends and receives that it needs, and no other; each receive before
     what takes it, and each send behind what makes it.
@@ -286,11 +284,11 @@ def _check_messages(rows: Sequence[Sequence[Action]], complete: Sequence[Sequenc
             )
         places = {action: place for place, action in enumerate(rows[rank])}
         for action, place in places.items():
-            for kind in _COMPUTED.get(action.kind, ()):
-                computed = replace(action, kind=kind)
-                at, receives = places.get(computed, place), action.kind.value.startswith("RECV")
-                if place != at and (place < at) is not receives:
+            for kind in COMPUTED.get(action.kind, ()):
+                computed, sends = replace(action, kind=kind), action.kind in WAITS
+                at = places.get(computed, place)
+                if place != at and (place < at) is sends:
                     raise ScheduleError(
-                        f"rank {rank} lists {action} {'behind' if receives else 'before'} "
-                        f"{computed}, which {'takes' if receives else 'makes'} it"
+                        f"rank {rank} lists {action} {'before' if sends else 'behind'} "
+                        f"{computed}, which {'makes' if sends else 'takes'} it"
                     )
