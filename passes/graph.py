@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -232,15 +233,18 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def ancestors(roots: list[fx.Node]) -> set[fx.Node]:
-    """The roots and all nodes that they depend on."""
+def ancestors(
+    roots: Iterable[fx.Node],
+    reads: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes"),
+) -> set[fx.Node]:
+    """The roots and all nodes that they depend on, by what each reads."""
     seen: set[fx.Node] = set()
     stack = list(roots)
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(reads(node))
     return seen
 
 

@@ -18,7 +18,7 @@ from operator import itemgetter
 
 from torch import fx
 
-from ..graph import is_size
+from ..graph import ancestors, is_size
 from ..memory_policy import Rates
 from .aliasing import is_free
 from .operator_cost import duration, exchange_duration
@@ -76,7 +76,8 @@ class CollectiveScheduler:
                 if each in self.index:
                     found |= self.reads[each] if _is_light(each) else {each}
             self.reads[node] = found
-        self.urgent = self._before(node for node in nodes if is_start(node))
+        starts = (node for node in nodes if is_start(node))
+        self.urgent = ancestors(starts, self.reads.__getitem__)
 
     def order(self, fill: float, *, hold: bool = True, pack: bool = False) -> CollectiveOrder:
         """An order.
@@ -110,16 +111,6 @@ class CollectiveScheduler:
                 break
         run.rest()
         return run.order
-
-    def _before(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        stack = list(nodes)
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                stack.extend(self.reads[node])
-        return found
 
 
 class _Run:
