@@ -22,6 +22,10 @@ from autosplit.pipelining.results import described
 
 _NOT_TAKEN = ("dw_builder", "input_grads", "output_grads", "get_mesh")
 """Arguments of torch's stage that a split one does not take."""
+_TORCHS = (
+    "around module = autosplit.split(submodule), with "
+    "dw_builder=autosplit.pipelining.dw_builder(module)"
+)
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
@@ -42,12 +46,6 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
                 "gradients before the first microbatch. Leave it out; or keep torch's "
                 f"PipelineStage {_TORCHS}"
             )
-
-
-_TORCHS = (
-    "around module = autosplit.split(submodule), with "
-    "dw_builder=autosplit.pipelining.dw_builder(module)"
-)
 
 
 def check_group(group: Any) -> None:

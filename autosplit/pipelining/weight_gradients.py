@@ -40,7 +40,7 @@ class WeightGradients:
     ) -> tuple[list[Tensor | None], PendingWork]:
         """I: gradients of the inputs, and what is left for W. Empties ``grads``."""
         functions, saved, state = flight.functions, flight.residuals, flight.state
-        target = self._target(functions, functions.early_parameters, state, skipped, [saved])
+        target = self._target(functions, functions.early_parameters, state, skipped, saved)
         sums, how = target.sums, self.accumulation
         found, deferred, early = functions.backward_input(saved, grads, sums, how)
         target.add(early)
@@ -48,17 +48,17 @@ class WeightGradients:
 
     def deferred(self, work: PendingWork) -> None:
         """W."""
-        functions, how, residuals = work.graph, self.accumulation, [work.deferred]
+        functions, how, deferred = work.graph, self.accumulation, work.deferred
         names = functions.late_parameters
-        target = self._target(functions, names, work.state, work.skipped, residuals)
-        target.add(functions.backward_weight_together(residuals, target.sums, how))
+        target = self._target(functions, names, work.state, work.skipped, deferred)
+        target.add(functions.backward_weight(deferred, target.sums, how))
 
     def whole(
         self, flight: InFlightMicrobatch, grads: list[Tensor | None], skipped: frozenset[str]
     ) -> list[Tensor | None]:
         """B: gradients of the inputs. Empties ``grads``."""
         functions, saved, state = flight.functions, flight.residuals, flight.state
-        target = self._target(functions, functions.parameter_names, state, skipped, [saved])
+        target = self._target(functions, functions.parameter_names, state, skipped, saved)
         found, weights = functions.backward(saved, grads, target.sums, self.accumulation)
         target.add(weights)
         return found
@@ -69,7 +69,7 @@ class WeightGradients:
         names: Sequence[str],
         state: State,
         skipped: Collection[str],
-        read: Sequence[Residuals],
+        read: Residuals,
     ) -> _Target:
         """Where the gradients of a graph go.
 
@@ -83,8 +83,7 @@ class WeightGradients:
         direct = not skipped and self._adds_directly(functions, state)
         sums = None
         if direct and names and self._adds_inside(functions):
-            tensors = (tensor for residuals in read for tensor in residuals.read)
-            sums = inplace_sums(functions, names, state, tensors)
+            sums = inplace_sums(functions, names, state, read.read)
         return _Target(names, state, skipped, functions.dependence.borrowed, direct, sums)
 
     def calls(self, functions: SplitFunctions, calls: Sequence[Call]) -> Sequence[Call]:
