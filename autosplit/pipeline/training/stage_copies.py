@@ -20,7 +20,6 @@ from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.dtensor import (
     Sharding,
-    is_dtensor,
     lay_gradient_out,
     local_tensor,
     sharding_of,
@@ -97,8 +96,9 @@ def adopt(
 def form_of(tensor: Tensor) -> str:
     """What must be the same on all ranks that hold a tensor."""
     trains = ", trained" if tensor.requires_grad else ""
-    lies = f" over {Sharding.of(tensor)}" if is_dtensor(tensor) else ""
-    return f"{TensorMeta.of(tensor)}{lies}{trains}"
+    lies = sharding_of(tensor)
+    over = "" if lies is None else f" over {lies}"
+    return f"{TensorMeta.of(tensor)}{over}{trains}"
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
