@@ -169,10 +169,14 @@ def of_torch(
 
 
 def _check_order(hosts: Sequence[Host]) -> None:
-    """Every receive must be given its own message."""
+    """Every receive must be given its own message. One that never comes is found where all that is
+    enqueued is played.
+    """
     for rank, host in enumerate(hosts):
         for (name, target), sent in host.sent.items():
-            received = hosts[target].received.get((name, rank), ())
+            received = hosts[target].received.get((name, rank), [])
+            if {*map(_arrives, sent)} != {*received}:
+                continue
             for send, receive in zip(sent, received, strict=False):
                 if _arrives(send) != receive:
                     raise ScheduleError(
