@@ -21,7 +21,7 @@ from autosplit.pipeline.training import options as trainer_options
 from autosplit.stage import Stage
 from tests.all_true import assert_all
 from tests.mesh.exchange_workers import Reference, built, stage_of
-from tests.mesh.workers import by_stage, refusal, round_trip, share, trainer
+from tests.mesh.workers import REFERENCE, by_stage, refusal, round_trip, share, trainer
 from tests.ranks import ranks
 
 CLIPPED = {"max_grad_norm": 0.5}
@@ -34,7 +34,7 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 @ranks(4)
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("ep", {"schedule": "zb-h1", "memory": "lean"}), ("cp", {}), ("cp", {"memory": "lean"})],
+    [("ep", {"schedule": "zb-h1", "memory": "lean"}), ("cp", {"memory": "lean"})],
 )
 def test_a_step_is_that_of_one_process(options: dict[str, Any], name: str) -> None:
     mesh = mesh_of(pp=2, **{name: 2})
@@ -98,8 +98,8 @@ def test_checkpoints_have_all_experts() -> None:
     dist.broadcast_object_list(folder)
     mesh = mesh_of(pp=2, ep=2)
     found = round_trip(
-        lambda: trainer(mesh, built(mesh), 2, **CLIPPED),
-        lambda: trainer(None, stage_of, 2, ranks=1, **CLIPPED),
+        lambda: trainer(mesh, built(mesh), 2, **CLIPPED, **REFERENCE),
+        lambda: trainer(None, stage_of, 2, ranks=1, **CLIPPED, **REFERENCE),
         lambda step: share(mesh.get_local_rank("ep"), step),
         Path(folder[0]),
         by_stage,

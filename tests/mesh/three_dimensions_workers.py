@@ -23,16 +23,14 @@ from torch.distributed.tensor.parallel import (
 from autosplit.errors import AutosplitError
 from autosplit.pipeline import PipelineTrainer
 
-from .exchange_workers import Reference, built
-from .sharded_tensor_workers import Eager, gradients_of, lie_alike
+from .sharded_tensor_workers import gradients_of, lie_alike
 from .tensor_parallel_workers import (
     FEW,
     WIDTH,
     batch,
     trainer,
 )
-from .workers import norm_of, of_shares
-from .workers import trainer as experts_trainer
+from .workers import of_shares
 
 
 def _mesh(*names: str) -> DeviceMesh:
@@ -118,39 +116,6 @@ def replicas_of_shared_stages() -> dict[str, Any]:
         return Shares(mesh).compared(made, mesh.get_local_rank("dp_replicate"))
 
 
-def copies_of_shards_of_shared_tensors() -> dict[str, Any]:
-    """One block, held against FSDP2 of the same module."""
-    mesh = _mesh("dp_replicate", "dp_shard", "tp")
-
-    def build(index: int) -> Any:
-        module, over = odd(mesh, 2)(index), mesh["dp_replicate", "dp_shard"]
-        fully_shard(module[0], mesh=over)
-        return fully_shard(module, mesh=over)
-
-    share = batch(2 * mesh.get_local_rank("dp_replicate") + mesh.get_local_rank("dp_shard"))
-    expected = Eager(build(0), share, mean_square)
-    with trainer(mesh, 1, build, loss_fn=mean_square) as made:
-        losses = made.forward_backward(share).tolist()
-        mine = gradients_of(made, 1)
-        return {
-            "losses": losses == expected.losses,
-            "gradients": all(torch.equal(g, expected.gradients[k]) for k, g in mine.items()),
-            "all": mine.keys() == expected.gradients.keys(),
-            "lie": lie_alike(made),
-            "norm": made.grad_norm == norm_of(expected.gradients.values()),
-        }
-
-
-def shards_of_experts() -> dict[str, Any]:
-    """Held against one process, which has the tokens of two ranks in one call of an expert."""
-    mesh = _mesh("pp", "efsdp", "ep")
-    own = 2 * mesh.get_local_rank("efsdp") + mesh.get_local_rank("ep")
-    with experts_trainer(mesh, built(mesh), max_grad_norm=0.5) as made:
-        reference = Reference("few", (0, 1), [(0, 1), (2, 3)])
-        reference.agrees(made, own, exact=lambda name: ".experts." in name)
-    return {"agrees": True}
-
-
 def uneven_shards(found: Path) -> None:
     """A step, and then rank 5 is killed in the second microbatch of another."""
     global _to_live
@@ -176,9 +141,9 @@ def with_a_death(folder: Path) -> None:
     folder.
     """
     rank = dist.get_rank()
-    cases = (replicas_of_shared_stages, copies_of_shards_of_shared_tensors, shards_of_experts)
-    for case in cases:
-        (folder / f"{case.__name__}{rank}").write_bytes(pickle.dumps(case()))
+    (folder / f"replicas_of_shared_stages{rank}").write_bytes(
+        pickle.dumps(replicas_of_shared_stages())
+    )
     try:
         uneven_shards(folder / f"uneven_shards{rank}")
     except AutosplitError as error:
