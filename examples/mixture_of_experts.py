@@ -68,21 +68,21 @@ class Mixture(nn.Module):
         return nn.functional.silu(tokens @ up) @ down
 
 
-def stage(index: int, ep: DeviceMesh) -> nn.Module:
+def stage(index: int, ep: DeviceMesh, config: LlamaConfig = CONFIG) -> nn.Module:
     """The same on all ranks along "ep", but for the experts."""
-    module = Decoder(CONFIG, index, STAGES)
+    module = Decoder(config, index, STAGES)
     for number, layer in module.layers.items():
         with seeded(1, int(number)):
-            layer.feed_forward = Mixture(CONFIG, ep)
+            layer.feed_forward = Mixture(config, ep)
     return module
 
 
-def train(steps: int) -> list[float]:
+def train(steps: int, config: LlamaConfig = CONFIG) -> list[float]:
     """One rank's work; every rank runs the same lines."""
     mesh = init_device_mesh("cpu", (STAGES, EXPERT_RANKS), mesh_dim_names=("pp", "ep"))
     losses = []
     with PipelineTrainer(
-        lambda index: stage(index, mesh["ep"]),
+        lambda index: stage(index, mesh["ep"], config),
         next_byte_loss,
         lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         stages=STAGES,
@@ -92,19 +92,19 @@ def train(steps: int) -> list[float]:
     ) as trainer:
         share = mesh.get_local_rank("ep")  # a batch of its own for each of the ranks along "ep"
         for step in range(steps):
-            given = batch(EXPERT_RANKS * step + share, 2 * MICROBATCHES, CONFIG.seq)
+            given = batch(EXPERT_RANKS * step + share, 2 * MICROBATCHES, config.seq)
             losses.append(trainer.step(given).mean().item())
             if trainer.rank == share == 0:
                 print(f"step {step}: loss {losses[-1]:.3f}", flush=True)
     return losses
 
 
-def main(steps: int = 10) -> list[float]:
+def main(steps: int = 10, config: LlamaConfig = CONFIG) -> list[float]:
     if "RANK" in os.environ:  # torchrun started this process as one of its ranks
         torch.set_num_threads(1)
         with process_group():
-            return train(steps)
-    return launch(train, STAGES * EXPERT_RANKS, (steps,), timeout=300.0)[0]
+            return train(steps, config)
+    return launch(train, STAGES * EXPERT_RANKS, (steps, config), timeout=300.0)[0]
 
 
 if __name__ == "__main__":

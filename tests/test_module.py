@@ -186,11 +186,6 @@ def test_second_backward_through_one_output() -> None:
     assert split.pending == 1
 
 
-def test_unknown_memory_setting() -> None:
-    with pytest.raises(SplitError, match=r"'fast', 'balanced', 'lean', or .* got 'tight'"):
-        autosplit.split(nn.Linear(3, 2), memory="tight")
-
-
 def test_saved_input_written_in_place() -> None:
     split = autosplit.split(nn.Linear(3, 2))
     x = torch.randn(4, 3)

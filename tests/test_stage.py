@@ -275,7 +275,7 @@ def test_output_that_is_no_tensor() -> None:
         Stage(CASES["several"].build(), [torch.randn(3, 4)], index=3)
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "lean"}, {"slices": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"memory": "lean"}, {"slices": 2}], ids=str)
 def test_microbatches_of_any_size(options: dict[str, Any]) -> None:
     """All in flight at once; the second size is the last that is captured for."""
     torch.manual_seed(0)

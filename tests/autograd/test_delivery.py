@@ -125,18 +125,6 @@ def test_calls_that_share_a_backward_are_one_gradient() -> None:
     assert torch.equal(model.weight.grad, plain.weight.grad)
 
 
-def test_sum_is_the_same_tensor_throughout() -> None:
-    split = autosplit.split(nn.Linear(3, 2))
-    x = torch.randn(4, 3)
-    backward(split, x)
-    split.backward_weight()
-    held = split.weight.grad
-    backward(split, x)
-    split.backward_weight()
-    assert split.weight.grad is held
-    assert held._base is None
-
-
 class Layouts(nn.Module):
     """Parameters that do not lie in row-major order, and one whose gradient is another's too."""
 

@@ -177,6 +177,7 @@ def test_hook_on_any_parameter_between_forward_and_backward(face: str) -> None:
         loss = each(x).square().sum()
         seen: list[Tensor] = []
         under[4].weight.register_hook(seen.append)
+        under[2].weight.register_post_accumulate_grad_hook(lambda p, to=seen: to.append(p.grad))
         loss.backward()
-        assert len(seen) == 1
+        assert len(seen) == 2
     assert_same_gradients(model, plain)

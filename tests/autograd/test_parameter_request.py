@@ -126,28 +126,6 @@ def test_create_graph_of_parameters(build: Callable[[], nn.Module]) -> None:
         torch.autograd.grad(split(batch()).sum(), [*split.parameters()], create_graph=True)
 
 
-@pytest.mark.parametrize("late", [False, True])
-@WAYS
-def test_hook_between_forward_and_backward(build: Callable[[], nn.Module], late: bool) -> None:
-    """It gets a gradient, once."""
-    plain = build()
-    split = autosplit.split(copy.deepcopy(plain))
-    found = []
-    for model in (plain, split):
-        seen = []
-        first = next(model.parameters())
-        loss = model(batch()).square().sum()
-        if late:
-            first.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.sum()))
-        else:
-            first.register_hook(lambda grad, seen=seen: seen.append(grad.sum()))
-        loss.backward()
-        gradients = [each.grad + 0 for each in model.parameters()]
-        found.append([*seen, *gradients])
-    assert len(found[0]) == len(found[1])
-    assert all(map(torch.equal, *found))
-
-
 def test_sources_of_computed_parameters() -> None:
     """They get what they ask for: parameters that are computed do not wait."""
     plain = layers()

@@ -18,7 +18,7 @@ import autosplit
 from autosplit import CaptureError
 from autosplit.capture.joint_graph import capture
 from autosplit.passes.graph import Kind, inputs, outputs
-from tests.zoo import Several, TiedEmbedding
+from tests.zoo import Several
 
 
 class Nested(nn.Module):
@@ -43,14 +43,6 @@ def test_output_names_are_the_users_paths() -> None:
     )
     tangents = {role.name for role in inputs(traced.joint.graph, Kind.TANGENT)}
     assert tangents == {f"output[{key!r}]" for key in ("y", "b", "top", "x")}
-
-
-def test_tied_parameter_has_one_name_and_one_gradient() -> None:
-    traced = capture(TiedEmbedding(), (torch.randint(0, 11, (3, 5)),), {})
-    names = [role.name for role in inputs(traced.joint.graph, Kind.PARAMETER)]
-    assert names == ["embed.weight", "body.weight", "body.bias"]
-    gradients = [role.name for role, _ in outputs(traced.joint.graph, Kind.PARAMETER_GRAD)]
-    assert sorted(gradients) == ["body.bias", "body.weight", "embed.weight"]
 
 
 def test_capture_does_not_touch_the_model() -> None:

@@ -32,11 +32,6 @@ def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(size), torch.zeros(size)
 
 
-def test_a_workload_shares_nothing_by_default() -> None:
-    workload = Workload(stage, nn.functional.mse_loss, batch, 2, 1)
-    assert workload.shared_parameters(4) == ()
-
-
 @pytest.mark.parametrize("name", ["microbatch_size", "tokens_per_sample"])
 def test_a_workload_refuses_sizes_below_one(name: str) -> None:
     sizes: dict[str, Any] = {"microbatch_size": 1, "tokens_per_sample": 1, name: 0}
@@ -120,12 +115,6 @@ def test_a_missing_attribute_lists_the_functions_of_the_module(here: Path) -> No
     assert str(error.value) == ("mine:size is not callable but of type int; functions there: make")
 
 
-def test_a_module_without_functions_says_so(here: Path) -> None:
-    (here / "mine.py").touch()
-    with pytest.raises(PipelineError, match=r"^mine has no 'make'; functions there: none$"):
-        load_factory("mine:make")
-
-
 @dataclass(frozen=True)
 class Sizes:
     dim: int = 4
@@ -140,14 +129,6 @@ def test_settings_come_as_text_or_as_values() -> None:
     assert configure(Sizes, text) == Sizes(8, 1e-3, True, "b")
     assert configure(Sizes, {"dim": 8, "rate": 1, "tied": True}) == Sizes(8, 1.0, True)
     assert configure(Sizes, {"tied": "0"}) == Sizes(tied=False)
-
-
-def test_an_unknown_setting_lists_the_known_ones() -> None:
-    with pytest.raises(PipelineError) as error:
-        configure(Sizes, {"dimension": 8})
-    assert str(error.value) == (
-        "unknown setting 'dimension' of Sizes; known: dim, rate, tied, name"
-    )
 
 
 @pytest.mark.parametrize(

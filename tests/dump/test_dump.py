@@ -26,25 +26,6 @@ def load(path: pathlib.Path) -> ModuleType:
     return module
 
 
-def test_files(tmp_path: pathlib.Path) -> None:
-    split = autosplit.split(SwiGLU(), (torch.randn(2, 4, 16, requires_grad=True),))
-    split.dump(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [
-            "backward.py",
-            "backward_input.py",
-            "backward_weight.py",
-            "boundary.md",
-            "forward.py",
-            "joint.py",
-        ]
-    )
-    boundary = (tmp_path / "boundary.md").read_text()
-    assert boundary.startswith("# SwiGLU\n")
-    assert "## Saved: F to the backward" in boundary
-    assert "## Deferred: I to W" in boundary
-
-
 @pytest.mark.parametrize(
     ("model", "x"),
     [

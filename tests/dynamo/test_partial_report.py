@@ -153,14 +153,6 @@ def test_products_for_weights_that_enter_as_views_do_not_wait(kind: type[ViewOut
 # --- models with graph breaks: what is refused, and what is copied --------------------------------
 
 
-def test_nothing_pending() -> None:
-    partial = Partial(TwoLayers())
-    partial.backward_weight()
-    partial(torch.randn(3, 4)).sum().backward()
-    with pytest.raises(SplitError, match=r"microbatches=2\): 1 pending; ask for 1 to 1"):
-        partial.backward_weight(microbatches=2)
-
-
 def test_error_of_the_model_is_the_users_own() -> None:
     partial = Partial(TwoLayers())
     with pytest.raises(RuntimeError, match=r"h = self\.a\(x\)\.relu\(\)"):

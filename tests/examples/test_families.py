@@ -59,7 +59,7 @@ def test_layers_are_modules_and_cut_into_equal_counts(family: Family) -> None:
         family.cut_by_hand(5)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 3])
 def test_stages_by_hand_are_the_whole_model(name: str, family: Family, stages: int) -> None:
     cut = getattr(by_hand, name)(**TINY[name])
     modules = [cut.stage_fn(index, stages) for index in range(stages)]

@@ -28,7 +28,7 @@ def workload(request: pytest.FixtureRequest) -> Workload:
     return FACTORIES[request.param]()
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [2, 3])
 def test_stages_one_after_the_other_are_the_whole_model(workload: Workload, stages: int) -> None:
     whole = workload.stage_fn(0, 1)
     inputs, targets = workload.batch_fn(0, workload.microbatch_size)
@@ -43,34 +43,12 @@ def test_stages_one_after_the_other_are_the_whole_model(workload: Workload, stag
     assert torch.equal(workload.loss_fn(x, targets), workload.loss_fn(output, targets))
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_stage_holds_its_part_of_the_parameters(workload: Workload, stages: int) -> None:
-    names = list(workload.stage_fn(0, 1).state_dict())
-    parts = [list(workload.stage_fn(index, stages).state_dict()) for index in range(stages)]
-    assert sorted(name for part in parts for name in part) == sorted(names)
-    assert all(parts)
-
-
 def test_a_workload_can_be_sent_to_another_process(workload: Workload) -> None:
     copy = pickle.loads(pickle.dumps(workload))
     mine, theirs = workload.batch_fn(3, 2), copy.batch_fn(3, 2)
     assert all(map(torch.equal, mine, theirs))
     weights = workload.stage_fn(1, 2).state_dict()
     assert all(torch.equal(weights[k], v) for k, v in copy.stage_fn(1, 2).state_dict().items())
-
-
-def test_the_loss_falls(workload: Workload) -> None:
-    model = workload.stage_fn(0, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(20):
-        inputs, targets = workload.batch_fn(step, 2 * workload.microbatch_size)
-        loss = workload.loss_fn(model(inputs), targets)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        optimizer.step()
-    assert sum(losses[-3:]) < 0.85 * sum(losses[:3]), losses
 
 
 def test_a_tied_head_is_one_parameter_in_one_stage_and_two_copies_in_several() -> None:

@@ -75,35 +75,6 @@ def llama_with_hidden_states() -> Case:
     return Case(case.model, (), {**case.kwargs, "output_hidden_states": True})
 
 
-def bert() -> Case:
-    config = transformers.BertConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=50,
-    )
-    mask = torch.ones(2, 8, dtype=torch.long)
-    mask[0, 5:] = 0
-    inputs = {"input_ids": ids(), "attention_mask": mask}
-    return Case(transformers.BertForMaskedLM(config), (), inputs)
-
-
-def gpt2() -> Case:
-    """Tied, with dropout."""
-    config = transformers.GPT2Config(
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        vocab_size=50,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return Case(transformers.GPT2LMHeadModel(config), (ids(),))
-
-
 def mamba() -> Case:
     config = transformers.MambaConfig(
         hidden_size=32, num_hidden_layers=2, vocab_size=50, state_size=4, use_cache=False

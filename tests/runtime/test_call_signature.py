@@ -44,10 +44,6 @@ def test_calls_of_one_shape_share_one_structure() -> None:
     assert flatten((X, Y), {})[1] != flatten((X,), {"b": Y})[1]
 
 
-def test_values_that_are_equal_but_differ_in_type_are_told_apart() -> None:
-    assert len({CallSignature.of([value], None) for value in (1, 1.0, True)}) == 3
-
-
 def test_zeros_of_two_signs_are_told_apart() -> None:
     """They are equal, but ``math.copysign`` of them is not."""
     assert len({CallSignature.of([value], None) for value in (0.0, -0.0)}) == 2

@@ -135,14 +135,6 @@ def test_concatenated_microbatches_agree_but_for_rounding(name: str) -> None:
     twins.assert_rounded()
 
 
-def test_several_microbatches_are_exact_unless_asked_otherwise() -> None:
-    twins = Twins("attention")
-    twins.forward()
-    twins.backward()
-    twins.stage.backward_weight([0, 1, 2])
-    twins.assert_alike()
-
-
 def test_microbatches_of_two_graphs_are_not_concatenated() -> None:
     """The model changed in between: each graph's own microbatches go together."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), nn.Linear(3, 2))

@@ -20,9 +20,6 @@ from autosplit.torch_internals.version import TORCH
 from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_equals_autograd, assert_same, within
 
-# --- gradients that add up over backwards, optimizer steps and other models' backwards ------------
-
-
 # --- forwards and backwards that ask autograd for gradients are one graph -------------------------
 
 
@@ -179,20 +176,6 @@ def test_forward_hook_added_and_removed_after_the_capture() -> None:
     assert torch.equal(split(x), plain * 2)
     handle.remove()
     assert torch.equal(split(x), plain)
-
-
-def test_hooks_on_parameters_fire_for_every_microbatch() -> None:
-    model = Model()
-    split, plain = autosplit.split(model), copy.deepcopy(model)
-    log: list[str] = []
-    model.last.weight.register_hook(lambda grad: log.append("grad") or grad * 2)
-    model.last.weight.register_post_accumulate_grad_hook(lambda _: log.append("done"))
-    for count, batch in enumerate(batches(), 1):
-        split(*batch).sum().backward()
-        assert log == ["grad", "done"] * count
-        plain(*batch).sum().backward()
-    assert split.pending == 0
-    assert torch.equal(model.last.weight.grad, 2 * plain.last.weight.grad)
 
 
 def test_hooks_on_inputs_and_outputs() -> None:

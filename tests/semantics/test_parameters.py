@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.nn.utils.parametrizations as p
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import autosplit
-from autosplit import CaptureError, SplitModule, Stage
+from autosplit import CaptureError, SplitModule
 from tests.semantics.against_autograd import (
     assert_equals_autograd,
     assert_same,
@@ -84,28 +83,6 @@ def test_inputs_that_need_no_gradient_and_keyword_inputs() -> None:
         for mask in (None, torch.ones(2, 4), None, torch.zeros(2, 4).requires_grad_())
     ]
     assert_equals_autograd(Nested(), batch)
-
-
-def test_tied_across_two_stages() -> None:
-    """Embedding and head on two real stages: the sum of both is autograd's gradient."""
-    embed, head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-    first = Stage(embed, [torch.zeros(3, 5, dtype=torch.long)], index=0)
-    last = Stage(head, [torch.zeros(3, 5, 8, requires_grad=True)], index=1)
-    with torch.no_grad():
-        head.weight.copy_(embed.weight)
-    weight = embed.weight.detach().clone().requires_grad_()
-    for microbatch in range(2):
-        tokens, grad = torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 11)
-        (hidden,) = first.forward(microbatch, [tokens.clone()])
-        last.forward(microbatch, [hidden])
-        (back,) = last.backward_input(microbatch, [grad.clone()])
-        first.backward_input(microbatch, [back])
-        F.linear(F.embedding(tokens, weight), weight).backward(grad)
-    for stage in (first, last):
-        for microbatch in range(2):
-            stage.backward_weight(microbatch)
-        stage.publish()
-    torch.testing.assert_close(embed.weight.grad + head.weight.grad, weight.grad)
 
 
 # --- weights that are computed from other parameters ----------------------------------------------

@@ -20,7 +20,7 @@ from benchmarks.coverage.results import tally
 from benchmarks.coverage.subject import Subject
 
 GOOD = {Verdict.EQUAL, Verdict.CLOSE}
-ENTRIES = ["nn.BatchNorm2d", "nn.LSTMCell"]
+ENTRIES = ["nn.BatchNorm2d"]
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def test_architecture() -> None:
 
 
 @settings(
-    max_examples=15,
+    max_examples=5,
     deadline=None,
     derandomize=True,
     database=None,

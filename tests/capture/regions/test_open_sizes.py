@@ -65,12 +65,11 @@ class OfOneLength(Residual):
 @pytest.mark.parametrize(
     ("block", "lengths", "captures", "called"),
     [
-        (Residual, (5, 7, 6, 2, 30), 2, [2]),
-        (Attending, (5, 7, 6, 9, 30), 2, [2]),
-        (Positions, (5, 7, 6, 9, 30), 2, [2]),
+        (Attending, (5, 7, 2, 30), 2, [2]),
+        (Positions, (5, 7, 6), 2, [2]),
         (Branching, (5, 7, 6, 8, 12, 14, 11, 15), 5, [2]),
         # Where the first block found that its length cannot be open, it no longer is.
-        (OfOneLength, (5, 7, 6, 9, 30), 3, [1, 1]),
+        (OfOneLength, (5, 7, 6, 9), 3, [1, 1]),
         (Halving, (50, 70, 64, 33), 2, [1, 1]),
     ],
 )

@@ -215,7 +215,6 @@ class TwoStacks(Stack):
 
 
 BLOCKS = (
-    Residual,
     Dropping,
     Buffered,
     Constant,

@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.passes import PassError, run
 from autosplit.passes.errors import StrideError
-from autosplit.passes.lowering.codegen import HEADER, constants, generate, stride_check
+from autosplit.passes.lowering.codegen import constants, generate, stride_check
 from tests.passes.graphs import hand_made, joint_of
 from tests.zoo import SwiGLU
 
@@ -31,15 +31,6 @@ def test_literal() -> None:
         "        mul_tensor_1,  # input_grad x\n"
         "    ]\n"
     )
-
-
-def test_source_runs_by_itself() -> None:
-    module, _ = hand_made()
-    space: dict[str, object] = {}
-    exec(HEADER + generate("joint", module), space)
-    args = [torch.ones(3), torch.full((3,), 5.0)]
-    y, dx = space["joint"](args)
-    assert (y.tolist(), dx.tolist(), args) == ([2.0] * 3, [10.0] * 3, [])
 
 
 def test_source_lines_of_the_user() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -11,7 +10,6 @@ from autosplit.backends.eager import Eager
 from autosplit.passes import memory_setting, run
 from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.passes.graph import STATE, Kind, inputs
-from autosplit.passes.lowering.accumulate import accumulate, fuse_accumulation
 from autosplit.passes.lowering.concatenate_microbatches import (
     concatenate_microbatches,
     microbatch_role,
@@ -19,7 +17,7 @@ from autosplit.passes.lowering.concatenate_microbatches import (
 from autosplit.passes.verify import verify_graph
 from autosplit.runtime.compiled_graph import compile_graph
 from tests.passes.graphs import names_out, ops, program_of, value_of
-from tests.zoo import CASES, PlainParameters, RepeatedLayer, TiedEmbedding
+from tests.zoo import PlainParameters, RepeatedLayer, TiedEmbedding
 
 
 def weight(model: nn.Module, *args: Tensor, late_input: bool = False) -> fx.GraphModule:
@@ -43,21 +41,6 @@ def assert_sum_of(plain: fx.GraphModule, together: fx.GraphModule, count: int) -
     ]
     for mine, *theirs in zip(found, *expected, strict=True):
         torch.testing.assert_close(mine, sum(theirs), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["attention", "convolutions", "tied", "counter", "frozen"])
-def test_sum_of_the_microbatches(name: str) -> None:
-    case = CASES[name]
-    example = case.batch()
-    plain = weight(case.build(), example.requires_grad_(example.is_floating_point()))
-    assert_sum_of(plain, concatenate_microbatches(plain, 3), 3)
-
-
-def test_one_product_for_each_weight() -> None:
-    plain = weight(CASES["transformer"].build(), torch.randn(2, 8, 16, requires_grad=True))
-    together = concatenate_microbatches(plain, 4)
-    assert ops(together)["mm"] == ops(plain)["mm"] == 5
-    assert ops(together)["cat"] == 10
 
 
 def test_factors_are_concatenated_as_they_lie_in_memory() -> None:
@@ -150,12 +133,3 @@ def test_embedding_of_all_tokens() -> None:
     together = concatenate_microbatches(plain, 2)
     assert ops(together)["embedding_dense_backward"] == 1
     assert_sum_of(plain, together, 2)
-
-
-def test_added_into_accumulators() -> None:
-    """The products over all microbatches add into the sums themselves."""
-    plain = weight(CASES["transformer"].build(), torch.randn(2, 8, 16, requires_grad=True))
-    module = accumulate(concatenate_microbatches(plain, 2))
-    assert fuse_accumulation(module.graph)
-    verify_graph("backward_weight_accumulating", module, "fuse")
-    assert (ops(module)["addmm_"], ops(module)["mm"]) == (5, 0)

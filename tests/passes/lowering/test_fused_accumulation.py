@@ -14,7 +14,7 @@ from autosplit.passes.lowering.accumulate import accumulate, fuse_accumulation
 from autosplit.passes.verify import verify_graph
 from autosplit.runtime.compiled_graph import compile_graph
 from tests.passes.graphs import ops, program_of, value_of
-from tests.zoo import CASES, RepeatedLayer, TiedEmbedding
+from tests.zoo import CASES, RepeatedLayer
 
 
 def forms(
@@ -41,13 +41,6 @@ def assert_same_sums(exact: fx.GraphModule, fused: fx.GraphModule, seed: int = 0
         found.append(held)
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
-
-
-def test_matrix_products() -> None:
-    exact, fused = forms(CASES["transformer"].build(), torch.randn(2, 8, 16, requires_grad=True))
-    assert ops(exact)["mm"] == ops(fused)["addmm_"] == 5
-    assert ops(fused)["mm"] == 0
-    assert_same_sums(exact, fused)
 
 
 class Experts(nn.Module):
@@ -91,12 +84,6 @@ def test_embedding_scatters_its_rows(padding: int | None) -> None:
     exact, fused = forms(Padded(), torch.randint(0, 11, (3, 5)))
     assert ops(exact)["embedding_dense_backward"] == ops(fused)["index_add_"] == 1
     assert ops(fused)["embedding_dense_backward"] == 0
-    assert_same_sums(exact, fused)
-
-
-def test_tied_embedding() -> None:
-    exact, fused = forms(TiedEmbedding(), torch.randint(0, 11, (3, 5)))
-    assert (ops(fused)["index_add_"], ops(fused)["add"]) == (1, 0)
     assert_same_sums(exact, fused)
 
 

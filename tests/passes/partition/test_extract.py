@@ -9,7 +9,6 @@ import torch
 from torch import fx, nn
 
 from autosplit.passes import Kind, Role
-from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.partition.extract import extract
 
 aten = torch.ops.aten
@@ -57,30 +56,6 @@ def names(module: fx.GraphModule) -> list[str]:
     return [node.name for node in module.graph.nodes]
 
 
-def test_all_that_is_to_be_computed_in_its_order() -> None:
-    g = Chain()
-    part = g.part([g.x, g.a, g.b, g.c, g.d])
-    assert names(part) == ["x", "a", "b", "c", "d", "output"]
-    x = torch.randn(3)
-    assert torch.equal(part(x)[0], x.abs() * x.exp())
-    assert outputs(part.graph)[0][0] == RESULT
-
-
-def test_carried_values_lead_and_have_their_role() -> None:
-    """``b`` comes from the middle of the graph."""
-    g = Chain()
-    part = g.part([g.x, g.c, g.d], carried=[g.b])
-    assert names(part) == ["x", "b", "c", "d", "output"]
-    assert list(inputs(part.graph)) == [Role(Kind.INPUT, "x"), Role(Kind.SAVED, "b")]
-    x, b = torch.randn(3), torch.randn(3)
-    assert torch.equal(part(x, b)[0], b * x.exp())
-
-
-def test_what_is_not_to_be_computed_is_copied_where_a_result_needs_it() -> None:
-    g = Chain()
-    assert names(g.part([g.x], result=g.b)) == ["x", "a", "b", "output"]
-
-
 def test_recomputed_values_run_just_before_their_first_reader() -> None:
     g = Chain()
     part = g.part([g.x, g.a, g.b, g.c, g.d], on_demand=[g.a, g.b])
@@ -109,29 +84,3 @@ def test_items_follow_what_makes_them_though_they_are_read_later() -> None:
         on_demand=[pair, low, high],
     )
     assert names(part) == ["x", "pair", "low", "high", "other", "output"]
-
-
-def test_a_result_that_is_no_node_is_returned_as_it_is() -> None:
-    g = Chain()
-    part = g.part([g.x], result=5)
-    assert part(torch.randn(3)) == [5]
-
-
-def test_the_original_stays_as_it_was() -> None:
-    g = Chain()
-    before = str(g.module.graph)
-    copy = g.part([g.x, g.c, g.d], carried=[g.b])
-    next(iter(copy.graph.nodes)).meta["role"] = SAVED
-    assert str(g.module.graph) == before
-    assert g.x.meta["role"] == Role(Kind.INPUT, "x")
-
-
-def test_checks_run_where_what_they_check_is_computed() -> None:
-    """A check returns nothing that anybody reads."""
-    g = Chain()
-    graph = g.module.graph
-    with graph.inserting_after(g.b):
-        check = graph.call_function(aten._linalg_check_errors.default, (g.b, "inv"))
-    assert check.name in names(g.part([g.x, g.a, g.b, g.c, g.d]))
-    assert check.name not in names(g.part([g.x, g.c, g.d], carried=[g.b]))
-    assert check.name not in names(g.part([g.x, g.a, g.b, g.c, g.d], on_demand=[g.b]))

@@ -12,7 +12,7 @@ from autosplit.passes.graph import Kind, outputs
 from autosplit.passes.partition.split_graphs import partition_forward_backward
 from autosplit.passes.verify import verify
 from tests.passes.graphs import hand_made, joint_of, names_in, names_out, ops, program_of
-from tests.zoo import Attention, Counter, SwiGLU
+from tests.zoo import Attention, SwiGLU
 
 
 def partitioned(module: nn.Module, *args: Tensor) -> SplitGraphs:
@@ -20,15 +20,6 @@ def partitioned(module: nn.Module, *args: Tensor) -> SplitGraphs:
     assert partition_forward_backward(program)
     verify(program)
     return program
-
-
-def test_linear_saves_its_input_once() -> None:
-    program = partitioned(nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True))
-    assert names_out(program.forward, Kind.SAVED) == ["args_0"]
-    assert names_in(program.backward, Kind.SAVED) == ["args_0"]
-    assert names_in(program.backward, Kind.PARAMETER) == ["weight"]
-    assert ops(program.forward) == {"addmm": 1}
-    assert ops(program.backward) == {"mm": 2, "sum": 1}
 
 
 def test_nothing_but_views_runs_twice() -> None:
@@ -48,28 +39,6 @@ def test_storage_is_saved_not_its_views() -> None:
     assert saved.count("qkv_output") == 1
     values = [value for _, value in outputs(program.forward.graph, Kind.SAVED)]
     assert not [value.name for value in values if is_view(value)]
-
-
-def test_random_numbers_are_drawn_in_forward_only() -> None:
-    program = partitioned(
-        nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), torch.randn(4, 3, requires_grad=True)
-    )
-    assert ops(program.forward)["native_dropout"] == 1
-    assert ops(program.backward) == {"native_dropout_backward": 1, "mm": 2, "sum": 1}
-
-
-def test_without_gradients_there_is_only_a_forward() -> None:
-    with torch.no_grad():
-        program = partitioned(nn.Linear(3, 2), torch.randn(4, 3))
-    assert program.backward is None
-    assert names_out(program.forward, Kind.SAVED) == []
-    assert names_out(program.forward, Kind.OUTPUT) == ["output"]
-
-
-def test_new_buffer_value_is_an_output() -> None:
-    program = partitioned(Counter(), torch.randn(5, 4, requires_grad=True))
-    assert names_out(program.forward, Kind.UPDATE) == ["scale"]
-    assert "scale" not in names_in(program.backward, Kind.BUFFER)
 
 
 def test_overwritten_buffer_is_saved_as_a_copy() -> None:

@@ -18,7 +18,6 @@ from autosplit.passes.partition.multiplier_search import (
     recompute_time,
     run_counts,
     waiting_share,
-    weight_work,
 )
 from autosplit.passes.partition.reachability import Reachability
 from tests.passes.sized import Sized
@@ -146,9 +145,3 @@ def recomputable() -> fx.Graph:
     derivative = sized.costly(8, dy, large)
     sized.result(Kind.INPUT_GRAD, derivative)
     return sized.module().graph
-
-
-def test_weight_work_is_what_no_input_gradient_needs() -> None:
-    graph = layers()
-    reach = Reachability.of(graph)
-    assert weight_work(reach) == set(reach.weight_grads)

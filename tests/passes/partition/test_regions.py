@@ -19,16 +19,6 @@ from autosplit.passes.partition.regions import Division
 from tests.passes.sized import Sized, held, least_held
 
 
-def test_carries_the_narrowest_value() -> None:
-    b = Sized()
-    wide, g = b.input(100), b.tangent()
-    narrow = b.costly(3, wide)
-    b.result(Kind.OUTPUT, narrow)
-    b.result(Kind.INPUT_GRAD, b.costly(50, b.cheap(50, narrow), g))
-    cut = b.cut()
-    assert cut.saved == [narrow]
-
-
 def test_what_forward_ran_is_done_again_where_that_frees_memory() -> None:
     b = Sized()
     small, g = b.input(1), b.tangent()
@@ -100,41 +90,6 @@ def test_buffer_that_forward_overwrites_is_not_free() -> None:
     buffer.meta["role"] = Role(Kind.BUFFER, "r0")  # the first result is its update
     b.result(Kind.INPUT_GRAD, b.costly(1, narrow, g))
     assert b.cut().saved == [narrow]
-
-
-def test_reduction_is_pulled_into_i() -> None:
-    """A vector of 2 crosses in place of the 50 that nobody else keeps."""
-    b = Sized()
-    x, g = b.input(50), b.tangent(50)
-    b.result(Kind.INPUT_GRAD, b.costly(50, x, g))
-    reduced = b.cheap(2, b.cheap(50, x, g))
-    b.result(Kind.PARAMETER_GRAD, reduced)
-    assert b.cut().deferred == [reduced]
-
-
-def test_reduction_waits_where_w_keeps_its_operands_anyway() -> None:
-    b = Sized()
-    x, g = b.input(50), b.tangent(50)
-    b.result(Kind.INPUT_GRAD, b.costly(50, x, g))
-    reduced = b.cheap(2, b.cheap(50, x, g))
-    b.result(Kind.PARAMETER_GRAD, reduced)
-    b.result(Kind.PARAMETER_GRAD, b.costly(9, x, g))
-    cut = b.cut()
-    assert cut.deferred == [x, g]
-    assert reduced in cut.weight.runs
-
-
-def test_both_boundaries_are_chosen_together() -> None:
-    """Either of two values can be saved for I; W reads one of them anyway."""
-    b = Sized()
-    x, g = b.input(30), b.tangent(1)
-    first = b.costly(10, x)
-    second = b.cheap(10, first)
-    b.result(Kind.OUTPUT, second)
-    b.result(Kind.INPUT_GRAD, b.costly(1, second, g))
-    b.result(Kind.PARAMETER_GRAD, b.costly(1, first, g))
-    cut = b.cut(recompute=True)
-    assert (cut.saved, cut.deferred) == ([first], [g, first])
 
 
 def test_weight_gradient_is_released_where_it_may_be_early() -> None:

@@ -191,9 +191,3 @@ def test_work_grows_as_the_graph() -> None:
         return calls_of(lambda: name_boundaries(graph, regions, reach))
 
     assert work(100) < 2.2 * work(50)
-
-
-def test_parameters_and_inputs_keep_the_users_names() -> None:
-    graphs = split(nn.Linear(4, 2), 3, 4)
-    assert names_out(graphs.forward, Kind.SAVED) == ["args_0"]
-    assert names_in(graphs.backward_weight, Kind.DEFERRED) == ["args_0", "grad_output"]

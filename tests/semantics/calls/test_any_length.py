@@ -21,7 +21,7 @@ from tests.zoo import Attention, llama
 # --- inputs whose sizes vary: one graph holds for them, and what it assumes of sizes is checked ---
 
 
-LENGTHS = (8, 5, 7, 6, 9, 33, 2, 12)
+LENGTHS = (8, 5, 7, 33, 2)
 
 
 def layers() -> nn.Sequential:
@@ -32,9 +32,7 @@ def batches(*lengths: int) -> list[tuple[Tensor]]:
     return [(torch.randn(3, length, 16).requires_grad_(),) for length in lengths]
 
 
-@pytest.mark.parametrize(
-    ("memory", "training"), [("fast", True), ("balanced", False), ("lean", True)]
-)
+@pytest.mark.parametrize(("memory", "training"), [("balanced", False), ("lean", True)])
 def test_the_second_length_is_the_last_to_be_captured(memory: str, training: bool) -> None:
     model = Attention().train(training)
     split = assert_equals_autograd(model, batches(*LENGTHS), memory=memory)

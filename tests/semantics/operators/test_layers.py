@@ -86,22 +86,6 @@ def test_what_the_backward_checks_stays_in_the_backward() -> None:
     assert {"backward", "backward_input"} <= {*found}
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.algebra, self.layer = Algebra(torch.linalg.inv), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.algebra(x)
-        torch._dynamo.graph_break()
-        return self.layer(h)
-
-
-def test_in_parts() -> None:
-    split = assert_equals_autograd(Broken(), [(torch.randn(4, 4),) for _ in range(2)])
-    assert "Deferred: the gradients of 6 of 6 parameters, 100.0 %" in split.report()
-
-
 # --- products of groups of rows, each with a matrix of its own: what experts do -------------------
 
 
