@@ -120,23 +120,6 @@ def test_frozen_model_behind_an_input_that_needs_a_gradient() -> None:
     assert model.weight.grad is None
 
 
-def test_input_that_needs_no_gradient_gets_none() -> None:
-    split = autosplit.split(nn.Bilinear(3, 3, 2))
-    a, b = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
-    split(a, b).sum().backward()
-    assert a.grad is not None
-    assert b.grad is None
-
-
-def test_unused_output_leaves_its_parameters_without_gradient() -> None:
-    case = CASES["several"]
-    split = autosplit.split(case.build())
-    split(case.batch())["y"].sum().backward()
-    split.backward_weight()
-    assert split.a.weight.grad is not None
-    assert split.b.weight.grad is None
-
-
 def test_first_gradient_is_not_copied() -> None:
     """As in plain autograd, ``.grad`` is the very tensor that W computed."""
     split = autosplit.split(nn.Linear(256, 256, bias=False))

@@ -18,7 +18,7 @@ from tests.microbatches import Twins, reference
 from tests.zoo import CASES, Counter, SwiGLU
 
 # Stages hand tensors to each other: one tensor in, one tensor out.
-NAMES = [name for name in CASES if name != "several"]
+NAMES = ["transformer", "convolutions", "tied", "counter", "in_place", "frozen", "bfloat16"]
 
 
 @pytest.mark.parametrize("name", NAMES)

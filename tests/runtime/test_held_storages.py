@@ -16,7 +16,7 @@ from autosplit.runtime import in_flight, residuals
 from autosplit.torch_internals.state import distinct_storage_bytes
 from tests.microbatches import Twins
 
-NAMES = ["attention", "convolutions", "tied", "in_place", "plain_parameters"]
+NAMES = ["convolutions", "tied", "in_place"]
 
 
 def _away_and_back(stage: Stage, microbatch: int, bytes: int | None = None) -> int:

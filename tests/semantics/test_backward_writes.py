@@ -130,10 +130,9 @@ def test_stage(kind: type[Writer]) -> None:
     assert_alike(driven(kind, halves), plainly(kind, 2))
 
 
-@two_writers
 @pytest.mark.parametrize(("run", "late"), [(fused, False), (halves, True), (fused, True)])
-def test_stage_otherwise(kind: type[Writer], run: Any, late: bool) -> None:
-    assert_alike(driven(kind, run, late_input=late), plainly(kind, 2))
+def test_stage_otherwise(run: Any, late: bool) -> None:
+    assert_alike(driven(Twice, run, late_input=late), plainly(Twice, 2))
 
 
 def test_slices_of_w() -> None:

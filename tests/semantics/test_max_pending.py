@@ -178,8 +178,7 @@ def test_a_loop_that_accumulates_holds_what_it_holds_without_split() -> None:
 # --- whatever is done again, done early or left for later: gradients are those of autograd --------
 
 
-NAMES = ["transformer", "convolutions", "tied", "repeated", "in_place", "plain_parameters"]
-NAMES += ["frozen", "bfloat16"]
+NAMES = ["convolutions", "tied", "in_place", "plain_parameters", "frozen", "bfloat16"]
 
 # Models of a test's size do nothing again under the settings that there are: calling an
 # operator takes longer than all of its work.

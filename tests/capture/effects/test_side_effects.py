@@ -109,13 +109,6 @@ def test_what_a_module_without_copies_changes_is_named(effect: Any, held: dict[s
         traced(Effect(effect, only=Unique(), **held))
 
 
-def test_a_refused_module_is_left_as_it_was() -> None:
-    model = Effect(count, calls=0)
-    with pytest.raises(PythonStateError):
-        traced(model)
-    assert model.calls == 0
-
-
 @pytest.mark.parametrize("value", ["train", "eval"])
 def test_what_is_set_to_the_value_that_it_has_is_a_guard(value: str) -> None:
     model = Effect(set_mode, mode=value)

@@ -65,18 +65,6 @@ def test_products_wait() -> None:
     assert found(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))) == (2 * PRODUCT, 0)
 
 
-def test_a_tied_weight_has_two_products() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(self.inner(x).tanh())
-
-    assert found(Tied()) == (2 * PRODUCT, 0)
-
-
 def test_what_a_budget_has_i_do_is_counted_there() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     waiting, early = found(model, memory=1)

@@ -11,12 +11,10 @@ from torch import fx
 
 from autosplit.passes.analysis.operators import (
     checkpoint_region,
-    is_accumulation,
     is_attention,
     is_effect,
     is_random,
     is_recomputed,
-    overload,
 )
 from autosplit.passes.graph import ORIGIN, Origin
 
@@ -34,11 +32,6 @@ def call(target: Any, *args: Any, origin: Origin | None = None) -> fx.Node:
 
 def attention(dropout: float) -> fx.Node:
     return call(aten._scaled_dot_product_flash_attention_for_cpu.default, ..., ..., ..., dropout)
-
-
-def test_overload() -> None:
-    assert overload(call(aten.mul.Tensor, ..., 2)) is aten.mul.Tensor
-    assert overload(call(operator.getitem, ..., 0)) is None
 
 
 @pytest.mark.parametrize(
@@ -75,12 +68,6 @@ def test_effects() -> None:
     assert not is_effect(call(aten.add.Tensor, ..., 1))
     (placeholder,) = [n for n in call(aten.neg.default, ...).graph.nodes if n.op == "placeholder"]
     assert not is_effect(placeholder)
-
-
-def test_accumulations_write_their_first_argument() -> None:
-    assert is_accumulation(call(aten.addmm_.default, ..., ..., ...))
-    assert not is_accumulation(call(aten.addmm.default, ..., ..., ...))
-    assert not is_accumulation(call(aten.mul_.Tensor, ..., 2))
 
 
 def test_recomputed_is_what_the_user_put_under_checkpoint() -> None:

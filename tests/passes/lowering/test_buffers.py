@@ -42,11 +42,6 @@ def saved_from(graphs: SplitGraphs, operator: str) -> Role:
     return role
 
 
-def test_a_value_of_the_forward_alone() -> None:
-    graphs = graphs_of(Between(lambda y: y.sin()))
-    assert saved_from(graphs, "tanh") in donatable(graphs.forward.graph)
-
-
 @pytest.mark.parametrize(
     "finish",
     [lambda y: (y, y.sin()), lambda y: (y.view(12), y.sin()), lambda y: (y[0], y.sin())],

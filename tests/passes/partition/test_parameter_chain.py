@@ -56,13 +56,6 @@ def test_images() -> None:
     assert ops(graphs.backward_weight) == {"convolution_backward": 2}
 
 
-def test_nothing_but_the_outputs_gradient() -> None:
-    """A single product with data: dY is what came in, so I only hands over."""
-    graphs = split(nn.Linear(3, 2), torch.randn(4, 3))
-    assert ops(graphs.backward_input) == {}
-    assert ops(graphs.backward_weight) == {"mm": 1, "sum": 1}
-
-
 def test_only_a_bias_below_a_product() -> None:
     """dX = dY W belongs to the chain although no product follows it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

@@ -38,11 +38,6 @@ def test_random_operator_nobody_reads(graph: str) -> None:
     assert kept == ["aten.mul.Tensor", *draws, "aten.mul.Tensor"]
 
 
-def test_mutation_is_an_effect() -> None:
-    kept = targets_after(torch.ops.aten.bernoulli_.float, "x", 0.5)
-    assert kept == ["aten.mul.Tensor", "aten.bernoulli_.float", "aten.mul.Tensor"]
-
-
 # --- Erasing a few nodes of a large graph looks at those only -------------------------------------
 
 

@@ -226,12 +226,6 @@ def test_all_sizes_open_at_once() -> None:
     assert "any size of args[0] along dimension 0 and 1" in split.report()
 
 
-def test_no_size_open() -> None:
-    batches = [(torch.randn(2, length, 16),) for length in (8, 5, 7)]
-    split = assert_equals_autograd(layers(), batches, dynamic=False)
-    assert len(split.functions) == 3
-
-
 def test_sizes_in_parts() -> None:
     """A backend whose whole graphs need all sizes: two graphs of torch.compile's."""
     torch._dynamo.reset()
