@@ -25,19 +25,6 @@ def test_new_gradients_are_divided_and_earlier_ones_are_not(
     assert torch.equal(parameter.grad, earlier + added / factor)
 
 
-def test_a_shared_parameter_is_divided_when_its_last_stage_is_done() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.ones(1)
-    gradients = StepGradients()
-    for _ in range(2):
-        gradients.begin([parameter])
-    parameter.grad = torch.full((1,), 4.0)
-    gradients.scale([parameter], 4)
-    assert parameter.grad.item() == 4
-    gradients.scale([parameter], 4)
-    assert parameter.grad.item() == 2
-
-
 def test_a_step_that_did_not_end_is_undone_by_the_next() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     gradients = StepGradients()

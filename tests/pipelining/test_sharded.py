@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import autosplit
 from autosplit.pipeline import build
 from autosplit.pipelining import SplitPipelineStage, dw_builder, torch_schedule
 from tests.ranks import ranks
-from tests.sharded.models import HALF
+from tests.sharded.models import HALF, Model
 from tests.sharded.test_split import Pair, local, raised, reductions, sharded
 
 from .programs import CPU, V_SHAPED, mean_square
@@ -225,12 +226,12 @@ def test_evaluation_and_then_training() -> list[str]:
 @ranks(4)
 def test_two_dimensions_of_data_parallelism() -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return Pair(lambda model: sharded(model, mesh=mesh)).train(2)
+    return Pair(lambda model: sharded(model, mesh=mesh), model=Model(blocks=1)).train()
 
 
 @ranks(4)
 def test_freed_to_a_smaller_mesh() -> list[str]:
-    return Pair(lambda model: sharded(model, reshard_after_forward=2)).train(2)
+    return Pair(partial(sharded, reshard_after_forward=2), model=Model(blocks=1)).train()
 
 
 @ranks(4)

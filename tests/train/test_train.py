@@ -132,17 +132,6 @@ def test_more_stages_than_blocks_are_refused_by_one_process(
     assert "has blocks for 1 to " in result.output
 
 
-@pytest.mark.parametrize(
-    ("content", "said"), [(b"", "is empty"), (b"\xff\xfe", "is no UTF-8 text")]
-)
-def test_bad_texts(tmp_path: Path, text: Path, content: bytes, said: str) -> None:
-    text.write_bytes(content)
-    result = run(saved(tiny(), tmp_path / "model"), text)
-    assert result.exit_code == 1
-    assert result.output.startswith("Error: PipelineError:")
-    assert said in result.output
-
-
 def test_what_ranks_find_is_one_message(tmp_path: Path, text: Path) -> None:
     result = run(saved(tiny(vocab_size=100), tmp_path / "model"), text)
     assert result.output.startswith(

@@ -70,17 +70,16 @@ def test_the_papers_bound_in_whole_microbatches(ranks: int) -> None:
     assert not balanced.moved
 
 
-@pytest.mark.parametrize(("ranks", "share", "even"), [(4, 0.65, 1.15), (8, 0.63, 1.3)])
-def test_ranks_hold_alike_at_no_cost(ranks: int, share: float, even: float) -> None:
-    """The figures of balance, N = 4 and 8, M = 2N: how even, how low, how fast."""
-    plain = build("1f1b", ranks, 2 * ranks, split_backward=False)
-    costs = costs_of(ranks, took=0.1)
-    balanced = balance(plain, share * ranks * 1e6, costs=costs)
+def test_ranks_hold_alike_at_no_cost() -> None:
+    """The figures of balance, N = 4, M = 2N: how even, how low, how fast."""
+    plain = build("1f1b", 4, 8, split_backward=False)
+    costs = costs_of(4, took=0.1)
+    balanced = balance(plain, 0.65 * 4e6, costs=costs)
     validate(balanced)
     before, after = costs.timeline(plain), costs.timeline(balanced)
     peaks = peak_memory(balanced, costs.memory)
-    assert max(peaks) <= 1.0001 * share * max(peak_memory(plain, costs.memory))
-    assert max(peaks) <= even * min(peaks)
+    assert max(peaks) <= 1.0001 * 0.65 * max(peak_memory(plain, costs.memory))
+    assert max(peaks) <= 1.15 * min(peaks)
     assert after.step_time <= 1.03 * before.step_time
 
 
@@ -152,8 +151,8 @@ def test_any_schedule_stays_legal_after_any_passes(
 
 def test_half_is_offloaded_for_nothing_where_bandwidth_allows() -> None:
     """And next to nothing where it does not."""
-    plain = build("gpipe", 4, 8)
-    fast, slow = costs_of(4, took=0.2), costs_of(4, took=40.0)
+    plain = build("gpipe", 2, 6)
+    fast, slow = costs_of(2, took=0.2), costs_of(2, took=40.0)
     before = fast.timeline(plain)
     free = measures.offload(plain, fast)
     after = fast.timeline(free)
@@ -195,14 +194,11 @@ def test_limits_are_as_many_as_ranks() -> None:
 MEMORY = StageMemory(12.0, 12.0, tensors=12, pieces=(1.0,) * 12)
 
 
-@pytest.mark.parametrize(("ranks", "share"), [(4, 0.63), (8, 0.62)])
-def test_pairs_come_down_to_half_of_what_both_hold_whatever_transfers_take(
-    ranks: int, share: float
-) -> None:
+def test_pairs_come_down_to_half_of_what_both_hold_whatever_transfers_take() -> None:
     """By order, so that no transfer that is late makes it more; over fast links at no cost."""
-    plain = build("1f1b", ranks, 2 * ranks, split_backward=False)
-    costs = Costs([(1.0, 1.0, 1.0)] * ranks, [MEMORY] * ranks, Transfer(1e-3, 1200.0))
-    bound = share * 12.0 * ranks
+    plain = build("1f1b", 4, 8, split_backward=False)
+    costs = Costs([(1.0, 1.0, 1.0)] * 4, [MEMORY] * 4, Transfer(1e-3, 1200.0))
+    bound = 0.63 * 48.0
     balanced = balance(plain, bound, costs=costs)
     validate(balanced)
     assert max(peak_memory(balanced, costs.memory)) <= bound

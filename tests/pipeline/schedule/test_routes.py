@@ -194,7 +194,7 @@ def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
 @pytest.mark.parametrize("copies", [1, 2])
 def test_random_schedules(prefetch: int, copies: int) -> None:
     """Messages of one pair may be used in another order than they are made in."""
-    for seed in range(60):
+    for seed in range(25):
         schedule = random_schedule(seed, copies=copies)
         expected = _expected(schedule.stages, schedule.microbatches)
         assert _run(schedule, prefetch=prefetch) == expected, schedule

@@ -12,55 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autosplit
 from autosplit.checkpoint import save_checkpoint
 from autosplit.errors import PipelineError
-from autosplit.pipeline import RunOptions
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
+from tests.pipeline.ledger import workers
 from tests.pipeline.trainer_options import grouped
 from tests.pipeline.workers import equal
 from tests.ranks import Ranks, ranks
 
-VOCABULARY, LENGTH, MICROBATCHES = 64, 16, 2
+MICROBATCHES = 2
 SETTLED = 6  # steps
-
-
-class Logits(nn.Module):
-    """A language model as people wrap it for a pipeline: token ids in, logits out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, use_cache=False).logits
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=32,
-        n_layer=1,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return Logits(GPT2LMHeadModel(config))
-
-
-def tokens(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
-    ids = torch.randint(0, VOCABULARY, (4 * MICROBATCHES, LENGTH + 1), generator=generator)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -73,23 +35,18 @@ def least(error: PipelineError) -> int:
 
 @ranks(2)
 def test_the_limit_that_a_refusal_advises_is_kept() -> None:
-    """On a transformer as people wrap it, whose kernels take memory for themselves."""
-    example = (tokens(0)[0][:4],)
-    options: dict[str, Any] = {"stages": 2, "microbatches": MICROBATCHES, "costs": "estimate"}
-    plan = autosplit.partition(gpt2(), example, **options)
+    """On stages whose kernels take memory for themselves."""
 
-    def trainer(limit: int) -> PipelineTrainer:
-        torch.manual_seed(dist.get_rank())
-        run = RunOptions(timeout=60.0)
-        return plan.trainer(cross_entropy, adam, memory_limit=limit, run_options=run)
+    def limited(limit: int) -> PipelineTrainer:
+        return workers.trainer(block=workers.Convolutions, memory_limit=limit)
 
-    with pytest.raises(PipelineError) as caught, trainer(1024) as refused:
-        refused.step(tokens(0))
+    with pytest.raises(PipelineError) as caught, limited(1024) as refused:
+        refused.step(workers.batch())
     advised = least(caught.value)
-    with trainer(advised) as made:
+    with limited(advised) as made:
         for step in range(SETTLED):
             made.record = "memory" if step == SETTLED - 1 else False
-            made.step(tokens(step))
+            made.step(workers.batch())
         memory = made.memory()
     held = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
     assert max(held) <= advised

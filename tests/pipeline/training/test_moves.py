@@ -102,8 +102,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "evict awaited": (LATE, lambda schedule: awaiting(evicting(schedule))),
     "no more than 500 bytes": (GPIPE, lambda s: replace(evicting(s), moved={0: 500})),
     "recompute": (GPIPE, lambda s: offloading(recomputing(s), [("I", "W")])),
-    "whole backward": (build("gpipe", 2, 4, split_backward=False), both),
-    "chunks evicted": (build("interleaved", 4, 4, ranks=2), both),
+    "chunks, whole backward": (
+        build("interleaved", 4, 4, ranks=2, split_backward=False),
+        both,
+    ),
     "tied": (GPIPE, both, Tied),
     "frozen": (GPIPE, both, first_frozen),
 }
@@ -183,7 +185,7 @@ def test_the_link_to_the_store_is_measured() -> None:
             engine.store_link()
 
 
-def weighed(limit: int | None, microbatches: int = 8) -> tuple[list[Tensor], Any]:
+def weighed(limit: int | None, microbatches: int = 4) -> tuple[list[Tensor], Any]:
     """Losses of some steps, and the memory of the last."""
     torch.manual_seed(rank())
     options = {"schedule": "gpipe", "memory_limit": limit, "record": "memory", **OWN}

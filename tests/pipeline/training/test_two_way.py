@@ -97,11 +97,6 @@ def test_losses_and_gradients(name: str, stages: int, count: int, options: dict[
     gradients(name, stages, count, **options)
 
 
-@ranks(4)
-def test_four_ranks() -> None:
-    gradients("chimera", 4, 4, max_grad_norm=1.0)
-
-
 class Noting(ReferenceStage):
     """Notes whose weight gradients run."""
 

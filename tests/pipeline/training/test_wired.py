@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.groups import Groups
@@ -135,16 +134,6 @@ def test_random_graphs_under_random_schedules(model: wired.Wired, seed: int, pre
     _run(model, random_schedule(seed, model.stages), prefetch)
 
 
-@settings(max_examples=30, deadline=None)
-@given(wirings().filter(lambda model: model.stages == 4), st.integers(2, 6))
-@pytest.mark.parametrize(("name", "ranks"), [("zb-v", 2), ("interleaved", 2), ("zb-h1", 4)])
-def test_random_graphs_under_known_schedules(
-    name: str, ranks: int, model: wired.Wired, microbatches: int
-) -> None:
-    count = 2 * microbatches
-    _run(model, build(name, 4, count, ranks=ranks), 2)
-
-
 def test_an_output_taken_twice_by_one_stage() -> None:
     """Its gradients are summed before they are sent."""
     wiring = Wiring(((Source(None, 0),), (Source(0, 0), Source(0, 0))), (1,))
@@ -254,7 +243,6 @@ def trainer_of(model: Any, **options: Any) -> PipelineTrainer:
     "options",
     [
         {"schedule": "zb-v"},
-        {"schedule": "interleaved"},
         {"schedule": "gpipe", "split_backward": False},
         {"weights": "2bp", "stage_factory": ReferenceStage},
     ],

@@ -7,12 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 import torch.distributed.pipelining.schedules as torch_schedules
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
@@ -25,43 +20,7 @@ from autosplit.pipeline.validation.torch_csv import (
     write_csv,
 )
 from autosplit.text import files as reading
-from autosplit.torch_internals.version import TORCH
 from tests.pipeline.tables import rows_of, seconds
-from tests.ranks import Ranks
-
-# --- what runs in the processes of the interchange tests ------------------------------------------
-
-
-def step_with_torch(path: str) -> float:
-    """One step of torch's runtime under the schedule in ``path``: the largest gradient error."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)]
-    inputs = torch.randn(8, 4, dtype=torch.float64)
-    targets = torch.randn(8, 4, dtype=torch.float64)
-    expected = _gradients(layers, inputs, targets)
-    held = {0: (0, 3), 1: (1, 2)}[rank]
-    stages = [PipelineStage(layers[index], index, 4, torch.device("cpu")) for index in held]
-    runtime = _PipelineScheduleRuntime(stages, 4, loss_fn=nn.functional.mse_loss)
-    runtime._load_csv(path)
-    runtime.step(*((inputs,) if rank == 0 else ()), target=targets if rank == 0 else None)
-    return max(
-        (layers[index].weight.grad - expected[index]).abs().max().item()  # type: ignore[operator]
-        for index in held
-    )
-
-
-def _gradients(
-    layers: list[nn.Linear], inputs: torch.Tensor, targets: torch.Tensor
-) -> list[torch.Tensor]:
-    """Of the mean loss over four microbatches."""
-    whole = nn.Sequential(*layers)
-    for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
-        nn.functional.mse_loss(whole(x), y).backward()
-    gradients = [layer.weight.grad / 4 for layer in layers if layer.weight.grad is not None]
-    whole.zero_grad()
-    return gradients
-
 
 # --- schedules as torch's CSV files: torch reads and runs ours, and we read torch's ---------------
 
@@ -171,17 +130,6 @@ def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:
     made = torch_schedules.ScheduleDualPipeV(stages_of(0, 4, 8), 10)
     made._dump_csv(str(tmp_path / "torch.csv"), format="compute_only")
     assert read_csv(tmp_path / "torch.csv").ranks == build("dualpipe-v", 8, 10).ranks
-
-
-@pytest.mark.skipif(
-    TORCH < (2, 12),
-    reason="torch 2.11's own runtime sends between two stages of one rank, which gloo cannot",
-)
-def test_torchs_runtime_trains_with_ours(on_ranks: Ranks, tmp_path: Path) -> None:
-    """Two processes; gradients as from plain autograd."""
-    write_csv(build("zb-v", 4, 4), tmp_path / "zb_v.csv")
-    differences = on_ranks(step_with_torch, 2, (str(tmp_path / "zb_v.csv"),), timeout=60)
-    assert differences == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
