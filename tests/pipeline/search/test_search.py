@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.fusing import fuse_adjacent
-from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
-from autosplit.pipeline.search.local_search import improve
 from autosplit.pipeline.search.problem import Problem
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.starts import named_schedules
@@ -24,17 +22,11 @@ from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
 from tests.pipeline.simulation.random_costs import costs_of
-from tests.pipeline.tables import chain_of, rows_of, schedule_of, small
+from tests.pipeline.tables import chain_of, rows_of, small
 
 
 def alike(stages: int, times: tuple[float, float, float], transfer: float = 0.0) -> Costs:
     return Costs([times] * stages, [StageMemory(1.0, 1.0)] * stages, Transfer(transfer))
-
-
-def makespan(problem: Problem, schedule: Schedule) -> float:
-    played = problem.play(schedule)
-    assert played is not None
-    return played.makespan
 
 
 @pytest.mark.parametrize(
@@ -154,23 +146,6 @@ def test_sums_of_gradients_keep_their_order(full: float | None) -> None:
             full=None if full is None else [full] * 3,
         )
         assert adds_in_order(search(costs, 5, cap=cap))
-
-
-def test_local_search_moves_a_weight_off_the_critical_path() -> None:
-    costs = alike(2, (1.0, 1.0, 1.0))
-    problem = Problem(costs, (0, 1), 2, (2.0, 2.0))
-    schedule = problem.opened(build("1f1b", 2, 2, split_backward=False))
-    assert makespan(problem, schedule) == 8.0
-    found = improve(schedule, problem, 1000)
-    assert found is not None
-    assert found.makespan == 7.0
-
-
-def test_orders_that_cannot_run() -> None:
-    problem = Problem(alike(2, (1.0, 1.0, 1.0)), (0, 1), 2, (2.0, 2.0))
-    blocked = schedule_of("0F0 0I0 0F1 0W0 0I1 0W1", "1F0 1F1 1I0 1W0 1I1 1W1")
-    assert problem.play(blocked) is None
-    assert improve(blocked, problem, 100) is None
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.simulate import Costs, simulate
-from autosplit.pipeline.simulation.timeline import Span
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training import auto_schedule
 from autosplit.pipeline.training.auto_schedule import MEASURED, Tuner, first_schedule
@@ -38,7 +35,6 @@ class Puts:
 
 
 def tuned(
-    parts: int = 1,
     link: Transfer | None = None,
     **options: Any,
 ) -> Schedule:
@@ -49,8 +45,7 @@ def tuned(
         links=lambda: link or Transfer(),
         **options,
     )
-    timeline = simulate(tuner.schedule, lambda action: 1.0)
-    spans = [part for span in timeline.spans for part in cut(span, parts)]
+    spans = simulate(tuner.schedule, lambda action: 1.0).spans
     stages: Any = {0: Puts(), 1: Puts()}
     for _ in range(MEASURED):
         assert tuner.after_step(spans, stages) is None
@@ -59,26 +54,8 @@ def tuned(
     return found
 
 
-def cut(span: Span, parts: int) -> Iterator[Span]:
-    """A W as its slices, one after another."""
-    if span.action.kind is not ActionKind.BACKWARD_WEIGHT:
-        parts = 1
-    took = (span.end - span.start) / parts
-    for part in range(parts):
-        start = span.start + part * took
-        yield Span(span.rank, span.action, start, start + took)
-
-
 def kinds(schedule: Schedule) -> set[str]:
     return {action.kind.value for row in schedule.ranks for action in row}
-
-
-def test_an_i_and_its_w_are_a_b_where_nobody_waits() -> None:
-    assert kinds(tuned()) == set("FIWB")
-
-
-def test_slices_of_a_w_count_as_one() -> None:
-    assert tuned(parts=4) == tuned()
 
 
 def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +69,8 @@ def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(auto_schedule, "search", noted)
     wiring = Wiring(((Source(None, 0),), (Source(0, 1), Source(0, 0))), (2,))
     link = Transfer(latency=0.25, bandwidth=8.0)
-    tuned(parts=2, link=link, wiring=wiring)
-    tuned(parts=2)
+    tuned(link=link, wiring=wiring)
+    assert kinds(tuned()) == set("FIWB")  # an I and its W are a B where nobody waits
     costs, plain = asked
     assert costs.transfer == Transfer(
         0.25, 8.0, {0: [8.0, 8.0], 1: [8.0, 8.0]}, {0: [8.0, 0.0], 1: [8.0, 0.0]}
