@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.capture.first_call import materialise_lazy_parameters
 from autosplit.mesh.costs import Overlap
 
 from .errors import (
@@ -128,7 +127,6 @@ def split(
     )
     if (args or kwargs) and module._fallback.partial is None:
         try:
-            materialise_lazy_parameters(model, args, dict(kwargs or {}))
             module._capture(args, dict(kwargs or {}))
         except (BackendError, FailingCallError, ShardedError):
             raise

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd import descriptors as d
 
-from autosplit.passes import Kind, PassError, Rates, Role, SplitGraphs, memory_setting, run
+from autosplit.passes import Kind, PassError, Role, SplitGraphs, memory_setting, run
 from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.analysis.operators import writes_in_backward
 from autosplit.passes.graph import (
@@ -28,7 +28,7 @@ from autosplit.passes.graph import (
     set_outputs,
 )
 
-from .roles import DescriptorRoles, is_mesh, note_origins, take_writes, whole
+from .roles import DescriptorRoles, note_origins, take_writes
 
 _REFUSAL = (
     "autosplit defers weight gradients, which compiled autograd would lose; call backward() "
@@ -47,8 +47,6 @@ class AotGraphs:
             of outputs; returns ``slots`` gradients (None where there is none), then what I
             defers.
         slots: one for each input of the joint graph.
-        meshes: slots of the meshes of DTensors' gradients, which no graph makes: index of the slot
-            -> index of the graph's input whose gradient it is.
         results: names of the outputs of the joint graph's forward, as tangents have them.
         parameters: index of the graph's input -> name, for parameters whose gradient W makes.
     """
@@ -57,7 +55,6 @@ class AotGraphs:
     forward: fx.GraphModule
     backward_input: fx.GraphModule
     slots: int
-    meshes: dict[int, int]
     results: tuple[str, ...]
     parameters: dict[int, str]
 
@@ -82,8 +79,6 @@ class GraphRoles(DescriptorRoles):
     def primal(self, desc: Any) -> Role | None:
         if desc in self._changed:
             return self._changed[desc]
-        if is_mesh(desc):
-            return Role(Kind.TANGENT if desc.is_tangent() else Kind.INPUT, desc.expr())
         match desc:
             case d.PlainAOTInput():
                 return self._roles[desc.idx]
@@ -92,8 +87,6 @@ class GraphRoles(DescriptorRoles):
         return None
 
     def result(self, desc: Any) -> str | None:
-        if is_mesh(desc):
-            return str(desc.expr())
         known = isinstance(desc, d.PlainAOTOutput | d.IntermediateBaseAOTOutput)
         return desc.expr() if known else None
 
@@ -108,11 +101,11 @@ def label(graph: fx.Graph, roles: list[Role], num_forward: int, static: set[int]
     results, gradients = descs[:num_forward], descs[num_forward:]
     with_gradient = {_grad_of(desc) for desc, value in gradients if value is not None}
     kept = _kept_whole(results)
-    kept |= {whole(node.args[0].meta["desc"]) for node in graph.nodes if writes_in_backward(node)}
+    kept |= {node.args[0].meta["desc"] for node in graph.nodes if writes_in_backward(node)}
     known = GraphRoles(roles)
     parameters: dict[int, str] = {}
     for position, node in enumerate(placeholders(graph)):
-        desc = whole(node.meta["desc"])
+        desc = node.meta["desc"]
         role = known.input(desc)
         if role.kind is Kind.PARAMETER and (desc in kept or desc not in with_gradient):
             known.change(desc, Kind.INPUT)
@@ -126,11 +119,9 @@ def label(graph: fx.Graph, roles: list[Role], num_forward: int, static: set[int]
     for position, (desc, value) in enumerate(gradients):
         # An input without a gradient has no descriptor here; only its position is known.
         absent = Role(Kind.INPUT_GRAD, f"nothing[{position}]")
-        labels.append(absent if value is None or is_mesh(desc) else known.output(desc))
-    # A mesh that comes with a gradient is put in when all graphs have run.
-    made = [None if is_mesh(desc) else value for desc, value in gradients]
+        labels.append(absent if value is None else known.output(desc))
     writes = take_writes(graph, role_of, PassError)
-    output.args = ([value for _, value in results] + made + [value for _, value in writes],)
+    output.args = ([value for _, value in (*descs, *writes)],)
     output.meta["roles"] = (*labels, *(role for role, _ in writes))
     note_origins(graph)
     return parameters
@@ -140,23 +131,19 @@ def _kept_whole(results: list[tuple[Any, Any]]) -> set[Any]:
     """Inputs that the graph returns (views of), or writes into: AOTAutograd makes such outputs
     from the input itself, outside the graph, and autograd must find the input there.
     """
-    written = [whole(desc) for desc, _ in results]
-    mutations = [desc for desc in written if isinstance(desc, d.InputMutationAOTOutput)]
+    mutations = [desc for desc, _ in results if isinstance(desc, d.InputMutationAOTOutput)]
     roots = [storage_root(value) for _, value in results if isinstance(value, fx.Node)]
-    returned = {whole(root.meta["desc"]) for root in roots if root.op == "placeholder"}
+    returned = {root.meta["desc"] for root in roots if root.op == "placeholder"}
     return returned | {desc.mutated_input for desc in mutations}
 
 
 def _grad_of(desc: Any) -> Any:
-    gradient = desc.base if is_mesh(desc) else whole(desc)
-    if isinstance(gradient, d.GradAOTOutput):
-        return gradient.grad_of
+    if isinstance(desc, d.GradAOTOutput):
+        return desc.grad_of
     raise PassError(f"the traced backward returns {desc!r}, which autosplit cannot split")
 
 
-def assemble(
-    labelled: fx.GraphModule, num_forward: int, parameters: dict[int, str], overlap: str | Rates
-) -> AotGraphs:
+def assemble(labelled: fx.GraphModule, num_forward: int, parameters: dict[int, str]) -> AotGraphs:
     """Split the graph and convert both halves to AOTAutograd's calling convention: tensors are
     saved before integers, those whose version AOTAutograd does not check last; the backward takes
     integers first.
@@ -165,12 +152,8 @@ def assemble(
     writes = outputs(labelled.graph, Kind.WRITE)
     gradients = outputs(labelled.graph)[num_forward : -len(writes) or None]
     descs = labelled.graph.output_node().meta["desc"]
-    results_of = [whole(desc) for desc in descs[:num_forward] if not is_mesh(desc)]
-    behind = enumerate(descs[num_forward:])
-    meshes = {at: _grad_of(desc).idx for at, desc in behind if is_mesh(desc)}
-    # What I computes of a parameter's gradient AOTAutograd would not take from it.
-    setting = memory_setting("balanced", overlap="none" if parameters else overlap)
-    graphs = run(labelled, memory=setting)
+    # What I computed of a parameter's gradient AOTAutograd would not take from it.
+    graphs = run(labelled, memory=memory_setting("balanced", overlap="none"))
     if graphs.backward is None or graphs.backward_input is None:
         raise PassError("nothing in the graph has a gradient")
     primals = [node for node in joint_inputs if role_of(node).kind in PRIMAL]
@@ -196,8 +179,7 @@ def assemble(
         _rebuild(graphs.forward, "forward", primals, [*results, *returned]),
         _rebuild(graphs.backward_input, "backward_input", incoming, [*slots, *carried]),
         len(slots),
-        meshes,
-        tuple(desc.expr() for desc in results_of),
+        tuple(desc.expr() for desc in descs[:num_forward]),
         parameters,
     )
 

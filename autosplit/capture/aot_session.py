@@ -33,11 +33,10 @@ from autosplit.capture.workarounds.dynamo import (
 from autosplit.capture.workarounds.operators import (
     AS_IN_EAGER,
     as_eager,
-    divide_layers,
-    refuse_margin_losses,
+    refuse_traced_otherwise,
 )
 from autosplit.errors import CaptureError, ShardedError, SplitError
-from autosplit.passes import Kind, PassError, Rates, Role
+from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import placeholders
 from autosplit.passes.rewrites.emit import eliminate_dead_code
 
@@ -68,7 +67,6 @@ class Splitter:
             made it, under ordinary autograd.
         infer: a graph in which nothing is differentiated -> boxed.
         decompositions: operators to trace through; None for those of eager.
-        overlap: what weight gradients hide, see ``passes.memory_setting``.
     """
 
     compile: Callable[[AotGraphs], tuple[Boxed, Boxed]]
@@ -76,7 +74,6 @@ class Splitter:
     give_up: Callable[[str], None]
     infer: Callable[[fx.GraphModule], Boxed]
     decompositions: dict[Any, Callable[..., Any]] | None
-    overlap: str | Rates
 
 
 def compile_dynamo_graph(
@@ -100,7 +97,6 @@ def compile_dynamo_graph(
         decompositions=splitter.decompositions,
     )
     inline_compile_regions(module)
-    divide_layers(module)
     try:
         with as_eager(module, splitter.decompositions):
             compiled: Callable[..., Any] = compiler(module, example_inputs)
@@ -185,7 +181,7 @@ def _skip_what_is_traced_wrongly(module: fx.GraphModule) -> None:
     context = TracingContext.try_get()
     try:
         refuse_absent_gradients(module, [] if context is None else context.traced_code)
-        refuse_margin_losses(module)
+        refuse_traced_otherwise(module)
     except CaptureError as error:
         if InstructionTranslator.current_tx().one_graph:
             raise
@@ -218,7 +214,7 @@ class _AotSession:
         try:
             parameters = label(labelled.graph, self._roles, num_fwd_outputs, static)
             self._splitter.prepare(labelled)
-            aot = assemble(labelled, num_fwd_outputs, parameters, self._splitter.overlap)
+            aot = assemble(labelled, num_fwd_outputs, parameters)
             self._split = self._splitter.compile(aot)
         except PassError as error:
             raise _GivenUpError(str(error)) from error

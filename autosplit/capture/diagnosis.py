@@ -66,17 +66,6 @@ def forward_hook(module: nn.Module) -> ModuleHook | None:
     return next((hook for hook in found if hook.line and not is_torch_file(hook.line)), None)
 
 
-def norm_hook(module: nn.Module) -> str:
-    """``weight_norm`` or ``spectral_norm``, where a module has one as a hook: both are deprecated
-    for parametrizations. Else an empty string.
-    """
-    for hook in _hooks(module, "_forward_pre_hooks"):
-        place = type(hook.function).__module__
-        if place in {"torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"}:
-            return place.rpartition(".")[2]
-    return ""
-
-
 def is_torch_file(path: str) -> bool:
     """Whether a file is torch's."""
     return path.startswith(_TORCH)

@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from autosplit.device import generators_kept
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
-from autosplit.torch_internals.state import modes_kept
 
 
 def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -59,35 +58,10 @@ def is_passing(
     return True
 
 
-def materialise_lazy_parameters(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Give lazy parameters and buffers (``nn.LazyLinear`` and the like) their shape.
-
-    The random number generator moves by what fills them, as in the first call of eager: nothing
-    else draws in eval mode.
-
-    Raises:
-        CaptureError: some parameter is still without a shape.
-    """
-    if not _lazy_names(module):
-        return
-    with modes_kept([module]):
-        module.eval()
-        _run(module, args, kwargs)
-    left = _lazy_names(module)
-    if left:
-        raise CaptureError(
-            f"{left[0]} of {type(module).__name__} has no shape although the forward ran once "
-            "in eval mode; run the model on an example before splitting it"
-        )
-
-
 @torch.no_grad()
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the module on copies of its inputs, and restore its buffers."""
-    named = module.named_buffers()
-    buffers = {name: buffer.clone() for name, buffer in named if not is_lazy(buffer)}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     leaves, spec = tree_flatten((args, kwargs))
     copies = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(copies, spec)
@@ -105,10 +79,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def is_unshaped(module: nn.Module) -> bool:
-    """Whether the first call is to give lazy parameters or buffers their shape."""
-    return bool(_lazy_names(module))
-
-
-def _lazy_names(module: nn.Module) -> list[str]:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return [name for name, tensor in named if is_lazy(tensor)]
+    """Whether the first call is to give lazy parameters or buffers (``nn.LazyLinear`` and the like)
+    their shape.
+    """
+    return any(map(is_lazy, (*module.parameters(), *module.buffers())))

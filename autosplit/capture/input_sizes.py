@@ -77,7 +77,6 @@ class InputSizes:
         self._env = exported.meta["fake_mode"].shape_env
         self._tensors: dict[int, Tensor] = {}
         self._found: dict[sympy.Symbol, tuple[int, str, int]] = {}
-        self._traced: dict[sympy.Symbol, int] = {}
         holes = exported.graph.find_nodes(op="placeholder")
         for node, value in zip(holes, given, strict=True):
             traced = node.meta.get("val", node.meta.get("example_value"))
@@ -85,7 +84,6 @@ class InputSizes:
                 self._tensors[places[id(value)]] = traced
                 for kind, at, size in _symbols(traced):
                     self._found.setdefault(size, (places[id(value)], kind, at))
-                    self._traced.setdefault(size, int(_READ[kind](value, at)))
 
     def __bool__(self) -> bool:
         """Whether any size is open, by what is known now: tracing on may settle some."""
@@ -152,10 +150,6 @@ class InputSizes:
         if not all(map(bool, chain(same, assumed))):
             raise CaptureError("its graph is for other sizes")
         return within
-
-    def larger(self, leaves: Sequence[Any]) -> bool:
-        """Whether a size in this call is larger than in the one that was traced."""
-        return any(size > self._traced[symbol] for symbol, size in self._read(leaves).items())
 
     def _read(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, Any]:
         """What each symbol is for these inputs."""

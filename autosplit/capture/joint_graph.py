@@ -21,8 +21,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from autosplit.capture.workarounds.operators import (
     Decompositions,
     as_eager,
-    divide_layers,
-    refuse_margin_losses,
+    refuse_traced_otherwise,
 )
 from autosplit.passes import Role
 from autosplit.torch_internals.dtensor import Sharding
@@ -35,9 +34,10 @@ from autosplit.torch_internals.pytree import (
 )
 
 from .diagnosis import user_errors
-from .export import LeftValues, export
+from .export import export
 from .guards import Guards, unobserved
 from .input_sizes import InputSizes, is_open
+from .left_values import LeftValues
 from .module_paths import name_modules
 from .region import expand, tracing_calls
 from .region_session import RegionSession, SplitBlock
@@ -259,8 +259,7 @@ def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _prepare(module: nn.Module, exported: fx.GraphModule) -> None:
     """Make Dynamo's graph one that AOTAutograd traces as it runs, with the module's names in it."""
-    divide_layers(exported)
-    refuse_margin_losses(exported)
+    refuse_traced_otherwise(exported)
     name_modules(exported, module)
 
 

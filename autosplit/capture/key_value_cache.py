@@ -3,6 +3,7 @@
 A model of transformers that is called without a cache makes an empty one, and each layer writes
 its keys and values to the place in it that ``layer_idx`` tells: every layer would be its own kind.
 ``CachedBlock`` gives a layer a cache with one place, and returns what it finds there afterwards.
+Layers whose caches are of another kind than ``DynamicLayer`` (windows) are captured with the model.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from torch import Tensor, nn
 
 _ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
-# What filling a place sets, and what a window and older versions have besides.
+# What filling a place sets, and what some versions set besides.
 _FILLED = {"device", "is_initialized", "keys", "values"}
-_OLDER = {"dtype"}
-_WINDOW = {"sliding_window", "_sliding_window_tensor", "cumulative_length", "record_past"}
+_OTHERS = {"dtype", "record_past"}
 
 
 class CachedBlock(nn.Module):
@@ -31,24 +31,19 @@ class CachedBlock(nn.Module):
         block: the block.
         name: of the argument that takes the cache.
         at: its place among positional ones.
-        layer: of the cache that the block fills, still empty.
     """
 
-    def __init__(self, block: nn.Module, name: str, at: int, layer: Any) -> None:
+    def __init__(self, block: nn.Module, name: str, at: int) -> None:
         super().__init__()
         self.block = block
         self.train(block.training)
         self._name, self._at = name, at
-        kind: Any = type(layer)
-        self._place, self._window = _one_place(kind), getattr(layer, "sliding_window", None)
+        self._place: Any = _one_place()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cache = self._place()
-        cache.sliding_window = self._window
         args, kwargs = _with_cache(cache, self._name, self._at, args, kwargs)
         results = self.block(*args, **kwargs)
-        if self._window is not None and cache.cumulative_length != args[0].shape[1]:
-            raise ValueError("it fills its cache with another number of tokens than it is given")
         return results, cache.keys, cache.values
 
 
@@ -87,9 +82,8 @@ def caching(
     layer = layers[place] if place < len(layers) else _plain_layer()
     if not _is_known(layer):
         return plain
-    kind, window = type(layer), getattr(layer, "sliding_window", None)
-    has_dtype = "dtype" in vars(layer)
-    cached = operator(CachedBlock(block, name, at, layer))
+    kind, has_dtype = type(layer), "dtype" in vars(layer)
+    cached = operator(CachedBlock(block, name, at))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache: Any = args[at] if len(args) > at else kwargs.get(name)
@@ -103,8 +97,6 @@ def caching(
                 if has_dtype:
                     layer.dtype = keys.dtype
                 layer.keys, layer.values = keys, values
-                if window is not None:
-                    layer.cumulative_length = args[0].shape[1]
                 return results
         return plain(*args, **kwargs)
 
@@ -128,17 +120,14 @@ def _plain_layer() -> Any:
 
 def _is_known(layer: Any) -> bool:
     """Whether filling a layer of a cache sets what ``caching`` does, and nothing else."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    if type(layer) is not type(_plain_layer()):
         return False
-    sets = _FILLED | _OLDER | (_WINDOW if type(layer) is DynamicSlidingWindowLayer else set())
     layer.lazy_initialization(torch.empty(0), torch.empty(0))
-    return _FILLED <= {*vars(layer)} <= sets
+    return _FILLED <= {*vars(layer)} <= _FILLED | _OTHERS
 
 
 @functools.cache  # guards ask which class it is
-def _one_place(kind: Any) -> type:
+def _one_place() -> type:
     from transformers.cache_utils import DynamicLayer
 
     class OnePlace:
@@ -146,12 +135,10 @@ def _one_place(kind: Any) -> type:
 
         is_initialized = False
         record_past = False
-        cumulative_length = 0
-        sliding_window: int | None
         keys: Tensor
         values: Tensor
         lazy_initialization = DynamicLayer.lazy_initialization
-        write = kind.update
+        write = DynamicLayer.update
 
         def update(
             self, key_states: Tensor, value_states: Tensor, *place: Any, **options: Any

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from autosplit.passes.graph import Kind, origin_of, outputs
+from autosplit.passes.graph import Kind
 from autosplit.passes.lowering import codegen
-from autosplit.passes.subgraph import Subgraph, subgraph_of, subgraphs
+from autosplit.passes.subgraph import Subgraph, subgraphs
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.text.figures import size_text
 from autosplit.text.files import writing
 
-from .tables import BoundaryTensor, boundary_table, boundary_tensors, graph_table, total_bytes
+from .tables import boundary_table, boundary_tensors, graph_table, total_bytes
 
 _HALVES = ("forward", "backward_input", "backward_weight")
 
@@ -29,7 +29,7 @@ def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) 
     """Write ``joint.py``, ``forward.py``, ``backward_input.py``, ``backward_weight.py``,
     ``backward.py`` and ``boundary.md``; and for a backend that generates code, that of every graph
     that was compiled so far, as ``forward.generated.py``. Where the graphs call blocks, each kind
-    of block has a folder of its own, with the like of these.
+    of block has a folder of its own, with F, I and W.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -47,8 +47,7 @@ def dump(functions: SplitFunctions, folder: str | os.PathLike[str], title: str) 
             (root / kind).mkdir(exist_ok=True)
             for half, module in halves.items():
                 (root / kind / f"{half}.py").write_text(_source(half, module, kind, {}))
-        for folder, text in _boundaries(functions, title).items():
-            (root / folder / "boundary.md").write_text(text)
+        (root / "boundary.md").write_text(_boundary(functions, title))
 
 
 def _kinds(graphs: Iterable[fx.GraphModule]) -> dict[str, dict[str, fx.GraphModule]]:
@@ -99,63 +98,16 @@ def _source(
     return text + note + codegen.generate(name, module) + calls
 
 
-def _boundaries(functions: SplitFunctions, title: str) -> dict[str, str]:
-    """Folder -> its ``boundary.md``: tensors that blocks make are in that of their kind, those of
-    one block for all.
-    """
-    graphs, calling = functions.graphs, functions.calling
-    parts: dict[str, list[str]] = {"": [f"# {title}", graph_table(functions, "github")]}
+def _boundary(functions: SplitFunctions, title: str) -> str:
+    """What the graphs cost, and all tensors that cross between them, those of blocks included."""
+    graphs = functions.graphs
+    parts = [f"# {title}", graph_table(functions, "github")]
     if graphs.backward and graphs.backward_input and graphs.backward_weight:
-        halves = graphs.forward, graphs.backward_input
-        makers: dict[str, tuple[str, str]] = {}
-        for heading, at, taker, crossing in (
-            ("Saved: F to the backward", 0, graphs.backward, Kind.SAVED),
-            ("Deferred: I to W", 1, graphs.backward_weight, Kind.DEFERRED),
+        for heading, giver, taker, crossing in (
+            ("Saved: F to the backward", graphs.forward, graphs.backward, Kind.SAVED),
+            ("Deferred: I to W", graphs.backward_input, graphs.backward_weight, Kind.DEFERRED),
         ):
-            makers |= _makers((calling.forward, calling.backward_input)[at], crossing)
-            rows = boundary_tensors(halves[at], taker, crossing)
-            _add_boundary(parts, heading, rows, makers, title)
-    return {folder: "\n\n".join(text) + "\n" for folder, text in parts.items()}
-
-
-def _add_boundary(
-    parts: dict[str, list[str]],
-    heading: str,
-    rows: list[BoundaryTensor],
-    makers: Mapping[str, tuple[str, str]],
-    title: str,
-) -> None:
-    """Add what crosses between two graphs: to the model's text, and to that of each kind of block.
-
-    Args:
-        parts: folder -> its text so far; added to.
-        heading: for what crosses.
-        rows: all tensors that cross.
-        makers: name of a tensor -> kind and name of the block that makes it, where one does.
-        title: of the model.
-    """
-    kinds: dict[str, dict[str, list[BoundaryTensor]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        kind, block = makers.get(row.name, ("", ""))
-        kinds[kind][block].append(row)
-    total = f"{len(rows)} tensors, {size_text(total_bytes(rows))} of distinct storage."
-    parts[""] += [f"## {heading}", total]
-    own = kinds.pop("", {"": []})[""]
-    for kind, blocks in kinds.items():
-        name, of_one = next(iter(blocks.items()))
-        size = f"{len(of_one)} tensors, {size_text(total_bytes(of_one))}"
-        parts[""].append(f"`{kind}`, {len(blocks)} calls: each {size}, see {kind}/boundary.md.")
-        text = parts.setdefault(kind, [f"# {kind} of {title}"])
-        text += [f"## {heading}", f"{size}, in `{name}`.", boundary_table(of_one, "github")]
-    parts[""].append(boundary_table(own, "github"))
-
-
-def _makers(module: fx.GraphModule | None, crossing: Kind) -> dict[str, tuple[str, str]]:
-    """Name of a tensor that crosses -> kind and name of the block that makes it."""
-    found = {}
-    for role, value in outputs(module.graph, crossing) if module else ():
-        called = subgraph_of(value) if isinstance(value, fx.Node) else None
-        if called is not None:
-            modules = origin_of(value).modules or ("",)
-            found[role.name] = _kind_of(called)[0], modules[-1]
-    return found
+            rows = boundary_tensors(giver, taker, crossing)
+            total = f"{len(rows)} tensors, {size_text(total_bytes(rows))} of distinct storage."
+            parts += [f"## {heading}", total, boundary_table(rows, "github")]
+    return "\n\n".join(parts) + "\n"

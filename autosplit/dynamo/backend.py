@@ -37,7 +37,6 @@ from autosplit.dynamo.compiled_backward import (
 )
 from autosplit.dynamo.pending_weights import PendingOnParameters
 from autosplit.errors import SplitError
-from autosplit.mesh.costs import passes_overlap
 from autosplit.passes import Kind, Role
 from autosplit.runtime.compiled_graph import compile_graph, hand_over, prepare_joint
 from autosplit.runtime.split_options import SplitOptions, backend_named
@@ -108,19 +107,13 @@ class Compilation:
             give_up=self._part.give_up,
             infer=self._infer,
             decompositions=self._backend.decompositions,
-            overlap=passes_overlap(options.overlap),
         )
-        self._meshes = {
-            at: value.device_mesh for at, value in enumerate(example_inputs) if is_dtensor(value)
-        }
-        if self._meshes:
+        self._run: Callable[..., Any] = module
+        if any(map(is_dtensor, example_inputs)):
             # AOTAutograd puts every gradient of a DTensor together when the backward returns.
-            self._part.give_up(
-                "AOTAutograd wants the gradients of DTensors from the backward; weight gradients "
-                "run there while collectives are under way"
-            )
-            roles = [Role(Kind.INPUT, role.name) for role in roles]
-        self._run = compile_dynamo_graph(module, example_inputs, roles, splitter)
+            self._part.give_up("AOTAutograd wants the gradients of DTensors from the backward")
+        else:
+            self._run = compile_dynamo_graph(module, example_inputs, roles, splitter)
         owner.compiled(self._part)
 
     def __call__(self, *args: Any) -> Any:
@@ -146,28 +139,14 @@ class Compilation:
             weight = WeightGraph(aot.graphs.backward_weight, self._backend)
             self._split = SplitBackward(aot, backward, weight, self._owner, self._names)
             backward = self._split
-        return forward.call, self._with_meshes(backward, aot.meshes)
-
-    def _with_meshes(self, backward: Boxed, slots: Mapping[int, int]) -> Boxed:
-        """A backward that also returns the meshes of DTensors' gradients."""
-        if not slots:
-            return backward
-        meshes = {slot: self._meshes[index] for slot, index in slots.items()}
-
-        def run(args: list[Any]) -> list[Any]:
-            results = backward(args)
-            for slot, mesh in meshes.items():
-                results[slot] = mesh
-            return results
-
-        return run
+        return forward.call, backward
 
     def _infer(self, module: fx.GraphModule) -> Boxed:
         prepare_joint(module, self._backend)
         return compile_graph("forward", module, self._backend).call
 
 
-_OPTIONS = ("backend", "overlap", "max_pending")
+_OPTIONS = ("backend", "max_pending")
 
 
 class SplittingBackend:
@@ -175,7 +154,8 @@ class SplittingBackend:
 
     Args:
         owner: collects what is deferred; where None it waits on the parameters.
-        options: how graphs are split and run; of ``memory`` and ``late_input`` nothing is asked.
+        options: how graphs are split and run; of ``memory``, ``late_input`` and ``overlap``
+            nothing is asked.
     """
 
     def __init__(
@@ -212,12 +192,12 @@ def backend(
     Args:
         module: the graph.
         example_inputs: what Dynamo calls it with.
-        options: some of ``{"backend": name, "overlap": what, "max_pending": number}``: how the
-            split graphs are run, what weight gradients hide, and how many microbatches of each
-            graph may wait for them, see ``autosplit.split``.
+        options: some of ``{"backend": name, "max_pending": number}``: how the split graphs are
+            run, and how many microbatches of each graph may wait for weight gradients, see
+            ``autosplit.split``.
 
     Raises:
-        SplitError: an option, a backend or an overlap is unknown; lists the known ones.
+        SplitError: an option or a backend is unknown; lists the known ones.
     """
     chosen = dict(options or {})
     if unknown := chosen.keys() - set(_OPTIONS):

@@ -19,7 +19,6 @@ from autosplit.backends.backend import Backend, collecting_new_objects_only
 from autosplit.capture.first_call import (
     is_passing,
     is_unshaped,
-    materialise_lazy_parameters,
     warm_up,
 )
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
@@ -64,8 +63,8 @@ def trace(
     """Capture, split and compile a module for inputs like these.
 
     The forward's Python is not run, unless a first call does what later ones do not: fill a
-    cache, build submodules, give lazy parameters their shape. Such a call is made here, and the
-    generators of random numbers put back; or, with ``called``, left to the caller.
+    cache, build submodules. Such a call is made here, and the generators of random numbers put
+    back; or, with ``called`` and where it gives lazy parameters their shape, left to the caller.
 
     With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
     written below ``dir``, a numbered folder for each traced module.
@@ -84,7 +83,7 @@ def trace(
 
     Raises:
         CaptureError: the module cannot be traced.
-        FirstCallError: ``called``, and the call is to be run without a graph.
+        FirstCallError: the call is to be run without a graph.
         SplitError: the graph cannot be split, or a memory budget cannot be met.
         ShardedError: FSDP manages the module or a part of it, or a parameter is a DTensor that
             cannot be trained.
@@ -156,9 +155,10 @@ def _capture(
     from autosplit.capture.diagnosis import ConstructionError
     from autosplit.capture.joint_graph import capture
 
-    if called and is_unshaped(module):
-        raise FirstCallError(f"{type(module).__name__} has parameters without a shape")
-    materialise_lazy_parameters(module, args, kwargs)
+    if is_unshaped(module):
+        raise FirstCallError(
+            f"{type(module).__name__} has parameters without a shape: call it once before"
+        )
     options: dict[str, Any] = {"decompositions": backend.decompositions, "split": split}
     try:
         return capture(module, args, kwargs, **options)

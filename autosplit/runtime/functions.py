@@ -166,13 +166,6 @@ class SplitFunctions:
         twin.tangent_specs = twin._tangent_specs()
         return twin
 
-    def fits_budget(self, leaves: Sequence[Any]) -> bool:
-        """Whether the graphs keep the budget that they were made for in a call with these input
-        leaves: it was met for the sizes that were traced.
-        """
-        sizes = self.capture.sizes
-        return sizes is None or self._graphs.memory.budget is None or not sizes.larger(leaves)
-
     @property
     def changes_module(self) -> bool:
         """Whether F leaves something on the module, which may decide what the next one is."""

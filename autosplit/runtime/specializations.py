@@ -136,7 +136,8 @@ class OpenSizes:
     """
 
     def __init__(self, options: SplitOptions, dynamic: bool | None = None) -> None:
-        self._holds = options.holds_open_sizes
+        # A budget is met for one combination of sizes.
+        self._holds = options.holds_open_sizes and isinstance(options.memory, str)
         self._dynamic = dynamic
         self._seen: dict[Hashable, list[set[int]]] = {}
         self._refused: dict[Hashable, str] = {}
@@ -386,10 +387,7 @@ class Specializations:
             args, kwargs = tree_unflatten(without_history(leaves), _spec_of(args, kwargs))
 
         def fits(functions: SplitFunctions) -> bool:
-            held = functions.capture.guards.hold
-            if functions.capture.sizes is None:
-                return held(args, kwargs)
-            return functions.fits_budget(leaves) and held(args, kwargs)
+            return functions.capture.guards.hold(args, kwargs)
 
         call = signature, leaves, structure, (args, kwargs), called, fits
         with self._capturing:

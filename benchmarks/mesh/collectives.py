@@ -37,7 +37,7 @@ MEASURED = "split, measured"
 Way: TypeAlias = str | CollectiveCosts
 """One of ``WAYS``; costs stand for "split, measured"."""
 
-_OURS = ("eager", "split, overlap none", "split", MEASURED, "torch.compile, autosplit")
+_OURS = ("eager", "split, overlap none", "split", MEASURED)
 WAYS = (*_OURS, "torch.compile, Inductor", "Inductor, reordering")
 
 
@@ -110,8 +110,7 @@ def _made(way: Way, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Calla
         return split, split.backward_weight
     if way == "eager":
         return model, lambda: None
-    compiled = torch.compile(model, backend="autosplit" if "autosplit" in str(way) else "inductor")
-    return compiled, lambda: None
+    return torch.compile(model, backend="inductor"), lambda: None
 
 
 class _Timed(fx.Interpreter):
@@ -290,7 +289,7 @@ def render(rows: Rows) -> str:
     for row in rows:
         share = row["hidden"] / row["hideable"] if row["hideable"] > 0 else None
         text = "" if share is None else f"{share:.0%}"
-        ours = row["way"] in ("split", MEASURED, "torch.compile, autosplit")
+        ours = row["way"] in ("split", MEASURED)
         early = row.get("early")
         if ours and share is not None and share < TARGET:
             text = f"**{text}**"

@@ -44,8 +44,7 @@ PARTS: dict[str, Part[Settings]] = {
         "half of such a product: over slower links some are left to W that could have hidden one. "
         "Measured is `overlap=measure_collectives(mesh)`, measured over that link and with these "
         "products by ranks of their own. W in I is the share of the weight gradients' FLOPs that I "
-        "computes. Under torch.compile all are in one graph. Inductor, also with its own "
-        "reordering of collectives, is beside it.",
+        "computes. Inductor, also with its own reordering of collectives, is beside it.",
         lambda settings: collectives.measure(settings.steps, settings.only),
         collectives.render,
     ),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
+from autosplit import CaptureError, Stage
 
 
 def _train(module: nn.Module, steps: int = 3) -> list[Tensor]:
@@ -112,10 +113,13 @@ def test_random_numbers_of_a_first_call(make: Callable[[], nn.Module], example: 
     assert len(split.functions) == 1
 
 
-def test_random_numbers_of_lazy_parameters() -> None:
+@pytest.mark.parametrize("example", [False, True], ids=["call", "example inputs"])
+def test_random_numbers_of_lazy_parameters(example: bool) -> None:
     model = _lazy()
+    with pytest.raises(CaptureError, match="without a shape: call it once before"):
+        Stage(model, (torch.ones(2, 4),))
     plain = copy.deepcopy(model)
-    split = autosplit.split(model)
+    split = autosplit.split(model, torch.ones(2, 4)) if example else autosplit.split(model)
     assert all(map(torch.equal, _train(split), _train(plain)))
     assert len(split.functions) == 1
 

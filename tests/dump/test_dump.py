@@ -68,15 +68,15 @@ def test_dumped_code_computes_the_gradients(
 
 
 def test_blocks_have_a_folder_a_kind(tmp_path: pathlib.Path) -> None:
-    """Of many alike blocks one is dumped, and a line a call tells where each is."""
+    """Of many alike blocks one is dumped; what crosses in each of them is in one table."""
     model = nn.Sequential(nn.Linear(16, 16), *[SwiGLU() for _ in range(5)])
     split = autosplit.split(model, (torch.randn(2, 4, 16, requires_grad=True),))
     split.dump(tmp_path)
-    halves = ["backward_input.py", "backward_weight.py", "boundary.md", "forward.py"]
+    halves = ["backward_input.py", "backward_weight.py", "forward.py"]
     assert sorted(path.name for path in (tmp_path / "SwiGLU_0").iterdir()) == halves
     assert (tmp_path / "forward.py").read_text().count("constants['SwiGLU_0_forward']") == 5
-    assert "5 calls: each 6 tensors" in (tmp_path / "boundary.md").read_text()
-    assert "| _1_down_input " in (tmp_path / "SwiGLU_0" / "boundary.md").read_text()
+    crossing = (tmp_path / "boundary.md").read_text()
+    assert all(f"| _{at}_down_input " in crossing for at in range(1, 6))
 
 
 def test_tensors_are_called_as_the_user_calls_their_modules(tmp_path: pathlib.Path) -> None:

@@ -28,12 +28,12 @@ tests that fail without it; where torch is mended, it can go.
 | layers for quantization that is trained for are not entered | Dynamo | all | `quantizers_traced` |
   tests/benchmarks/coverage/test_slice.py |
 | dropout between recurrent layers is left out; coarse ones round every step | AOTAutograd | all |
-  `divide_layers` | tests/semantics/operators/test_layers.py |
-| last states of an LSTM have a dimension too many | AOTAutograd | before 2.13 | `divide_layers` |
-  tests/semantics/operators/test_layers.py |
+  `refuse_traced_otherwise` | tests/semantics/operators/test_layers.py |
+| last states of an LSTM have a dimension too many | AOTAutograd | before 2.13 |
+  `refuse_traced_otherwise` | tests/semantics/operators/test_layers.py |
 | the fused recurrent kernel is not as its fake | AOTAutograd | all | `without_fused_recurrence` |
   tests/semantics/operators/test_layers.py |
-| margin losses have other gradients and shapes | AOTAutograd | 2.13 | `refuse_margin_losses` |
+| margin losses have other gradients and shapes | AOTAutograd | 2.13 | `refuse_traced_otherwise` |
   tests/capture/workarounds/test_margin_losses.py |
 | checks of linear algebra thread tokens through graphs | AOTAutograd | all | `without_tokens` |
   tests/semantics/operators/test_layers.py |

@@ -1,14 +1,12 @@
 """Operators that AOTAutograd traces otherwise than eager mode runs them.
 
-``as_eager`` has the settings under which graphs are traced; recurrent layers are rewritten before;
-what cannot be mended is refused.
+``as_eager`` has the settings under which graphs are traced; what cannot be mended is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -42,31 +40,6 @@ _ARGUMENTS = (
 )
 # The fused kernels round to these only what they return; products would round every step.
 _COARSE = {torch.bfloat16, torch.float16}
-# torch 2.11's decomposition returns the last states of an LSTM with a dimension too many
-# ([layers, 1, batch, feature]); 2.13's does not.
-_STATES_ARE_SHAPED = TORCH >= (2, 13)
-
-
-def divide_layers(module: fx.GraphModule) -> None:
-    """Make a call of several layers with dropout between them one call a layer, have an LSTM
-    return states of the shape that they go in with, and compute coarse layers in float32.
-
-    torch's decomposition of such a call leaves the dropout out, without a word.
-    """
-    for node in _calls(module):
-        value = node.args[0].meta.get("example_value", node.args[0].meta.get("val"))  # type: ignore[union-attr]
-        if isinstance(value, torch.Tensor) and value.dtype in _COARSE:
-            _widen(node, value.dtype)
-            node.graph.owning_module.recompile()  # type: ignore[union-attr]
-    for node in _calls(module):
-        given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
-        if given["train"] and given["dropout"] != 0 and given["num_layers"] > 1:
-            _divide(node, given)
-            node.graph.owning_module.recompile()  # type: ignore[union-attr]
-    for node in () if _STATES_ARE_SHAPED else _calls(module):
-        if node.target is torch.lstm:
-            _shape_states(node)
-            node.graph.owning_module.recompile()  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
@@ -88,72 +61,6 @@ def _calls(module: fx.GraphModule) -> list[fx.Node]:
     their lengths from data, which Dynamo leaves outside of graphs.
     """
     return [node for node in _nodes(module) if node.target in _CELLS]
-
-
-def _widen(node: fx.Node, dtype: torch.dtype) -> None:
-    graph = node.graph
-    given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
-
-    def cast(value: fx.Node, to: torch.dtype) -> fx.Node:
-        made = graph.call_function(torch.Tensor.to, (value, to))
-        made.stack_trace = node.stack_trace
-        return made
-
-    with graph.inserting_before(node):
-        for name in ("input", "hx", "params"):
-            given[name] = fx.node.map_arg(given[name], lambda each: cast(each, torch.float32))
-    node.args, node.kwargs = tuple(given[name] for name in _ARGUMENTS), {}
-    with graph.inserting_before(node.next):
-        count = 3 if node.target is torch.lstm else 2
-        found = [graph.call_function(operator.getitem, (node, at)) for at in range(count)]
-        results = graph.call_function(tuple, ([cast(each, dtype) for each in found],))
-    node.replace_all_uses_with(results, delete_user_cb=lambda user: user not in found)
-
-
-def _divide(node: fx.Node, given: dict[str, Any]) -> None:
-    graph, sequence, batch_first = node.graph, given["input"], given["batch_first"]
-    directions = 2 if given["bidirectional"] else 1
-    share = len(given["params"]) // given["num_layers"]
-    last: list[fx.Node] = []
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        made = graph.call_function(target, args)
-        made.stack_trace = node.stack_trace
-        return made
-
-    def of_layer(layer: int) -> Any:
-        own = slice(layer * directions, (layer + 1) * directions)
-        return fx.node.map_arg(given["hx"], lambda state: call(operator.getitem, state, own))
-
-    with graph.inserting_before(node):
-        # As in the fused call: masks are drawn for [time, batch, feature].
-        sequence = call(torch.transpose, sequence, 0, 1) if batch_first else sequence
-        for layer in range(given["num_layers"]):
-            if layer:
-                sequence = call(torch.dropout, sequence, given["dropout"], True)
-            weights = list(given["params"])[layer * share : (layer + 1) * share]
-            options = (given["has_biases"], 1, 0.0, True, given["bidirectional"], False)
-            last.append(call(node.target, sequence, of_layer(layer), weights, *options))
-            sequence = call(operator.getitem, last[-1], 0)
-        sequence = call(torch.transpose, sequence, 0, 1) if batch_first else sequence
-        states = 2 if node.target is torch.lstm else 1
-        finals = [[call(operator.getitem, one, 1 + i) for one in last] for i in range(states)]
-        results = [sequence, *(call(torch.cat, each) for each in finals)]
-        node.replace_all_uses_with(call(tuple, results))
-    graph.erase_node(node)
-
-
-def _shape_states(node: fx.Node) -> None:
-    graph = node.graph
-    given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
-    with graph.inserting_before(node.next):
-        found = [graph.call_function(operator.getitem, (node, at)) for at in range(3)]
-        states = [
-            graph.call_function(torch.Tensor.reshape_as, (state, like))
-            for state, like in zip(found[1:], given["hx"], strict=True)
-        ]
-        results = graph.call_function(tuple, ([found[0], *states],))
-    node.replace_all_uses_with(results, delete_user_cb=lambda user: user not in found)
 
 
 # Keys of kernels that tracing does not run: those of devices, and of vmap, which torch registers in
@@ -345,22 +252,41 @@ _MARGIN_LOSSES = {
 }
 
 
-def refuse_margin_losses(module: fx.GraphModule) -> None:
-    """Refuse two losses that torch traces as something else than it runs (seen with torch 2.13): it
-    takes them apart by Python decompositions that round differently from the kernels, and of which
-    one gives other gradients and has shape [1] for an unbatched input where the kernel has [].
+def refuse_traced_otherwise(module: fx.GraphModule) -> None:
+    """Refuse what torch traces as something else than it runs: it takes these apart by Python
+    decompositions.
+
+    Two losses: one gets other gradients and has shape [1] for an unbatched input where the kernel
+    has []. Recurrent layers: the dropout between layers is left out; in coarse dtypes, every step
+    is rounded; the last states of an LSTM have a dimension too many before torch 2.13.
 
     Raises:
         CaptureError: one of them is in Dynamo's graph, or in the body of a checkpoint.
     """
     for node in _nodes(module):
-        if node.op == "call_function" and node.target in _MARGIN_LOSSES:
+        if node.op == "call_function" and _is_traced_otherwise(node):
             name = getattr(node.target, "__name__", str(node.target))
             raise CaptureError(
                 f"{name}, at {source_line(node) or 'a line'}: torch traces it as something else "
                 "than it runs. Compute it outside of the split module; without fullgraph=True, "
-                "such a model is split in parts around it"
+                "such a model is split in parts around it" + _OTHERWISE * (node.target in _CELLS)
             )
+
+
+_OTHERWISE = (
+    ". Recurrent layers are traced as they run in float32 or float64, with nn.Dropout between "
+    "single layers in place of dropout= (an nn.LSTM with torch 2.13 or later)"
+)
+
+
+def _is_traced_otherwise(node: fx.Node) -> bool:
+    if node.target not in _CELLS:
+        return node.target in _MARGIN_LOSSES
+    given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    value = given["input"].meta.get("example_value", given["input"].meta.get("val"))
+    drops = given["train"] and given["dropout"] != 0 and given["num_layers"] > 1
+    misshapen = node.target is torch.lstm and TORCH < (2, 13)
+    return drops or misshapen or getattr(value, "dtype", None) in _COARSE
 
 
 def _nodes(module: fx.GraphModule) -> list[fx.Node]:

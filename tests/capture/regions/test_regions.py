@@ -347,7 +347,7 @@ def powerset(names: Iterable[str]) -> Iterator[frozenset[str]]:
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 11}
 FAMILIES = {
     "gpt2": {"num_hidden_layers": 3},  # takes the cache by position
-    "gemma2": {"num_hidden_layers": 4, "head_dim": 4, "sliding_window": 4},  # two kinds in turn
+    "gemma2": {"num_hidden_layers": 4, "head_dim": 4, "sliding_window": 4},  # windows in turn
 }
 
 
@@ -373,5 +373,5 @@ def test_a_model_of_transformers(name: str) -> None:
     for one, other in (results, gradients):
         assert all(map(torch.equal, one, other))
     assert caches[0] == caches[1]
-    assert sum(kinds(split)) == sizes["num_hidden_layers"]
-    assert len(kinds(split)) == (2 if name == "gemma2" else 1)
+    # Layers with windows look like the others, and are captured with the model.
+    assert kinds(split) == ([] if name == "gemma2" else [sizes["num_hidden_layers"]])

@@ -40,11 +40,11 @@ def test_the_second_length_is_the_last_to_be_captured(memory: str, training: boo
     assert "Captured for any size of args[0] along dimension 1;" in split.report()
 
 
-def test_a_budget_holds_up_to_the_sizes_it_was_met_for() -> None:
+def test_a_budget_is_met_for_each_length() -> None:
     budget = 9000
-    split = assert_equals_autograd(Attention(), batches(8, 5, 7, 6, 9, 4, 8), memory=budget)
-    assert len(split.functions) == 4
-    for length in (9, 4, 6):
+    split = assert_equals_autograd(Attention(), batches(8, 5, 9, 8), memory=budget)
+    assert len(split.functions) == 3
+    for length in (9, 5):
         split(torch.randn(3, length, 16).requires_grad_()).sum().backward()
         assert 0 < split.pending_bytes <= budget
         split.backward_weight()
