@@ -21,7 +21,6 @@ from autosplit.compare.example import example_of, memory_for_trials, resized, sa
 from autosplit.compare.workload import prepared
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
@@ -30,11 +29,9 @@ from autosplit.planner.cuts import CapError, Solution
 from autosplit.planner.cutting import (
     check_seconds,
     device_of_trainer,
-    finder,
     grouped,
     profile_together,
-    refine_by_trial_runs,
-    trial_of,
+    tried,
 )
 from autosplit.planner.estimate import DeviceKind, device_kind, estimate
 from autosplit.planner.meta_model import meta_model
@@ -209,8 +206,7 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
         and can_run_trial(whole, solution.schedule)
     )
     if rehearse:
-        costs = costs_of(best.microbatch_size, best.memory)
-        solution = _rehearsed(whole, best, costs, limits, request)
+        solution = tried(whole, solution, _options(request, best.memory), request.seconds)
     plan = make_plan(
         solution,
         made_for(whole),
@@ -225,22 +221,6 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
 def _options(request: PlanRequest, memory: str | int) -> BlockOptions:
     device = device_of_trainer(alone=False)
     return BlockOptions(SplitOptions(request.backend, memory), device=device)
-
-
-def _rehearsed(
-    whole: WholeModel,
-    best: Configuration,
-    costs: ModelCosts,
-    limits: Limits,
-    request: PlanRequest,
-) -> Solution:
-    """The stages of a configuration after rehearsals."""
-    asked = ScheduleRequest(
-        best.schedule, best.microbatches, best.ranks, split_backward=not best.fused
-    )
-    find = finder(best.stages, None, asked, limits)
-    run = trial_of(whole, _options(request, best.memory), request.seconds)
-    return refine_by_trial_runs(costs, find, run)[0]
 
 
 def _check_hope(model: nn.Module, devices: int, limits: Limits) -> None:

@@ -57,15 +57,12 @@ class ModelCosts:
         crossing: bytes that go over the cut after each block but the last, for one microbatch.
         call: seconds that each of F, I and W of a stage takes besides its blocks.
         returning: bytes of the gradients that come back over each cut; None: as many as went.
-        noise: by what share the seconds of all may be off: cuts whose steps differ by less are
-            equally good.
     """
 
     blocks: tuple[BlockCost, ...]
     crossing: tuple[float, ...]
     call: float = 0.0
     returning: tuple[float, ...] | None = None
-    noise: float = 0.0
 
     @property
     def gradients(self) -> tuple[float, ...]:
@@ -107,7 +104,6 @@ def average(found: Sequence[ModelCosts]) -> ModelCosts:
         means(costs.crossing for costs in found),
         fmean(costs.call for costs in found),
         means(costs.gradients for costs in found),
-        max(costs.noise for costs in found),
     )
 
 

@@ -1,14 +1,14 @@
 """Where to cut a model so that a step of a schedule is short.
 
-Dynamic programming over the blocks gives cuts to start from. From each of them, cuts are
-shifted while that makes the simulated step shorter, or all are tried where they are few.
+Dynamic programming over the blocks gives cuts to start from. From the best of them, cuts are
+shifted while that makes the simulated step shorter.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,9 +26,8 @@ from autosplit.pipeline.simulation.simulate import Costs
 from .costs import Limits, ModelCosts
 
 _SLACKS = (1.0, 1.03, 1.1)  # how much longer than the least the slowest stage of a start may be
-_EXHAUSTIVE = 50_000  # actions to simulate, below which every way to cut is tried
 _WORK = 60_000  # actions that are simulated for one schedule: seconds
-_SHIFTS = (1, -1, 2, -2, 4, -4, 8, -8)  # blocks by which cuts are moved
+_SHIFTS = (1, -1, 2, -2)  # blocks by which cuts are moved
 _SAME = 1 + 1e-9
 _KEPT = {
     ActionKind.FORWARD: (1, 0),
@@ -77,12 +76,6 @@ class Solution:
     bubble: float
     peaks: tuple[float, ...]
 
-    @property
-    def uneven(self) -> float:
-        """Seconds of the slowest stage over those of the mean stage."""
-        seconds = list(map(sum, self.costs.times))
-        return max(seconds) * len(seconds) / math.fsum(seconds) if any(seconds) else 1.0
-
     def resting(self, limits: Limits) -> list[float]:
         """Bytes of each rank for parameters, gradients and optimizer state."""
         found = [0.0] * len(self.schedule.ranks)
@@ -99,12 +92,11 @@ def solve(
     limits: Limits | None = None,
     refine: bool = True,
 ) -> Solution:
-    """The cuts with the shortest simulated step that were found, or the most even of those whose
-    steps differ from it by less than the noise of the costs; deterministic.
+    """The cuts with the shortest simulated step that were found; deterministic.
 
-    Dynamic programming gives cuts whose slowest stage is as fast as can be (under the cap, where
-    each rank holds one stage). From there, cuts are shifted while that makes the simulated step
-    shorter; where there are few ways to cut, all are tried.
+    Dynamic programming gives cuts whose slowest stage is done as early as can be (under the cap,
+    where each rank holds one stage). From there, cuts are shifted while that makes the simulated
+    step shorter.
 
     Args:
         costs: of the model's blocks, for one microbatch.
@@ -170,7 +162,10 @@ class _Search:
         self._limits = limits
         self._build = _builder(request, stages)
         self._table = costs.table[:6]
-        self._times: list[list[list[float]]] = self._table[:3].tolist()
+        seconds = self._table[:3].sum(0)
+        # A stage begins when the Fs before it are done, and then has all its work to do.
+        before = self._table[0, 0].nan_to_num(0.0)
+        self._ends = before[:, None] + request.microbatches * seconds
         self._known: dict[Firsts, Solution] = {}
         self._simulated = 0
 
@@ -199,20 +194,14 @@ class _Search:
         return self._known[firsts]
 
     def best(self, *, refine: bool) -> Solution:
-        """The best of the starts and of what is reached from them: the most even of those whose
-        steps are within the noise of the shortest.
-        """
+        """The best of the starts, and of what shifting its cuts leads to."""
         for start in self._starts():
             if self.overflow(self.evaluate(start)) == 0.0 and not refine:
                 break
-        for way in sorted(self._known.values(), key=self._key) if refine else ():
-            better: Solution | None = way
-            while better is not None:
-                better = self._better(better)
-        best = min(self._known.values(), key=self._key)
-        longest, over = best.step * (1.0 + self._costs.noise), self.overflow(best)
-        near = [w for w in self._known.values() if self.overflow(w) <= over and w.step <= longest]
-        return min(near, key=lambda w: (w.uneven, w.step)) if self._costs.noise else best
+        better: Solution | None = min(self._known.values(), key=self._key)
+        while refine and better is not None:
+            better = self._better(better)
+        return min(self._known.values(), key=self._key)
 
     def overflow(self, found: Solution) -> float:
         """Bytes above the cap, over all ranks."""
@@ -228,11 +217,10 @@ class _Search:
 
     def _starts(self) -> Iterator[Firsts]:
         """Cuts to begin from, by dynamic programming."""
-        seconds = self._table[:3].sum(0)
-        yield from _even([seconds] * self._stages)
+        yield from _even([self._ends] * self._stages)
         if math.isfinite(cap := self._limits.cap):
             held = self._held(next(iter(self._known.values())).schedule)
-            yield from _even([torch.where(h <= cap * _SAME, seconds, torch.inf) for h in held])
+            yield from _even([torch.where(h <= cap * _SAME, self._ends, torch.inf) for h in held])
             if least := _divide(held, torch.maximum):
                 yield least[1]
 
@@ -248,46 +236,28 @@ class _Search:
         return found
 
     def _better(self, best: Solution) -> Solution | None:
-        """Another way to cut, if one is found: of those whose step may be shorter, or within noise
-        as short, the least bound first.
+        """Another way to cut, if one is found; the first to be tried is that whose slowest stage
+        may be done the earliest.
         """
-        fits = self.overflow(best) == 0.0
-        longest = best.step * (1.0 + self._costs.noise) if fits else math.inf
-        bounds = {way: self._bound(way, best.schedule) for way in self._ways(best)}
-        for way in sorted(bounds, key=bounds.__getitem__):
-            if bounds[way] > longest * _SAME or self._simulated > _WORK:
+        longest = best.step * _SAME if self.overflow(best) == 0.0 else math.inf
+        for way in sorted(self._shifted(best.firsts), key=self._earliest):
+            if self._earliest(way) > longest or self._simulated > _WORK:
                 break
             if way not in self._known and self._key(self.evaluate(way)) < self._key(best):
                 return self._known[way]
         return None
 
-    def _ways(self, best: Solution) -> Iterable[Firsts]:
-        """All ways to cut where they are few, else those to which runs of neighbouring cuts are
-        shifted together.
-        """
-        actions, firsts = sum(map(len, best.schedule.ranks)), best.firsts
-        if math.comb(self._blocks - 1, self._stages - 1) * actions <= _EXHAUSTIVE:
-            yield from itertools.combinations(range(1, self._blocks), self._stages - 1)
-            return
+    def _shifted(self, firsts: Firsts) -> Iterator[Firsts]:
+        """The ways to cut to which runs of neighbouring cuts are shifted together."""
         for low, high in itertools.combinations(range(self._stages), 2):
             for shift in _SHIFTS:
                 moved = (*firsts[:low], *(k + shift for k in firsts[low:high]), *firsts[high:])
                 if all(a < b for a, b in itertools.pairwise((0, *moved, self._blocks))):
                     yield moved
 
-    def _bound(self, firsts: Firsts, schedule: Schedule) -> float:
-        """Seconds below which no step can be: a rank begins when the Fs before its first stage are
-        done, and then has all its work to do.
-        """
-        forward, inputs, weights = self._times
-        lead: dict[int, float] = {}
-        work = [0.0] * len(schedule.ranks)
-        before = 0.0
-        for rank, i, j in zip(schedule.placement, *self._edges(firsts), strict=True):
-            lead.setdefault(rank, before)
-            work[rank] += forward[i][j] + inputs[i][j] + weights[i][j]
-            before += forward[i][j]
-        return max(first + schedule.microbatches * work[rank] for rank, first in lead.items())
+    def _earliest(self, firsts: Firsts) -> float:
+        """Seconds before which no step can be over."""
+        return float(self._ends[self._edges(firsts)].max())
 
     def _edges(self, firsts: Firsts) -> tuple[list[int], list[int]]:
         """The first block of each stage, and the one behind its last."""

@@ -1,5 +1,5 @@
-"""A whole model captured, measured, cut for a schedule, and refined by trial runs: plan, run,
-correct the costs, plan again. All ranks measure at once, with the same result on each.
+"""A whole model captured, measured, cut for a schedule, and tried: the plan's times are those of
+real steps. All ranks measure at once, with the same result on each.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,23 +21,21 @@ from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.training.batches import Part
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.costs import BlockCost, Limits, ModelCosts, average
+from autosplit.planner.costs import Limits, ModelCosts, average
 from autosplit.planner.cuts import CapError, Solution, solve, weigh
 from autosplit.planner.estimate import estimate
 from autosplit.planner.profile import BlockOptions, profile
 from autosplit.planner.stages import cut
-from autosplit.planner.trial import Times, TrialRun, can_run_trial, run_trial
+from autosplit.planner.trial import can_run_trial, run_trial
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.progress import working
 
 COSTS = ("profile", "estimate")
-_TRIALS = 4  # different cuts that are tried at the most
-# For the timed steps of each trial run: of the seconds of profiling, and at the most.
+# For the timed steps of the trial run: of the seconds of profiling, and at the most.
 _SHARE, _MOST = 0.3, 5.0
 _DAY = 86_400
 
 T = TypeVar("T")
-Find = Callable[[ModelCosts], Solution]
 
 
 def check_seconds(seconds: float) -> None:
@@ -90,41 +88,36 @@ class Planning:
         return cls(**options)
 
 
-def finder(
-    stages: int, firsts: Sequence[int] | None, schedule: ScheduleRequest, limits: Limits
-) -> Find:
-    """What finds the best stages for some costs, the same on all ranks.
+def _find(
+    costs: ModelCosts,
+    stages: int,
+    firsts: Sequence[int] | None,
+    schedule: ScheduleRequest,
+    limits: Limits,
+) -> Solution:
+    """The best stages for some costs.
 
     Args:
+        costs: of the model's blocks.
         stages: how many.
         firsts: the first blocks of all stages but the first; None: where the step is shortest.
         schedule: what they are to run.
         limits: memory of a rank and links.
 
-    Returns:
-        raises CapError where nothing fits, which says the least cap that would do (but not where
-        a trainer is to take measures: then the shortest step is found), and
-        ScheduleError for an unknown schedule, or one that refuses the counts.
+    Raises:
+        CapError: nothing fits; says the least cap that would do. Where a trainer is to take
+            measures, the shortest step is found.
+        ScheduleError: an unknown schedule, or one that refuses the counts.
     """
-
-    def within(costs: ModelCosts, cap: float) -> Solution:
-        capped = replace(limits, cap=cap)
+    try:
         if firsts is None:
             with working(f"searching where to cut into {stages} stages"):
-                return solve(costs, stages, schedule, limits=capped)
-        return _fitting(weigh(costs, firsts, schedule, capped), capped)
-
-    def find(costs: ModelCosts) -> Solution:
-        try:
-            return within(costs, limits.cap)
-        except CapError:
-            if not limits.measures:
-                raise
-            return within(costs, math.inf)
-
-    if schedule.ranks == 1:  # this process plans for itself, whatever group it is in
-        return find
-    return lambda costs: agreed(lambda: find(costs))
+                return solve(costs, stages, schedule, limits=limits)
+        return _fitting(weigh(costs, firsts, schedule, limits), limits)
+    except CapError:
+        if not limits.measures:
+            raise
+        return _find(costs, stages, firsts, schedule, replace(limits, cap=math.inf, measures=False))
 
 
 def _fitting(found: Solution, limits: Limits) -> Solution:
@@ -180,8 +173,7 @@ def cut_model(
         firsts = [whole.start(name) for name in planning.cut_at]
         cut(whole, firsts)  # refuses what is no cut, before anything is measured
     whole.check_stages(stages)
-    find = finder(stages, firsts, schedule, planning.limits)
-    alone = schedule.ranks == 1
+    alone = schedule.ranks == 1  # this process plans for itself, whatever group it is in
     options = BlockOptions(
         split,
         autocast=autocast,
@@ -190,9 +182,10 @@ def cut_model(
         device=device_of_trainer(alone=alone),
     )
     costs = _costs(planning, whole, options, alone=alone)
-    if planning.costs != "profile" or not planning.rehearse:
-        return whole, find(costs)
-    found, _ = refine_by_trial_runs(costs, find, trial_of(whole, options, planning.seconds))
+    find = partial(_find, costs, stages, firsts, schedule, planning.limits)
+    found = find() if alone else agreed(find)
+    if planning.costs == "profile" and planning.rehearse and can_run_trial(whole, found.schedule):
+        found = tried(whole, found, options, planning.seconds)
     return whole, found
 
 
@@ -231,92 +224,24 @@ def _costs(
     return estimate(whole, options)
 
 
-def refine_by_trial_runs(
-    costs: ModelCosts, find: Find, run: Callable[[Solution], TrialRun | None]
-) -> tuple[Solution, ModelCosts]:
-    """Rehearse what costs lead to, correct them by what it took, and see where they lead then.
+def tried(whole: WholeModel, found: Solution, options: BlockOptions, seconds: float) -> Solution:
+    """Stages with the times and the step of a trial run.
 
     Blocks that are timed one by one do not add up to a stage: a block alone finds its tensors in
     the cache, and the machine for itself. Their ratios show where to cut, and a trial run what that
-    takes. This ends when the costs lead to what was tried already. The best of several is
-    tried once more at the end, for the luckiest looks better than it is.
+    takes.
 
     Args:
-        costs: of the model's blocks.
-        find: the best stages for some costs.
-        run: tries them; None where that cannot be done here.
-
-    Returns:
-        the stages with the shortest step that was tried (of the costs, where none was), or more
-        even ones whose step is as short but for noise, with times and step of the trial run; and
-        the costs of the blocks, as
-        corrected by all trial runs.
+        whole: the model.
+        found: stages of it that this process, with those of its group, can run.
+        options: how stages are made.
+        seconds: how long blocks were measured; a trial run takes less.
     """
-    tried: list[object] = []
-    known: list[tuple[Solution, float]] = []
-    while len(tried) < _TRIALS:
-        found = find(costs)
-        key = found.firsts, found.schedule.ranks
-        if key in tried:
-            break
-        tried.append(key)
-        seen = run(found)
-        if seen is None:
-            return found, costs
-        costs = corrected(costs, found.firsts, seen.times)
-        known.append((_as_seen(found, seen), seen.noise))
-    best = _best(known)
-    again = run(best) if len(tried) > 1 else None
-    return best if again is None else _as_seen(best, again), costs
-
-
-def corrected(costs: ModelCosts, firsts: Sequence[int], times: Sequence[Times]) -> ModelCosts:
-    """The costs with blocks scaled so that each of these stages takes the times given.
-
-    Args:
-        costs: of the model's blocks.
-        firsts: the first block of every stage but the first.
-        times: per stage, seconds of F, I and W; I and W of the first are one backward.
-    """
-    blocks: list[BlockCost] = []
-    for (first, last), seen in zip(pairwise([0, *firsts, len(costs.blocks)]), times, strict=True):
-        planned = costs.stage(first, last).times
-        if first == 0:
-            seen = (seen[0], 0.0, seen[1] + seen[2])
-        forward, inputs, weights = (
-            _factor(a - costs.call, b - costs.call) for a, b in zip(seen, planned, strict=True)
+    most = min(seconds * _SHARE, _MOST)
+    with working("running a trial of the stages"):
+        seen = run_trial(
+            whole, found.firsts, found.schedule, options, planned=found.costs.times, seconds=most
         )
-        if first == 0:
-            inputs = weights
-        blocks += [_scaled(block, forward, inputs, weights) for block in costs.blocks[first:last]]
-    return replace(costs, blocks=tuple(blocks))
-
-
-def _scaled(block: BlockCost, forward: float, inputs: float, weights: float) -> BlockCost:
-    scaled = replace(
-        block,
-        forward=block.forward * forward,
-        backward_input=block.backward_input * inputs,
-        backward_weight=block.backward_weight * weights,
-    )
-    before = block.backward_input + block.backward_weight
-    after = scaled.backward_input + scaled.backward_weight
-    return replace(scaled, backward_alone=block.backward_alone * _factor(after, before))
-
-
-def _factor(seen: float, planned: float) -> float:
-    """1 where nothing was planned, so that nothing can be scaled."""
-    return max(seen, 0.0) / planned if planned > 0.0 else 1.0
-
-
-def _best(known: Sequence[tuple[Solution, float]]) -> Solution:
-    """The most even of those that are no slower than the fastest, as far as that can be told."""
-    fastest, noise = min(known, key=lambda each: each[0].step)
-    near = [one for one, own in known if one.step <= fastest.step * (1.0 + max(own, noise))]
-    return min(near, key=lambda one: (one.uneven, one.step))
-
-
-def _as_seen(found: Solution, seen: TrialRun) -> Solution:
     busy = found.schedule.microbatches * sum(map(sum, seen.times))
     return replace(
         found,
@@ -324,29 +249,6 @@ def _as_seen(found: Solution, seen: TrialRun) -> Solution:
         step=seen.step,
         bubble=max(0.0, 1.0 - busy / (seen.step * len(found.schedule.ranks))),
     )
-
-
-def trial_of(
-    whole: WholeModel, options: BlockOptions, seconds: float
-) -> Callable[[Solution], TrialRun | None]:
-    """What tries stages of a model, where this process, with those of its group, can run them.
-
-    Args:
-        whole: the model.
-        options: how stages are made.
-        seconds: how long blocks were measured; a trial run takes less.
-    """
-
-    def run(found: Solution) -> TrialRun | None:
-        if not can_run_trial(whole, found.schedule):
-            return None
-        times, most = found.costs.times, min(seconds * _SHARE, _MOST)
-        with working("running a trial of the stages"):
-            return run_trial(
-                whole, found.firsts, found.schedule, options, planned=times, seconds=most
-            )
-
-    return run
 
 
 def profile_together(

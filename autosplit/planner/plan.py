@@ -454,9 +454,9 @@ def partition(
 
     Where a process group is up, all ranks must call it, but for ``ranks=1``: they measure at the
     same time, as they will run, and all cut alike. If the group is of the plan's ranks, they also
-    make trial runs: they run a few steps of the stages that the measured blocks lead to, correct
-    the blocks' costs by what these took, cut again, and keep the fastest. ``predicted_step`` and
-    ``stage_times`` are then those of the trial runs. The model stays as it is.
+    make a trial run: a few steps of the stages that the measured blocks lead to.
+    ``predicted_step`` and ``stage_times`` are then those of the trial run. The model stays as it
+    is.
 
     Training and evaluation are captured each. What the forward reads besides, such as an attribute
     or the rate of a dropout, stays in the stages as it was: cut the model again after changing it.
@@ -482,7 +482,7 @@ def partition(
             the model puts out stands in for the loss.
         costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
             costs themselves, if they are known.
-        seconds: how long to measure blocks; each trial run, of five at the most, takes a third.
+        seconds: how long to measure blocks; a trial run takes a third of it.
         rehearse: False plans from costs alone; else what is profiled is rehearsed where that can
             be done.
         limits: memory of a rank and links; None: any, and none that takes time.

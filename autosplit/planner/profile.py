@@ -70,7 +70,6 @@ def model_costs(
     members: Sequence[Sequence[int]],
     costs: Iterable[BlockCost],
     call: float = 0.0,
-    noise: float = 0.0,
 ) -> ModelCosts:
     """The costs of a model by those of each kind of block; a mask that crosses has no gradient."""
     blocks = {index: cost for own, cost in zip(members, costs, strict=True) for index in own}
@@ -82,7 +81,7 @@ def model_costs(
         for back in (False, True)
     )
     ordered = tuple(blocks[index] for index in sorted(blocks))
-    return ModelCosts(ordered, crossing, call, returning, noise)
+    return ModelCosts(ordered, crossing, call, returning)
 
 
 def block_cost(
@@ -310,7 +309,6 @@ def profile(
 
     Returns:
         Seconds of blocks without what a call takes whatever the stage holds; that is ``call``.
-        ``noise`` is by what share their sum may be off.
 
     Raises:
         CaptureError: a block cannot be traced.
@@ -328,9 +326,9 @@ def profile(
             _measure(whole, group, options, seconds * len(group) / len(firsts), bar.update)
             for group in groups
         ]
-    found, calls, noises = zip(*measured, strict=True)
+    found, calls = zip(*measured, strict=True)
     costs = itertools.chain.from_iterable(found)
-    return model_costs(whole, members, costs, statistics.median(calls), max(noises))
+    return model_costs(whole, members, costs, statistics.median(calls))
 
 
 def _measure(
@@ -339,10 +337,8 @@ def _measure(
     options: BlockOptions,
     seconds: float,
     progress: Callable[[float], object],
-) -> tuple[list[BlockCost], float, float]:
-    """The costs of some blocks, the seconds of a call with next to nothing to compute, and by what
-    share the blocks' sum may be off.
-    """
+) -> tuple[list[BlockCost], float]:
+    """The costs of some blocks, and the seconds of a call with next to nothing to compute."""
     subjects = [prepare_blocks(whole, first, first + 1, options) for first in group]
     device = subjects[0][1][0].device
     nothing = [torch.ones(1, device=device, requires_grad=True)]
@@ -353,7 +349,7 @@ def _measure(
     for (stage, _), times in zip(subjects, rounds, strict=True):
         medians = (statistics.median(times[each]) for each in (*_SPLIT, "backward"))
         costs.append(block_cost(stage, *(max(each - call, 0.0) for each in medians)))
-    return costs, call, error(rounds)
+    return costs, call
 
 
 class _Scale(nn.Module):

@@ -32,7 +32,7 @@ from autosplit.pipeline.training.options import RunOptions, StageOptions, Traine
 from autosplit.pipeline.training.stage_modules import StageSource
 from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.planner.captured_model import WholeModel, device_of
-from autosplit.planner.profile import BlockOptions, median_error, own_state
+from autosplit.planner.profile import BlockOptions, own_state
 from autosplit.planner.stages import cut
 from autosplit.torch_internals.pytree import tree_flatten
 
@@ -73,12 +73,10 @@ class TrialRun:
         times: per stage, median seconds of F, I and W.
         step: median seconds of a step with its gradients, the messages between ranks and the
             waits for them; without the optimizer's update.
-        noise: by what share that median may be off.
     """
 
     times: tuple[Times, ...]
     step: float
-    noise: float = 0.0
 
 
 def can_run_trial(whole: WholeModel, schedule: Schedule) -> bool:
@@ -127,8 +125,7 @@ def run_trial(
             slowest, spans = step()
             took.append(slowest)
             recorded.append(spans)
-    middle = statistics.median(took)
-    return TrialRun(stage_times(recorded, planned), middle, median_error(took) / middle)
+    return TrialRun(stage_times(recorded, planned), statistics.median(took))
 
 
 @contextmanager

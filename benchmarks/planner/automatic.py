@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,10 +18,10 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits, ModelCosts, average
 from autosplit.planner.cuts import Solution, solve, weigh
-from autosplit.planner.cutting import refine_by_trial_runs
+from autosplit.planner.cutting import tried
 from autosplit.planner.estimate import estimate
 from autosplit.planner.profile import BlockOptions, kinds, profile
-from autosplit.planner.trial import TrialRun, measure_links, run_trial
+from autosplit.planner.trial import measure_links
 
 from ..page import option
 from .models import CASES
@@ -42,7 +42,6 @@ class Amount:
 
     steps: int = option(20, "timed steps of each of two ways to cut")
     seconds: float = option(12.0, "of profiling, for each model")
-    rehearsal: float = 3.0  # seconds of timed steps of each way that is rehearsed
     turns: int = 3  # rehearsals beside training
     turn: float = 2.0  # seconds of training in each, if they are enough for a few steps
     tiny: bool = option(False, "tiny models: only that it works")
@@ -65,7 +64,7 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     start = time.perf_counter()
     costs = average(_gather(profile(whole, options, seconds=amount.seconds)))
     links = measure_links()
-    planner = _Planner(whole, options, costs, links, amount.rehearsal)
+    planner = _Planner(whole, options, costs, links, amount.seconds)
     by_hand = [whole.start(name) for name in names]
     plans = {"automatic": planner.automatic(), "by hand": planner.given(by_hand)}
     planning = time.perf_counter() - start
@@ -105,7 +104,6 @@ class _Planned:
     firsts: list[int]
     profiled: Solution
     rehearsed: Solution
-    costs: ModelCosts
 
     def row(self) -> dict[str, Any]:
         return {
@@ -126,39 +124,35 @@ class _Planner:
     seconds: float
 
     def automatic(self) -> _Planned:
-        return self._settled(
-            lambda costs: solve(costs, STAGES, REQUEST, limits=Limits(links=self.links))
-        )
+        return self._rehearsed(solve(self.costs, STAGES, REQUEST, limits=self._limits))
 
     def given(self, firsts: list[int]) -> _Planned:
-        return self._settled(lambda costs: self._weighed(costs, firsts))
+        return self._rehearsed(self._weighed(firsts))
 
     def most_even(self, plan: _Planned) -> dict[str, float]:
         """The least that the slowest of two stages takes over the mean of both, for any cut, and
         that cut's predicted step over that of the plan's own, by the same costs.
         """
-        ways = [self._weighed(plan.costs, [first]) for first in range(1, len(self.whole.blocks))]
-        even = min(ways, key=lambda way: way.uneven)
-        own = self._weighed(plan.costs, plan.firsts)
-        return {"even": even.uneven, "even_step": even.step / own.step}
+        ways = [self._weighed([first]) for first in range(1, len(self.whole.blocks))]
+        even = min(ways, key=_uneven)
+        return {"even": _uneven(even), "even_step": even.step / plan.profiled.step}
 
-    def _settled(self, find: Callable[[ModelCosts], Solution]) -> _Planned:
-        found, costs = refine_by_trial_runs(self.costs, find, self._rehearse)
-        firsts = [*found.firsts]
-        return _Planned(firsts, self._weighed(self.costs, firsts), found, costs)
+    def _weighed(self, firsts: list[int]) -> Solution:
+        return weigh(self.costs, firsts, REQUEST, self._limits)
 
-    def _weighed(self, costs: ModelCosts, firsts: list[int]) -> Solution:
-        return weigh(costs, firsts, REQUEST, Limits(links=self.links))
+    @property
+    def _limits(self) -> Limits:
+        return Limits(links=self.links)
 
-    def _rehearse(self, found: Solution) -> TrialRun:
-        return run_trial(
-            self.whole,
-            found.firsts,
-            found.schedule,
-            self.options,
-            planned=found.costs.times,
-            seconds=self.seconds,
-        )
+    def _rehearsed(self, found: Solution) -> _Planned:
+        rehearsed = tried(self.whole, found, self.options, self.seconds)
+        return _Planned([*found.firsts], found, rehearsed)
+
+
+def _uneven(found: Solution) -> float:
+    """Seconds of the slowest stage over those of the mean stage."""
+    seconds = [*map(sum, found.costs.times)]
+    return max(seconds) * len(seconds) / sum(seconds)
 
 
 def _gather(value: Any) -> list[Any]:

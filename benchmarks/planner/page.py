@@ -59,15 +59,13 @@ Whole models from `examples.families` (small sizes) and two lopsided ones, cut i
 for two ranks with one thread each, {SCHEDULE}, M = {MICROBATCHES}, split backward, each schedule
 built for its own stages. By hand: equal counts of layers, the embedding before the first and the
 head after the last. The automatic cut is found as `autosplit.partition` finds it: both ranks
-profile the model's blocks at once, a few steps of the stages that this leads to are rehearsed, the
-blocks' costs are corrected by them, and so on until they lead to what was rehearsed; the fastest of
-these is kept, or a more even one that is as fast but for noise. Both ways then train in one run,
-alternating step by step; a step is `forward_backward`, without the optimizer's update. Ratios are
-medians over pairs of steps, the spread is their interquartile range. The last column is where a
-plan from FLOPs and bytes would cut, without any profile. Processes keep what was freed
-(`MALLOC_TRIM_THRESHOLD_` and its like, see [page.py](../page.py)), as allocators made for
-training do: how much malloc would else give back and take anew in each step is a matter of chance,
-another in each trainer.""",
+profile the model's blocks at once, and a few steps of the stages that this leads to are rehearsed.
+Both ways then train in one run, alternating step by step; a step is `forward_backward`, without the
+optimizer's update. Ratios are medians over pairs of steps, the spread is their interquartile range.
+The last column is where a plan from FLOPs and bytes would cut, without any profile. Processes keep
+what was freed (`MALLOC_TRIM_THRESHOLD_` and its like, see [page.py](../page.py)), as allocators
+made for training do: how much malloc would else give back and take anew in each step is a matter of
+chance, another in each trainer.""",
         lambda amount: measure(amount),
         _render,
     ),

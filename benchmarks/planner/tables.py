@@ -61,8 +61,7 @@ Error of what was rehearsed beside training: median {statistics.median(beside):.
 did otherwise since: median {statistics.median(before):.1%}, largest {max(before):.1%}. Target for
 the automatic cuts' slowest / mean stage: {EVEN}, where the blocks allow it: *most even cut* is the
 least that any cut of these blocks is predicted to have, and *its step* what such a step is
-predicted to take over one of the cut in the row: the shortest step is what is looked for, and the
-more even cut is taken where that costs less than can be told from noise."""
+predicted to take over one of the cut in the row: the shortest step is what is looked for."""
     return f"{table(headers, cells)}\n\n{about}"
 
 

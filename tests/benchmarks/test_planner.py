@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
 
 def test_a_model_is_cut_both_ways_and_measured(tmp_path: Path) -> None:
-    amount = Amount(steps=2, seconds=0.2, rehearsal=0.1, turns=2, turn=0.0, tiny=True)
+    amount = Amount(steps=2, seconds=0.2, turns=2, turn=0.0, tiny=True)
     (row,) = measure(amount, ["convolutional pyramid"])
     found = row["automatic"]
     assert len(found["cuts"]) == 1

@@ -1,4 +1,4 @@
-"""Rehearsals: real steps of chosen stages, that leave the model as it is; and what follows."""
+"""Rehearsals: real steps of chosen stages, that leave the model as it is."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from torch import nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline import build
 from autosplit.pipeline.training.stage_trainer import StageTrainer
-from autosplit.planner import cutting
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.costs import BlockCost, ModelCosts
-from autosplit.planner.cuts import Solution
-from autosplit.planner.cutting import corrected, refine_by_trial_runs
 from autosplit.planner.profile import BlockOptions
 from autosplit.planner.trial import TrialRun, can_run_trial, run_trial, trial_steps
-from tests.planner.planned import even, solved
 from tests.planner.planned_models import loss, net, tokens
 
 PLANNED = [(1.0, 0.0, 2.0), (1.0, 1.0, 1.0)]
@@ -109,63 +104,3 @@ def test_full_backwards_are_shared_out_as_planned() -> None:
 def test_what_cannot_be_run_here_is_not_rehearsed() -> None:
     whole = WholeModel.capture(net(), tokens())
     assert not can_run_trial(whole, build("1f1b", 2, 2))  # two ranks, and one process
-
-
-def test_corrected_blocks_add_up_to_the_stages_that_were_seen() -> None:
-    blocks = tuple(BlockCost(f, 2 * f, f, 1, 1, 1, 2.5 * f) for f in (1.0, 2.0, 3.0, 4.0))
-    costs = ModelCosts(blocks, (1.0,) * 3, call=0.5)
-    seen = [(4.0, 0.25, 9.0), (20.0, 7.0, 25.0)]
-    fixed = corrected(costs, [2], seen)
-    assert fixed.stage(0, 2).times == pytest.approx((4.0, 0.0, 9.25))
-    assert fixed.stage(2, 4).times == pytest.approx(seen[1])
-    assert fixed.blocks[3].forward / fixed.blocks[2].forward == pytest.approx(4 / 3)
-    assert fixed.blocks[3].backward_alone > blocks[3].backward_alone
-
-
-def _settled(slow: dict[int, float]) -> tuple[Solution, list[tuple[int, ...]]]:
-    """Eight equal blocks, of which some are slower in truth than their costs say."""
-    costs = even(8)
-    tried: list[tuple[int, ...]] = []
-
-    def truth(found: Solution) -> TrialRun:
-        tried.append(found.firsts)
-        blocks = [
-            BlockCost(
-                *(s * v for v in (b.forward, b.backward_input, b.backward_weight)),
-                1,
-                1,
-                1,
-                s * b.backward_alone,
-            )
-            for b, s in ((block, slow.get(i, 1.0)) for i, block in enumerate(costs.blocks))
-        ]
-        true = ModelCosts(tuple(blocks), costs.crossing, costs.call)
-        first = found.firsts[0]
-        times = (true.stage(0, first).times, true.stage(first, 8).times)
-        return TrialRun(times, 4 * max(map(sum, times)))
-
-    found, _ = refine_by_trial_runs(costs, lambda known: solved(known, 2, 4), truth)
-    return found, tried
-
-
-def test_costs_that_were_right_are_rehearsed_once() -> None:
-    found, tried = _settled({})
-    assert tried == [found.firsts] == [(4,)]
-    assert found.step == 4 * max(map(sum, found.costs.times))
-
-
-def test_a_rehearsal_moves_the_cut() -> None:
-    """Where it ends, the slowest stage is faster than where the costs alone would have cut."""
-    found, tried = _settled({0: 3.0, 1: 3.0})
-    assert tried[0] == (4,)
-    assert found.firsts[0] < 4
-    assert len(tried[:-1]) == len(set(tried[:-1]))
-    assert tried[-1] == found.firsts  # once more, at the end
-
-
-def test_rehearsals_end_and_the_best_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    more, _ = _settled({0: 3.0, 1: 3.0})
-    monkeypatch.setattr(cutting, "_TRIALS", 1)
-    found, tried = _settled({0: 3.0, 1: 3.0})
-    assert found.firsts == tried[0] == (4,)
-    assert more.step < found.step
