@@ -25,7 +25,6 @@ from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.meta_model import assign, named_tensors
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
-from autosplit.text.figures import spread
 from autosplit.torch_internals.pytree import tree_flatten
 
 _SMALL = 2**16  # bytes below which a tensor may as well have memory
@@ -185,9 +184,7 @@ def _make(example: Tensor, device: torch.device, blank: bool, scale: float | Non
 
 
 _WARMUP = 2
-_LEAST = 3
-_MORE = 8  # by this part more rounds than at the last look, the error is looked at again
-_ENOUGH = 0.01  # error of the sum of all medians, as a share of it, at which more adds nothing
+_LEAST, _MOST = 3, 50  # timed rounds
 
 
 _SPLIT = ("forward", "backward_input", "backward_weight")
@@ -202,7 +199,7 @@ def time_stages(
     seconds: float,
     progress: Callable[[float], object] = lambda seconds: None,
 ) -> list[Rounds]:
-    """Run microbatches through some stages until their times are known.
+    """Run microbatches through some stages, so often that medians of their times mean something.
 
     All run F, then all I from the last to the first, then all W, as if they were one stage, and
     another microbatch is always under way: what F saved is then out of the cache when the backward
@@ -224,32 +221,13 @@ def time_stages(
     for clock in clocks:
         clock.rounds.clear()
     start = last = time.perf_counter()
-    looked = 0
-    for number in itertools.count(1):
+    for number in range(1, _MOST + 1):
         _round(clocks)
         progress(time.perf_counter() - last)
         last = time.perf_counter()
-        if number < _LEAST:
-            continue
-        if last - start > seconds:
+        if number >= _LEAST and last - start > seconds:
             break
-        # Each look goes through all that was measured; for short calls that would take longest.
-        if number >= looked + looked / _MORE:
-            if error([clock.rounds for clock in clocks]) < _ENOUGH:
-                break
-            looked = number
     return [clock.rounds for clock in clocks]
-
-
-def error(rounds: Sequence[Rounds]) -> float:
-    """By what share the sum of the medians of F and B may be off."""
-    columns = [each[call] for each in rounds for call in _FUSED]
-    return sum(map(median_error, columns)) / sum(map(statistics.median, columns))
-
-
-def median_error(values: Sequence[float]) -> float:
-    """The median of n normal values with interquartile range r errs by about 0.93 r / sqrt(n)."""
-    return 0.93 * spread(values) / math.sqrt(len(values))
 
 
 def _round(clocks: Sequence[_Clock]) -> None:
@@ -304,8 +282,8 @@ def profile(
     Args:
         whole: the model in blocks, for one microbatch.
         options: how stages are made of blocks; None for a trainer's defaults.
-        seconds: how long to measure, all kinds of blocks together; tracing is not counted. It ends
-            sooner where the medians are known sooner.
+        seconds: how long to measure at the most, all kinds of blocks together; tracing is not
+            counted.
 
     Returns:
         Seconds of blocks without what a call takes whatever the stage holds; that is ``call``.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from autosplit.pipeline.engine.stages import footprint
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.profile import BlockOptions, Rounds, error, prepare_blocks, profile
+from autosplit.planner.profile import BlockOptions, prepare_blocks, profile
 from autosplit.runtime.split_options import SplitOptions
 from tests.planner.chains import Chain, Mlp
 
@@ -94,16 +94,3 @@ def test_the_model_stays_as_it_is() -> None:
     assert norm.running_mean is mean
     assert torch.equal(mean, torch.zeros(32))
     assert norm.num_batches_tracked == 0
-
-
-def both_of(values: list[float]) -> Rounds:
-    return {"forward": values, "backward": values}
-
-
-def test_noise_is_small_where_times_are_steady() -> None:
-    steady, wild = [1.0, 1.001] * 10, [1.0, 2.0] * 10
-    assert error([both_of(steady)]) < 0.001
-    assert error([both_of(wild)]) > 0.1
-    long = [1000.0 * value for value in steady]
-    both = [both_of(wild), both_of(long)]
-    assert error(both) < 0.001  # what is short need not be known as well
