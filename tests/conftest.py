@@ -1,4 +1,8 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests.
+
+Nothing here imports torch before tests are collected, which the process that hands them out to
+others leaves to these.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,20 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from autosplit.pipeline.engine.launch import launch
 from tests import devices, strict_group
 from tests.by_folder import by_folder
-from tests.cheap_tracing import seed_cheaply, trace_cheaply
-from tests.ranks import Ranks, collect_rarely, measure_cheaply, search_cheaply
+from tests.interpreters import collect_rarely
+
+if TYPE_CHECKING:
+    from tests.ranks import Ranks
 
 # Inductor's pool of processes takes longer to start than all that tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 collect_rarely()
-seed_cheaply()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +61,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _one_thread_and_seed() -> Iterator[None]:
     """Bit-for-bit comparisons need one reduction order; two cores need no oversubscription."""
+    import torch
+
+    from tests.cheap_tracing import seed_cheaply, trace_cheaply
+    from tests.ranks import measure_cheaply, search_cheaply
+
+    seed_cheaply()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -73,6 +82,7 @@ def _a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of what tests ``launch`` themselves."""
     if devices.chosen() == "cpu":
         return
+    from autosplit.pipeline.engine.launch import launch
 
     def launched(fn: Any, nprocs: int, *args: Any, **kwargs: Any) -> Any:
         devices.need(nprocs)
@@ -89,6 +99,8 @@ def _own_recompilations() -> Iterator[None]:
     recompilations, beyond which they run as ordinary Python.
     """
     yield
+    import torch
+
     if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
         torch._dynamo.reset()
 
@@ -96,6 +108,8 @@ def _own_recompilations() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def on_ranks() -> Iterator[Ranks]:
     """``launch``, in processes that stay for the next test."""
+    from tests.ranks import Ranks
+
     ranks = Ranks()
     yield ranks
     ranks.end()
@@ -104,6 +118,8 @@ def on_ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def launched_on_ranks(on_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has imported ``launch`` calls ``on_ranks`` instead; who imports it later does not."""
+    from autosplit.pipeline.engine.launch import launch
+
     names = [
         name
         for name, module in list(sys.modules.items())
@@ -130,6 +146,8 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         path = item.path.relative_to(Path(__file__).parent)

@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 VARIABLE = "AUTOSPLIT_TEST_DEVICE"
 KNOWN = ("cpu", "cuda", "fake")
@@ -61,11 +60,14 @@ def refusal(name: str) -> str | None:
     """Why tests cannot run on a device of this name; None where they can."""
     if name not in KNOWN:
         return f"--device {name}: no such device; known: {', '.join(KNOWN)}"
-    if name == "cuda" and not torch.cuda.is_available():
-        return (
-            f"--device cuda: torch {torch.__version__} finds no CUDA device here; run it where "
-            "nvidia-smi lists one, with a torch that is built for CUDA"
-        )
+    if name == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            return (
+                f"--device cuda: torch {torch.__version__} finds no CUDA device here; run it where "
+                "nvidia-smi lists one, with a torch that is built for CUDA"
+            )
     return None
 
 
@@ -78,6 +80,8 @@ def use(name: str) -> None:
         from tests import fake_accelerator
 
         fake_accelerator.register()
+    import torch
+
     torch.set_default_device(name)
 
 
@@ -85,6 +89,8 @@ def need(ranks: int) -> None:
     """Skip a test whose ranks cannot have a device each; of CPUs there are enough."""
     if chosen() == "cpu":
         return
+    import torch
+
     there = torch.accelerator.device_count()
     if ranks > there:
         pytest.skip(f"needs {ranks} devices, there is {there} {chosen()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -19,6 +20,13 @@ from multiprocessing.process import BaseProcess
 from tests import devices
 
 _PLACES = ("_forkserver_address", "_forkserver_authkey")  # the latter since Python 3.14
+
+
+def collect_rarely() -> None:
+    """Tracing makes so many objects that the collector would go through those of torch and of all
+    tests before again and again, for a tenth of the time.
+    """
+    gc.set_threshold(10_000, 10, 100)
 
 
 def interpreters() -> ForkServerContext:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import inspect
 import random
@@ -21,14 +20,7 @@ from autosplit.pipeline.search.search import search
 from benchmarks.kept_ranks import KeptRanks
 from tests import devices
 from tests.cheap_tracing import trace_cheaply
-from tests.interpreters import rank_processes
-
-
-def collect_rarely() -> None:
-    """Tracing makes so many objects that the collector would go through those of torch and of all
-    tests before again and again, for a tenth of the time.
-    """
-    gc.set_threshold(10_000, 10, 100)
+from tests.interpreters import collect_rarely, rank_processes
 
 
 def measure_cheaply() -> None:

@@ -21,7 +21,6 @@ from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.torch_internals import inductor
 from tests.pipeline.trainer_options import grouped
 
 # Float32 against float64; what torch.compile meets on the same models.
@@ -348,6 +347,8 @@ def test_retained_and_hooked_values_survive_the_backward() -> None:
 
 def test_cuda_graphs_of_its_own_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would write one microbatch's results over the last one's, which are pending."""
+    from autosplit.torch_internals import inductor  # which takes seconds to import
+
     switched: list[bool] = []
     compile_fx_inner: Any = inductor.compile_fx_inner
 

@@ -19,7 +19,7 @@ from benchmarks.fuzz.sweep import sweep
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_damaged_files_are_read_right_or_refused(name: str) -> None:
-    found = sweep(SUBJECTS[name](), 300)
+    found = sweep(SUBJECTS[name](), 100)
     assert found.failure == ""
     assert found.verdicts[Verdict.READ] > 0
     assert found.verdicts[Verdict.REFUSED] > 0

@@ -242,17 +242,6 @@ def test_model_without_any_graph_has_nothing_pending() -> None:
     assert partial.pending == 0
 
 
-def test_pending_bytes_are_distinct_storage() -> None:
-    partial = Partial(TwoLayers(8))
-    assert partial.pending_bytes == 0
-    partial(torch.randn(32, 8, requires_grad=True)).square().sum().backward()
-    # Each of two graphs defers its X and its dY, [32, 8] float32; the ReLU is both one
-    # graph's output and the other's X.
-    assert partial.pending_bytes == 4 * 32 * 8 * 4
-    partial.backward_weight()
-    assert partial.pending_bytes == 0
-
-
 @collecting_new_objects_only()
 def test_microbatch_dies_with_its_weight_gradients() -> None:
     partial = Partial(TwoLayers())

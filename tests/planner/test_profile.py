@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.pipeline.engine.stages import footprint
-from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.profile import BlockOptions, prepare_blocks, profile
 from autosplit.runtime.split_options import SplitOptions
 from tests.planner.chains import Chain, Mlp
@@ -62,24 +61,6 @@ def test_options_reach_the_stages() -> None:
     half = prepare_blocks(chain, 1, 2, BlockOptions(autocast=torch.bfloat16))[0]
     assert footprint(lean)[1] < footprint(plain)[1]
     assert half.output_specs[0][1] is torch.bfloat16
-
-
-class Mixed(nn.Module):
-    """Puts out more than tensors, as models do that return no loss without labels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 8)])
-
-    def forward(self, x: Tensor) -> dict[str, object]:
-        hidden = self.layers[0](x)
-        return {"loss": None, "count": 3, "outputs": (self.layers[1](hidden), hidden)}
-
-
-def test_what_is_no_tensor_in_a_models_result_costs_nothing() -> None:
-    whole = WholeModel.capture(Mixed(), X)
-    stage = prepare_blocks(whole, 0, len(whole.blocks), BlockOptions())[0]
-    assert [tuple(shape) for shape, _, _ in stage.output_specs] == [(4, 8), (4, 16)]
 
 
 def test_the_model_stays_as_it_is() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import Stage
 from autosplit.passes.graph import SUBGRAPH, calls
-from autosplit.torch_internals import inductor
 from tests.capture.regions.blocks import WIDTH, Stack, kinds
 from tests.microbatches import Twins, reference
 from tests.zoo import llama
@@ -63,6 +62,8 @@ def test_the_source_of_a_call_has_the_operators_of_blocks() -> None:
 
 def compiled(monkeypatch: pytest.MonkeyPatch, count: int) -> tuple[int, Stage]:
     """How many graphs Inductor compiles for a step of a model with so many blocks."""
+    from autosplit.torch_internals import inductor  # which takes seconds to import
+
     compiled: list[object] = []
     original = inductor.compile_module
     stage = Stage(Stack(count=count), [BATCH.requires_grad_()], **INDUCTOR)

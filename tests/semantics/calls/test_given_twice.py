@@ -54,11 +54,6 @@ def one(trained: bool = False) -> Tensor:
     return torch.randn(3, 4).requires_grad_(trained)
 
 
-def test_one_graph_for_the_same_twice() -> None:
-    batch = [(x, x) for x in (one(True), one(True))]
-    assert len(assert_equals_autograd(Sum(), batch, fullgraph=True).functions) == 1
-
-
 @pytest.mark.parametrize(
     ("model", "order"), [(Sum, (0, 1, 2)), (Identity, (1, 0, 2)), (Identity, (2, 1, 0))]
 )
