@@ -65,7 +65,8 @@ optimizer's update. Ratios are medians over pairs of steps, the spread is their 
 The last column is where a plan from FLOPs and bytes would cut, without any profile. Processes keep
 what was freed (`MALLOC_TRIM_THRESHOLD_` and its like, see [page.py](../page.py)), as allocators
 made for training do: how much malloc would else give back and take anew in each step is a matter of
-chance, another in each trainer.""",
+chance, another in each trainer. Those of these figures that are not measured anew yet are of a
+planner that corrected the blocks' costs by up to four rehearsals of different cuts.""",
         lambda amount: measure(amount),
         _render,
     ),
