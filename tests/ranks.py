@@ -25,12 +25,12 @@ from tests.interpreters import collect_rarely, rank_processes
 
 def measure_cheaply() -> None:
     """Estimates ask for this machine's rates, which take 0.2 s of large matrices, and stages are
-    timed until that is exact. Does nothing before they are imported.
+    timed for many rounds. Does nothing before they are imported.
     """
     if speed := sys.modules.get("autosplit.mesh.costs"):
         speed._SIDE, speed._COPIED = 128, 2**20  # type: ignore[attr-defined]
     if timing := sys.modules.get("autosplit.planner.profile"):
-        timing._ENOUGH = 0.1  # type: ignore[attr-defined]
+        timing._MOST = 5  # type: ignore[attr-defined]
 
 
 def search_cheaply() -> None:

@@ -29,6 +29,7 @@ from torch._guards import TracingContext
 from autosplit.capture.workarounds.dynamo import (
     inline_compile_regions,
     refuse_absent_gradients,
+    return_tensors_once,
 )
 from autosplit.capture.workarounds.operators import (
     AS_IN_EAGER,
@@ -97,6 +98,7 @@ def compile_dynamo_graph(
         decompositions=splitter.decompositions,
     )
     inline_compile_regions(module)
+    return_tensors_once(module)
     try:
         with as_eager(module, splitter.decompositions):
             compiled: Callable[..., Any] = compiler(module, example_inputs)

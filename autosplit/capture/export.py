@@ -27,6 +27,7 @@ from autosplit.capture.workarounds.dynamo import (
     quantizers_traced,
     refuse_absent_gradients,
     refuse_lost_hooks,
+    return_tensors_once,
     unrolling_limited,
     without_trace_log_headers,
 )
@@ -121,6 +122,7 @@ def _export(
             given = hold(args), hold(kwargs)
             exported = create_fx_graph_from_captured_output(captured, module, *given)
         inline_compile_regions(exported)
+        return_tensors_once(exported)
         refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
     _find_class_tensors(module, exported)
     if TORCH < (2, 12):

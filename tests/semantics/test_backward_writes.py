@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError
+from autosplit.torch_internals.version import TORCH
 from tests.all_true import assert_all
 from tests.ranks import Ranks
 from tests.semantics.against_autograd import assert_equals_autograd
@@ -242,6 +243,8 @@ def test_written_in_both_halves() -> None:
 def test_written_parameter() -> None:
     """An optimizer inside of the backward."""
     said = r"the backward writes into parameter 'weight' in place \(from .*weight\.sub_"
+    if TORCH < (2, 12):  # Dynamo gives the line up before
+        said = r"(?s)cannot be captured in one graph.*leaf Variable .* in-place operation"
     with pytest.raises(CaptureError, match=said):
         autosplit.split(Descending(), fullgraph=True)(batches()[0])
     model, plain = Descending(), Descending()

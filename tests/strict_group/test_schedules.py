@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.torch_internals.version import TORCH
+from tests.pipelining.programs import V_SHAPED
 from tests.ranks import Ranks
 
 from . import chosen, schedules
@@ -41,7 +43,8 @@ def test_communicators_made_eagerly_that_share_a_connection(on_ranks: Ranks) -> 
 
 
 def test_torchs_schedules_with_its_stages_and_ours(on_ranks: Ranks) -> None:
-    for found in on_ranks(schedules.torchs_compared, 2, (LATE, [*TORCHS], {}), timeout=120):
+    kinds = [kind for kind in TORCHS if TORCH >= (2, 12) or kind not in V_SHAPED]
+    for found in on_ranks(schedules.torchs_compared, 2, (LATE, kinds, {}), timeout=120):
         assert {*found.values()} == {"equal"}, found
 
 
@@ -54,5 +57,6 @@ def test_receives_that_torch_defers_wait_for_each_other(on_ranks: Ranks) -> None
     for found in on_ranks(schedules.torchs_compared, 2, given, timeout=120):
         assert len(found) == 2
         for said in found.values():
-            assert "rank 0: send to 1 (#11 of '0/0:1')  <-- waits for" in said
-            assert "rank 1: send to 0 (#11 of '0/0:1')  <-- waits for" in said
+            for own, other in ((0, 1), (1, 0)):  # torch 2.15 is held by a receive, 2.13 by a send
+                waits = rf"rank {own}: (send to|receive from) {other} .*of '0/0:1'\)  <-- waits for"
+                assert re.search(waits, said), said

@@ -9,6 +9,8 @@ tests that fail without it; where torch is mended, it can go.
   tests/capture/workarounds/test_tensor_hooks.py |
 | functions with ``set_materialize_grads(False)`` get zeros for None | Dynamo | all |
   `refuse_absent_gradients` | tests/semantics/operators/test_custom_ops.py |
+| gradients of what custom functions write in place are zeros | Dynamo | 2.11 |
+  `return_tensors_once` | tests/semantics/operators/test_custom_ops.py |
 | default devices fail guards | Dynamo | 2.12 on | `function_modes_known` |
   tests/capture/workarounds/test_function_modes.py |
 | graph modules stand in for their own capture | Dynamo | all | `graph_put_aside` |

@@ -202,6 +202,36 @@ def _list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
+def return_tensors_once(module: fx.GraphModule) -> None:
+    """Let the forward of a custom autograd function return each of its tensors once.
+
+    Dynamo of torch 2.11 returns all that a function computes, what it writes in place as often as
+    it does. Autograd hands the gradient of a tensor that is returned twice to its last place, where
+    the function's backward expects none: ``torch.compile`` then has zeros, silently.
+    """
+    for node in _calls(module):
+        graph = node.graph
+        body: Any = getattr(graph.owning_module, str(getattr(node.args[0], "target", "")), None)
+        if body is None:
+            continue
+        output = body.graph.output_node()
+        results, kept = output.args[0]
+        first: dict[int, int] = {}
+        places = [first.setdefault(_identity(each), at) for at, each in enumerate(results)]
+        once = [each if places[at] == at else None for at, each in enumerate(results)]
+        output.args = ((tuple(once), kept),)
+        body.recompile()
+        for item in list(node.users):
+            if item.target is operator.getitem:
+                item.args = (node, places[cast("int", item.args[1])])
+
+
+def _identity(result: Any) -> int:
+    """The same for what is one tensor, whichever operators gave it."""
+    value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
+    return id(result if value is None else value)
+
+
 # With others, such as inputs that are written into, the operator stays and is refused.
 _KNOWN = {"non_differentiable_idx", "saved_for_backward_idx"}
 

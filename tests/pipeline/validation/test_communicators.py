@@ -179,7 +179,8 @@ def test_torch_batches_mixed_messages_only(monkeypatch: pytest.MonkeyPatch) -> N
         alone = mock.Mock(side_effect=lambda *_, what=name, **__: calls.append(what))
         monkeypatch.setattr(dist, name, alone)
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: calls.append("batch"))
-    send, receive = mock.Mock(op=dist.isend), mock.Mock(op=dist.irecv)
+    group = mock.Mock(group_name="pp")
+    send, receive = (mock.Mock(op=op, group=group) for op in (dist.isend, dist.irecv))
     for ops in ([send], [receive], [send, receive]):
         schedules._batch_p2p(ops)
     assert calls == ["isend", "irecv", "batch"]

@@ -92,6 +92,18 @@ class Split(torch.autograd.Function):
         return first * 5 if second is None else first * 2 + second * 3
 
 
+class Fills(torch.autograd.Function):
+    """Writes its result, and its gradient, into memory of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x).copy_(x.contiguous() * 2).neg_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(grad).copy_(grad * 5)
+
+
 class Dirty(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -144,6 +156,7 @@ CASES: dict[str, Callable[[Any, Tensor], Any]] = {
     "setup_context": lambda m, x: Setup.apply(m.linear(x)),
     "one of two outputs": lambda m, x: Split.apply(m.linear(x))[0],
     "both outputs": lambda m, x: sum(Split.apply(m.linear(x))),
+    "own memory": lambda m, x: m.linear(Fills.apply(m.linear(x)).tanh()),
     "in place": lambda m, x: Dirty.apply(m.linear(x) * 3),
     "custom op": lambda m, x: m.linear(cube(m.linear(x))),
 }
