@@ -328,7 +328,8 @@ def _lane_of(source: int, target: int, lanes: str = "") -> str:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Not every backend knows every dtype: none has complex numbers, NCCL no short integers."""
-    return tensor.view(-1).view(torch.uint8)
+    # Contiguous tensors of one element may have any stride; views as bytes need 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def disconnect(group: dist.ProcessGroup, peer: int) -> None:
