@@ -116,6 +116,12 @@ def solve(
     best = search.best(refine=refine)
     if search.overflow(best) > 0.0:
         least = search.least()
+        # Where a search begins depends on its cap, so it may miss what another came upon.
+        while True:
+            again = _Search(costs, stages, request, replace(limits, cap=least))
+            if again.overflow(again.best(refine=refine)) == 0.0:
+                break
+            least = again.least()
         raise CapError(
             f"no cuts into {stages} stages for {request.name!r} with "
             f"{request.microbatches} microbatches fit under a cap of {limits.cap:,.0f} bytes a "
