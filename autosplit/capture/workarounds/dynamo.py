@@ -194,8 +194,13 @@ def _has_several_outputs(node: fx.Node) -> bool:
 
 def _returns_none(node: fx.Node) -> bool:
     """The backward may hand None to the function whose result this one takes."""
-    body = getattr(node.graph.owning_module, str(getattr(node.args[1], "target", "")), None)
+    body = _body(node, 1)
     return body is None or None in _list(body.graph.output_node().args[0])
+
+
+def _body(node: fx.Node, at: int) -> Any:
+    """The graph of a function's forward (0) or backward (1), where it has one."""
+    return getattr(node.graph.owning_module, str(getattr(node.args[at], "target", "")), None)
 
 
 def _list(value: Any) -> list[Any]:
@@ -210,14 +215,15 @@ def return_tensors_once(module: fx.GraphModule) -> None:
     the function's backward expects none: ``torch.compile`` then has zeros, silently.
     """
     for node in _calls(module):
-        graph = node.graph
-        body: Any = getattr(graph.owning_module, str(getattr(node.args[0], "target", "")), None)
+        body = _body(node, 0)
         if body is None:
             continue
         output = body.graph.output_node()
         results, kept = output.args[0]
         first: dict[int, int] = {}
         places = [first.setdefault(_identity(each), at) for at, each in enumerate(results)]
+        if len(first) == len(results):
+            continue
         once = [each if places[at] == at else None for at, each in enumerate(results)]
         output.args = ((tuple(once), kept),)
         body.recompile()
