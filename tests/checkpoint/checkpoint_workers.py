@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit import CheckpointError
-from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.shared_parameters import Holder
 from autosplit.planner.meta_model import Initialiser, materialise_stage
@@ -116,36 +113,3 @@ def named(engine: PipelineTrainer) -> dict[str, Tensor]:
         for state in engine.state_dict().values()
         for name, value in state.items()
     }
-
-
-def run(folder: str) -> dict[str, Any]:
-    """Six steps at a stretch, and in three parts, each from the checkpoint of the one before."""
-    path = Path(folder)
-    with trainer(whole(), 2) as engine:
-        expected = train(engine, 0, 6)
-        values = named(engine)
-    with trainer(whole(), 2) as engine:
-        losses = [train(engine, 0, 2)]
-        save_checkpoint(engine, path / "2")
-    for stages, first in ((4, 2), (2, 4)):
-        with trainer(whole(stages), stages) as engine:
-            train(engine, 90, 91)  # so that the optimizer has a state, to be replaced
-            load_checkpoint(engine, path / str(first), optimizer=True)
-            losses.append(train(engine, first, first + 2))
-            if first == 2:
-                save_checkpoint(engine, path / "4")
-    same = {name: torch.equal(value, values[name]) for name, value in named(engine).items()}
-    with trainer(whole(), 2) as engine:
-        told = refused(engine, path / "wrong.pt")
-    return {"losses": torch.cat(losses), "expected": expected, "same": same, "told": told}
-
-
-def refused(engine: PipelineTrainer, path: Path) -> tuple[str, bool]:
-    """What this rank is told of a checkpoint that does not fit, and whether nothing changed."""
-    before = named(engine)
-    try:
-        load_checkpoint(engine, path)
-    except CheckpointError as error:
-        after = named(engine)
-        return str(error), all(torch.equal(value, before[name]) for name, value in after.items())
-    return "not refused", False

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.pipeline import PipelineTrainer
-from tests.checkpoint.checkpoint_workers import batch, dropping, named, train, trainer
+from tests.checkpoint.checkpoint_workers import dropping, named, train, trainer, whole
+from tests.checkpoint.test_resume import by_group, steps
 
 
 def told(call: Callable[[], object]) -> str:
@@ -28,16 +27,23 @@ def told(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def scheduled(engine: PipelineTrainer) -> Any:
-    return LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
-
-
-def steps(engine: PipelineTrainer, scheduler: Any, first: int, last: int) -> torch.Tensor:
-    losses = []
-    for step in range(first, last):
-        losses.append(engine.step(batch(step)))
-        scheduler.step()
-    return torch.stack(losses)
+def cut_otherwise(folder: Path) -> dict[str, Any]:
+    """Six steps at a stretch, and in three parts, each from the checkpoint of the one before."""
+    with trainer(whole(), 2) as engine:
+        expected = train(engine, 0, 6)
+        values = named(engine)
+    with trainer(whole(), 2) as engine:
+        losses = [train(engine, 0, 2)]
+        save_checkpoint(engine, folder / "2")
+    for stages, first in ((4, 2), (2, 4)):
+        with trainer(whole(stages), stages) as engine:
+            train(engine, 90, 91)  # so that the optimizer has a state, to be replaced
+            load_checkpoint(engine, folder / str(first), optimizer=True)
+            losses.append(train(engine, first, first + 2))
+            if first == 2:
+                save_checkpoint(engine, folder / "4")
+    same = {name: torch.equal(value, values[name]) for name, value in named(engine).items()}
+    return {**same, "losses": torch.equal(torch.cat(losses), expected), "after": losses[-1]}
 
 
 def resumed(rank: int, folder: Path) -> dict[str, bool]:
@@ -45,14 +51,14 @@ def resumed(rank: int, folder: Path) -> dict[str, bool]:
     torch.manual_seed(10 + rank)
     with trainer(dropping(0), 2, stage_factory=None) as engine:
         torch.manual_seed(10 + rank)  # where the model was made, the ranks drew alike
-        scheduler = scheduled(engine)
+        scheduler = by_group(engine.optimizer)
         steps(engine, scheduler, 0, 2)
         save_checkpoint(engine, folder / "run", scheduler=scheduler, step=2)
         expected = steps(engine, scheduler, 2, 4)
         values, drawn = named(engine), torch.rand(3)
     torch.manual_seed(99)
     with trainer(dropping(7), 2, stage_factory=None) as engine:
-        scheduler = scheduled(engine)
+        scheduler = by_group(engine.optimizer)
         loaded = load_checkpoint(engine, folder / "run", scheduler=scheduler)
         losses = steps(engine, scheduler, loaded.step or 0, 4)
         same = all(torch.equal(value, values[name]) for name, value in named(engine).items())
@@ -87,6 +93,7 @@ def refusals(rank: int, folder: Path) -> dict[str, Any]:
         here = folder / ("it" if rank else "next")
         found["two checkpoints"] = told(lambda: load_checkpoint(engine, here))
         kept = named(engine)
+        found["wrong"] = told(lambda: load_checkpoint(engine, folder / "wrong.pt"))
         mine = folder / "it"
         if rank == 1:  # as where every machine has a copy
             mine = Path(shutil.copytree(mine, folder / "copy"))
@@ -104,6 +111,7 @@ def refusals(rank: int, folder: Path) -> dict[str, Any]:
 def two(folder: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     return {
+        "cut otherwise": cut_otherwise(Path(folder)),
         "resumed": resumed(rank, Path(folder)),
         "refusals": refusals(rank, Path(folder)),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -23,70 +22,14 @@ from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.checkpoint.folder import open_checkpoint, read_checkpoint
 from autosplit.checkpoint.writer import unworried
 from autosplit.planner.meta_model import Initialiser, materialise_stage, meta_model
-from tests.checkpoint import checkpoint_workers
+from tests.checkpoint import checkpoint_workers, forms
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
-from tests.ranks import Ranks
+from tests.checkpoint.forms import distributed, state
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def state() -> dict[str, Tensor]:
-    """As others save it: tied weights once."""
-    return {name: value for name, value in whole(3).state_dict().items() if name != "5.weight"}
-
-
-def save_file(path: Path) -> Path:
-    torch.save(state(), path / "model.pt")
-    return path / "model.pt"
-
-
-def save_wrapped(path: Path) -> Path:
-    torch.save({"model": state(), "step": 3}, path / "model.pt")
-    return path / "model.pt"
-
-
-def save_safetensors(path: Path) -> Path:
-    pytest.importorskip("safetensors.torch").save_file(state(), path / "model.safetensors")
-    return path
-
-
-def save_sharded(path: Path) -> Path:
-    save = pytest.importorskip("safetensors.torch").save_file
-    names = list(state())
-    parts = {"a.safetensors": names[:4], "b.safetensors": names[4:]}
-    for file, part in parts.items():
-        save({name: state()[name] for name in part}, path / file)
-    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    return path
-
-
-def save_plain(content: dict[str, Any], path: Path) -> None:
-    with unworried():
-        dcp.save(content, checkpoint_id=path, no_dist=True)
-
-
-def save_distributed(path: Path) -> Path:
-    save_plain(state(), path / "dcp")
-    return path / "dcp"
-
-
-def save_distributed_wrapped(path: Path) -> Path:
-    save_plain({"model": state()}, path / "dcp")
-    return path / "dcp"
-
-
-FORMATS = [
-    save_file,
-    save_wrapped,
-    save_safetensors,
-    save_sharded,
-    save_distributed,
-    save_distributed_wrapped,
-]
-
-
-@pytest.mark.parametrize("save", FORMATS)
+@pytest.mark.parametrize("save", forms.OTHERS)
 def test_every_format_loads_into_stages(save: Any, tmp_path: Path) -> None:
     path = save(tmp_path)
     expected = whole(3).state_dict()
@@ -99,7 +42,7 @@ def test_every_format_loads_into_stages(save: Any, tmp_path: Path) -> None:
         assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())
 
 
-@pytest.mark.parametrize("save", [save_file, save_sharded, save_distributed])
+@pytest.mark.parametrize("save", [forms.one_file, forms.indexed, forms.distributed])
 def test_a_skeleton_takes_up_the_checkpoints_values(save: Any, tmp_path: Path) -> None:
     model = meta_model(whole)
     with trainer(model, 3, ranks=1, values=Initialiser(model)) as engine:
@@ -108,49 +51,6 @@ def test_a_skeleton_takes_up_the_checkpoints_values(save: Any, tmp_path: Path) -
         assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())
         assert torch.isfinite(engine.step(checkpoint_workers.batch(0))).all()
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-@pytest.fixture(scope="module")
-def ranks(
-    on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, Any]]]:
-    """What two ranks found, and where their checkpoints are."""
-    folder = tmp_path_factory.mktemp("ranks")
-    wrong = {name: value for name, value in state().items() if name != "4.running_var"}
-    wrong |= {"1.0.bias": torch.zeros(3), "more": torch.zeros(2)}
-    torch.save(wrong, folder / "wrong.pt")
-    return folder, on_ranks(checkpoint_workers.run, 2, (str(folder),), timeout=100)
-
-
-def test_training_goes_on_under_another_number_of_stages(ranks: Any) -> None:
-    """2 stages, then 4, then 2 again, against 2 all along."""
-    for found in ranks[1]:
-        assert torch.equal(found["losses"], found["expected"])
-        assert all(found["same"].values()), found["same"]
-
-
-def test_ranks_of_a_process_group_write_for_a_single_process(ranks: Any) -> None:
-    with trainer(whole(9), 1, ranks=1) as engine:
-        load_checkpoint(engine, ranks[0] / "4", optimizer=True)
-        losses = train(engine, 4, 6)
-    assert torch.equal(losses, ranks[1][0]["expected"][4:])
-
-
-def test_tied_parameters_are_written_under_all_names_by_one_rank(ranks: Any) -> None:
-    tensors = open_checkpoint(ranks[0] / "2").model
-    assert {"0.weight", "5.weight"} <= tensors.keys()
-    assert tensors.keys() == whole().state_dict().keys()
-    written = dcp.FileSystemReader(ranks[0] / "2").read_metadata()
-    entries = written.state_dict_metadata.values()
-    assert all(len(getattr(entry, "chunks", [0])) == 1 for entry in entries)
-
-
-def test_all_that_does_not_fit_is_named_on_every_rank(ranks: Any) -> None:
-    for message, unchanged in (found["told"] for found in ranks[1]):
-        assert "4.running_var: expected [8], is missing" in message
-        assert "1.0.bias: expected [8], came [3]" in message
-        assert "more: the model has no such tensor, came [2]" in message
-        assert unchanged
 
 
 def plain(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -195,10 +95,10 @@ def test_stages_take_up_what_torchs_own_functions_saved(tmp_path: Path) -> None:
         "model": model.state_dict(),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
     }
-    save_plain(saved, tmp_path)
+    path = distributed(tmp_path, saved)
     plain_step(model, optimizer, 1)
     with trainer(whole(4), 2, ranks=1) as engine:
-        load_checkpoint(engine, tmp_path, optimizer=True)
+        load_checkpoint(engine, path, optimizer=True)
         train(engine, 1, 2)
         for name, value in named(engine).items():
             torch.testing.assert_close(value, model.state_dict()[name])
@@ -208,8 +108,8 @@ def test_tensors_in_several_parts_are_put_together(tmp_path: Path) -> None:
     """As ranks write them that each have some rows."""
     weight = whole(3)[1][0].weight.detach()
     rows = {"first": weight[:3].clone(), "second": weight[3:].clone()}
-    save_plain({**state(), **rows}, tmp_path)
-    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    path = distributed(tmp_path, {**state(), **rows})
+    metadata = dcp.FileSystemReader(path).read_metadata()
     entries, places = metadata.state_dict_metadata, metadata.storage_data
     parts = [entries.pop(name).chunks[0] for name in rows]
     parts[1].offsets = torch.Size([3, 0])
@@ -219,22 +119,20 @@ def test_tensors_in_several_parts_are_put_together(tmp_path: Path) -> None:
         offset = (0, 0) if index.fqn == "first" else (3, 0)
         found[MetadataIndex("1.0.weight", offset)] = found.pop(index)
     metadata.storage_data = found
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
     known = {"1.0.weight": torch.zeros(8, 8)}
     with unworried():
-        dcp.load(known, checkpoint_id=tmp_path, no_dist=True)
+        dcp.load(known, checkpoint_id=path, no_dist=True)
     assert torch.equal(known["1.0.weight"], weight)
-    assert torch.equal(read_checkpoint(tmp_path)["1.0.weight"], weight)
+    assert torch.equal(read_checkpoint(path)["1.0.weight"], weight)
 
 
-def changed(path: Path, **values: Any) -> Path:
-    content = {**state(), **{name.replace("_", "."): value for name, value in values.items()}}
-    torch.save({n: v for n, v in content.items() if v is not None}, path / "changed.pt")
-    return path / "changed.pt"
+def changed(path: Path, values: dict[str, Tensor | None]) -> Path:
+    return forms.one_file(path, {n: v for n, v in {**state(), **values}.items() if v is not None})
 
 
 def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
-    path = changed(tmp_path, **{"1_0_bias": None, "nose": torch.zeros(1)})
+    path = changed(tmp_path, {"1.0.bias": None, "nose": torch.zeros(1)})
     with trainer(whole(1), 2, ranks=1) as engine:
         with pytest.raises(CheckpointError, match=r"1\.0\.bias.*\n.*nose.*\nstrict=False"):
             load_checkpoint(engine, path)
@@ -242,7 +140,7 @@ def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
         assert [str(m).partition(":")[0] for m in found] == ["1.0.bias", "nose"]
         assert torch.equal(named(engine)["1.0.bias"], whole(1)[1][0].bias)
         assert torch.equal(named(engine)["1.0.weight"], state()["1.0.weight"])
-        path = changed(tmp_path, **{"1_0_bias": torch.zeros(2)})
+        path = changed(tmp_path, {"1.0.bias": torch.zeros(2)})
         with pytest.raises(CheckpointError, match=r"1\.0\.bias: expected \[8\], came \[2\]$"):
             load_checkpoint(engine, path, strict=False)
 
@@ -271,7 +169,7 @@ def test_the_optimizer_is_left_out_on_demand(tmp_path: Path) -> None:
         load_checkpoint(engine, tmp_path / "new")
         assert engine.optimizer.state
         with pytest.raises(CheckpointError, match="no optimizer state"):
-            load_checkpoint(engine, save_file(tmp_path), optimizer=True)
+            load_checkpoint(engine, forms.one_file(tmp_path), optimizer=True)
 
 
 def test_a_group_of_an_optimizer_may_have_no_parameters(tmp_path: Path) -> None:

@@ -30,43 +30,29 @@ CHANGING = ("fsync", "mkdir", "rename", "replace", "rmdir", "unlink")
 
 
 @contextmanager
-def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let ``count`` changes of the file system happen, and none after them."""
-    left = iter(range(count))
-
-    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            if next(left, None) is None:
-                raise Killed
-            return real(*arguments, **options)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in CHANGING:
-            patch.setattr(os, name, dying(getattr(os, name)))
-        yield
-
-
-@contextmanager
-def failing_at(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Refuse the change of the file system behind ``count`` others; gives what was refused."""
+def broken_after(
+    count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch, *, for_good: bool = True
+) -> Iterator[list[str]]:
+    """Let ``count`` changes of the file system happen, and not the next one, or none after them;
+    gives which those were.
+    """
     numbers = itertools.count()
-    refused: list[str] = []
+    broken: list[str] = []
 
-    def failing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def breaking(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            if next(numbers) == count:
-                refused.append(name)
-                raise OSError(errno.EIO, "Input/output error")
+            at = next(numbers)
+            if at == count or (for_good and at > count):
+                broken.append(name)
+                raise error
             return real(*arguments, **options)
 
         return call
 
     with monkeypatch.context() as patch:
         for name in CHANGING:
-            patch.setattr(os, name, failing(name, getattr(os, name)))
-        yield refused
+            patch.setattr(os, name, breaking(name, getattr(os, name)))
+        yield broken
 
 
 def saves(path: Path) -> list[str]:
@@ -106,7 +92,7 @@ def test_whenever_a_save_is_killed(
             set_all(engine, 2.0)
             died = False
             try:
-                with killed_after(count, monkeypatch):
+                with broken_after(count, Killed(), monkeypatch):
                     save_checkpoint(engine, path)
             except (Killed, CheckpointError):  # the latter where torch has caught the former
                 died = True
@@ -142,7 +128,8 @@ def test_whatever_a_save_fails_at(
                 save_checkpoint(engine, path)
             set_all(engine, 2.0)
             told = False
-            with failing_at(count, monkeypatch) as refused:
+            error = OSError(errno.EIO, "Input/output error")
+            with broken_after(count, error, monkeypatch, for_good=False) as refused:
                 try:
                     save_checkpoint(engine, path)
                 except CheckpointError:

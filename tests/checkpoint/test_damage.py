@@ -11,36 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit import CheckpointError
-from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.checkpoint.writer import unworried
+from autosplit.checkpoint import load_checkpoint, read_checkpoint
+from tests.checkpoint import forms
 from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
-
-
-def own(folder: Path) -> Path:
-    with trainer(whole(3), 2, ranks=1) as engine:
-        train(engine, 0, 1)
-        save_checkpoint(engine, folder / "it")
-    return folder / "it"
-
-
-def torchs(folder: Path) -> Path:
-    with unworried():
-        save({"model": whole(3).state_dict()}, checkpoint_id=folder / "it", no_dist=True)
-    return folder / "it"
-
-
-def one_file(folder: Path) -> Path:
-    torch.save(whole(3).state_dict(), folder / "it.pt")
-    return folder / "it.pt"
-
-
-def safetensors(folder: Path) -> Path:
-    state = {name: value for name, value in whole(3).state_dict().items() if name != "5.weight"}
-    pytest.importorskip("safetensors.torch").save_file(state, folder / "it.safetensors")
-    return folder / "it.safetensors"
 
 
 def data(path: Path) -> Path:
@@ -67,11 +42,11 @@ def refused(path: Path, match: str) -> None:
         train(engine, 0, 1)
 
 
-@pytest.mark.parametrize("write", [own, torchs, one_file])
-def test_a_flipped_bit_is_noticed(write: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [forms.own, forms.distributed_wrapped, forms.one_file])
+def test_a_flipped_bit_is_noticed(write: forms.Write, tmp_path: Path) -> None:
     path = write(tmp_path)
     model = whole(3)
-    if write is own:
+    if write is forms.own:
         model.load_state_dict(read_checkpoint(path))
     flip(data(path), model[2][0].weight)
     refused(path, "is damaged")
@@ -79,19 +54,19 @@ def test_a_flipped_bit_is_noticed(write: Callable[[Path], Path], tmp_path: Path)
         read_checkpoint(path)
 
 
-@pytest.mark.parametrize("write", [own, torchs, one_file, safetensors])
-@pytest.mark.parametrize("left", [0.0, 0.5, 0.98])
-def test_a_truncated_file_is_noticed(
-    write: Callable[[Path], Path], left: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "write", [forms.own, forms.distributed_wrapped, forms.one_file, forms.safetensors]
+)
+def test_a_truncated_file_is_noticed(write: forms.Write, tmp_path: Path) -> None:
     path = write(tmp_path)
     content = data(path).read_bytes()
-    data(path).write_bytes(content[: int(left * len(content))])
-    refused(path, "is damaged|is missing or cut off|cannot read")
+    for left in (0.0, 0.5, 0.98):
+        data(path).write_bytes(content[: int(left * len(content))])
+        refused(path, "is damaged|is missing or cut off|cannot read")
 
 
 def test_what_belongs_to_no_manifest_is_noticed(tmp_path: Path) -> None:
-    path = own(tmp_path)
+    path = forms.own(tmp_path)
     manifest = next(iter(path.rglob("manifest.json")))
     content = json.loads(manifest.read_text())
     for changed, message in (
@@ -108,7 +83,7 @@ def test_what_belongs_to_no_manifest_is_noticed(tmp_path: Path) -> None:
 
 def test_parts_that_do_not_cover_a_tensor_are_noticed(tmp_path: Path) -> None:
     """Torch's own reader leaves memory there as it is."""
-    path = torchs(tmp_path)
+    path = forms.distributed_wrapped(tmp_path)
 
     def changed(change: Callable[[Any], None], message: str) -> None:
         metadata = dcp.FileSystemReader(path).read_metadata()
@@ -135,34 +110,26 @@ def test_parts_that_do_not_cover_a_tensor_are_noticed(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("form", ["pt", "safetensors"])
-def test_integers_are_not_taken_for_weights(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [forms.one_file, forms.safetensors])
+def test_integers_are_not_taken_for_weights(write: Callable[..., Path], tmp_path: Path) -> None:
     """As when the kind is changed in the header of a file whose values nobody can check."""
-    state = {name: value.clone() for name, value in whole(3).state_dict().items()}
-    state["1.0.weight"] = state["1.0.weight"].view(torch.int32)
-    path = tmp_path / f"it.{form}"
-    if form == "pt":
-        torch.save(state, path)
-    else:
-        pytest.importorskip("safetensors.torch").save_file(state, path)
+    integers = forms.state()["1.0.weight"].view(torch.int32)
+    path = write(tmp_path, {**forms.state(), "1.0.weight": integers})
     refused(path, r"1\.0\.weight: expected torch\.float32, came integer")
 
 
 def test_tensors_without_values_are_refused(tmp_path: Path) -> None:
-    for name, value in (
-        ("sparse", torch.eye(8).to_sparse()),
-        ("meta", torch.empty(8, 8, device="meta")),
-    ):
-        torch.save({**whole(3).state_dict(), "1.0.weight": value}, tmp_path / f"{name}.pt")
+    for value in (torch.eye(8).to_sparse(), torch.empty(8, 8, device="meta")):
+        path = forms.one_file(tmp_path, {**forms.state(), "1.0.weight": value})
         # torch 2.15 does not read sparse ones, and 2.11 warns of them.
-        refused(tmp_path / f"{name}.pt", "no dense tensor|[Ss]parse (tensor )?invariant")
+        refused(path, "no dense tensor|[Ss]parse (tensor )?invariant")
 
 
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        path = one_file(tmp_path)
+        path = forms.one_file(tmp_path)
     finally:
         torch.serialization.set_crc32_options(before)
     assert torch.equal(read_checkpoint(path)["1.0.weight"], whole(3)[1][0].weight)

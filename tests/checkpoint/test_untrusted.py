@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit import CheckpointError
-from autosplit.checkpoint import load_checkpoint, open_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.checkpoint import load_checkpoint, open_checkpoint, read_checkpoint
 from autosplit.checkpoint.metadata import read_metadata
-from autosplit.checkpoint.writer import unworried
-from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
+from tests.checkpoint import forms
+from tests.checkpoint.checkpoint_workers import named, trainer, whole
 
 
 class Payload:
@@ -42,13 +41,6 @@ def payload(tmp_path: Path) -> Any:
     assert not made.witness.exists()
 
 
-def saved(path: Path) -> Path:
-    with trainer(whole(0), 2, ranks=1) as engine:
-        train(engine, 0, 1)
-        save_checkpoint(engine, path, step=1)
-    return path
-
-
 def refused(path: Path, match: str) -> None:
     """By every way in, and nothing is loaded."""
     with trainer(whole(1), 2, ranks=1) as engine:
@@ -61,7 +53,7 @@ def refused(path: Path, match: str) -> None:
 
 
 def test_metadata_runs_nothing_beside_what_belongs_there(tmp_path: Path, payload: Payload) -> None:
-    path = saved(tmp_path / "it")
+    path = forms.own(tmp_path)
     metadata = dcp.FileSystemReader(path).read_metadata()
     for protocol in (2, 4):
         metadata.planner_data = {**metadata.planner_data, "more": payload}
@@ -101,10 +93,8 @@ def test_metadata_cannot_change_torchs_classes(what: bytes, tmp_path: Path) -> N
 
 def test_entries_that_are_no_tensors_run_nothing(tmp_path: Path, payload: Payload) -> None:
     """As torch's own reader would, of an optimizer's options in a folder by torch's own writer."""
-    path = tmp_path / "it"
     options = {f"param_groups.{name}.lr": payload for name, _ in whole(0).named_parameters()}
-    with unworried():
-        save({"model": whole(0).state_dict(), "optimizer": options}, checkpoint_id=path)
+    path = forms.distributed(tmp_path, {"model": whole(0).state_dict(), "optimizer": options})
     with trainer(whole(1), 2, ranks=1) as engine:
         with pytest.raises(CheckpointError, match=r"lr in .* as tensors and plain values"):
             load_checkpoint(engine, path)
@@ -112,9 +102,7 @@ def test_entries_that_are_no_tensors_run_nothing(tmp_path: Path, payload: Payloa
 
 
 def test_tensors_that_are_none_run_nothing(tmp_path: Path, payload: Payload) -> None:
-    path = tmp_path / "it"
-    with unworried():
-        save(whole(0).state_dict(), checkpoint_id=path)
+    path = forms.distributed(tmp_path)
     metadata = dcp.FileSystemReader(path).read_metadata()
     crafted = io.BytesIO()
     torch.save(payload, crafted)
@@ -128,12 +116,11 @@ def test_tensors_that_are_none_run_nothing(tmp_path: Path, payload: Payload) -> 
 
 
 def test_state_dicts_run_nothing(tmp_path: Path, payload: Payload) -> None:
-    torch.save({**whole(0).state_dict(), "more": payload}, tmp_path / "x.pt")
-    refused(tmp_path / "x.pt", "cannot read .* as a state dict")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(payload))
     refused(tmp_path / "plain.pt", "cannot read .* as a state dict")
-    torch.save(payload, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    refused(tmp_path / "old.pt", "cannot read .* as a state dict")
+    for content, new in (({**forms.state(), "more": payload}, True), (payload, False)):
+        path = forms.one_file(tmp_path, content, _use_new_zipfile_serialization=new)
+        refused(path, "cannot read .* as a state dict")
 
 
 @pytest.mark.parametrize("way", ["../other.pt", "/{}/other.pt", "sub/../../other.pt", "..\\o.pt"])
@@ -157,9 +144,7 @@ def test_an_index_names_files_only(tmp_path: Path) -> None:
 
 
 def test_metadata_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
-    path = tmp_path / "it"
-    with unworried():
-        save(whole(0).state_dict(), checkpoint_id=path)
+    path = forms.distributed(tmp_path)
     shutil.move(path / "__0_0.distcp", tmp_path / "__0_0.distcp")
     metadata = dcp.FileSystemReader(path).read_metadata()
     for info in metadata.storage_data.values():
