@@ -313,25 +313,36 @@ class Stage:
     ) -> list[Tensor | None]:
         """I: gradients of the inputs, None where none is needed; empties ``output_grads``.
 
+        Where an output has None, what contributes to such outputs only gets no gradient.
+
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state, lent = self._take(microbatch)
+        functions, saved, state, lent, _ = self._take(microbatch)
         lent |= lent_storages(output_grads)
         with _without_grad(), without_autocast():
-            names = functions.early_parameters
-            into, sums = self._weights.into(names, state) if names else (), self._weights.sums
             given = self._output_grads(functions, output_grads)
+            skipped, idle = functions.dependence.missing(given)
+            names, sums = functions.early_parameters, self._weights.sums
+            into = self._weights.into(names, state, skipped) if names else ()
             grads, deferred, early = functions.backward_input(
                 saved, given, into or None, sums.accumulation
             )
             if names and into is None:
-                sums.add(names, early, functions.dependence.borrowed)
+                sums.add(names, early, functions.dependence.borrowed, skipped)
+        for at in idle:
+            grads[at] = None
         if self._sharded:
             self._hand_over()
-        arrived = InFlightMicrobatch(functions, deferred, state, lent)
+        arrived = InFlightMicrobatch(functions, deferred, state, lent, skipped)
         self._weights.in_flight.put(microbatch, arrived)
         return grads
+
+    def inputs_given(self, come: Sequence[bool]) -> list[bool]:
+        """For each input whether I gives a gradient of it where these outputs get one."""
+        others = len(self.functions.output_names) - len(come)
+        arrived = [each or None for each in come] + [None] * others
+        return self.functions.dependence.inputs_given(arrived)
 
     def backward_weight(self, microbatch: int | Sequence[int], slice: int | None = None) -> None:
         """W: add this microbatch's weight gradients to ``gradients``.
@@ -384,14 +395,17 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state, _ = self._take(microbatch)
+        functions, saved, state, _, _ = self._take(microbatch)
         names = functions.parameter_names
         with _without_grad(), without_autocast():
-            into, sums = self._weights.into(names, state), self._weights.sums
             given = self._output_grads(functions, output_grads)
+            skipped, idle = functions.dependence.missing(given)
+            into, sums = self._weights.into(names, state, skipped), self._weights.sums
             grads, gradients = functions.backward(saved, given, into, sums.accumulation)
             if into is None:
-                sums.add(names, gradients, functions.dependence.borrowed)
+                sums.add(names, gradients, functions.dependence.borrowed, skipped)
+        for at in idle:
+            grads[at] = None
         if self._sharded:
             self._hand_over()
         return grads

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SOME = 4
-_NONE: frozenset[str] = frozenset()
 
 _IS_LEAF = attrgetter("is_leaf")
 _NEEDS_GRAD = attrgetter("requires_grad")
@@ -173,12 +171,7 @@ class Split(torch.autograd.Function):
             functions.autocast_guard.check()
         arrived = list(output_grads)
         del output_grads
-        skipped = _NONE
-        idle: Sequence[int] = ()
-        if any(map(is_, arrived, repeat(None))):
-            dependence = functions.dependence
-            absent = dependence.absent(arrived)
-            skipped, idle = dependence.without_gradient(absent), dependence.idle_inputs(absent)
+        skipped, idle = functions.dependence.missing(arrived)
         kept = graph_is_kept()
         ctx.saved = saved.again() if kept else None
         if ctx.packed:

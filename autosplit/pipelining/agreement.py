@@ -174,9 +174,8 @@ def _wanted(stage: SplitPipelineStage, come: Sequence[bool]) -> list[bool]:
     one has none.
     """
     agreed = stage.agreed
-    absent = [at for at, comes in enumerate(come) if not comes]
-    without = {*agreed.results[0].without_gradient(absent)}
-    wanted = [meta.requires_grad and at not in without for at, meta in enumerate(agreed.inputs[0])]
+    given = agreed.results[0].inputs_given(None if stage.is_last else come)
+    wanted = [meta.requires_grad and g for meta, g in zip(agreed.inputs[0], given, strict=False)]
     gradients = [
         [meta if comes else None for meta, comes in zip(each.metas, come, strict=False)]
         for each in agreed.results

@@ -6,7 +6,7 @@ The last stage's outputs as the loss function sees them, and the gradients that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.pipelining_stage import StageShapeError, TensorMeta
 from autosplit.torch_internals.pytree import TreeSpec
+
+T = TypeVar("T")
 
 
 class Results:
@@ -95,16 +97,13 @@ class Results:
                 "freezing parameters, build stages and schedule anew"
             )
 
-    def without_gradient(self, absent: Sequence[int]) -> list[int]:
-        """Places of the graph's inputs that get no gradient where these tensors have none."""
-        functions = self._functions
-        if not functions.has_backward:
-            return list(range(len(functions.capture.inputs)))
-        missing = {self._names[self._tensors[at]] for at in absent}
-        kept = [name for name in functions.tangent_specs if name not in missing]
-        idle = functions.dependence.idle_inputs(frozenset(functions.tangent_specs) - {*kept})
-        places = frozenset(range(len(functions.capture.inputs)))
-        return sorted((places - functions.dependence.trained_inputs).union(idle))
+    def inputs_given(self, come: Sequence[bool] | None) -> list[bool]:
+        """For each of the graph's inputs whether it gets a gradient, where these tensors get one;
+        None for all, and what the module left on itself.
+        """
+        if come is None:
+            come = [True] * (len(self._tensors) + len(self._behind))
+        return self._functions.dependence.inputs_given(self.arrived([c or None for c in come]))
 
     def sent(self, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The tensors as they are sent: in runs of memory."""
@@ -120,11 +119,11 @@ class Results:
             found[at] = tensor
         return found
 
-    def arrived(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def arrived(self, grads: Sequence[T | None]) -> list[T | None]:
         """A gradient for each leaf and each changed input, of those that came for the tensors, and
         behind them for what the module left on itself, where a loss could read that.
         """
-        found: list[Tensor | None] = [None] * len(self._functions.output_names)
+        found: list[T | None] = [None] * len(self._functions.output_names)
         for at, grad in zip([*self._tensors, *self._behind], grads, strict=False):
             if at in self.differentiable:
                 found[at] = grad

@@ -268,9 +268,7 @@ class SplitPipelineStage(RuntimeStage):
         functions = flight.functions
         arrived = self._results_of(functions).arrived(grads)
         grads.clear()
-        absent = functions.dependence.absent(arrived)
-        skipped = functions.dependence.without_gradient(absent)
-        idle = functions.dependence.idle_inputs(absent)
+        skipped, idle = functions.dependence.missing(arrived)
         self.sharding.unshard()
         with torch.no_grad(), without_autocast():
             if full_backward or self._step.fuses(chunk):

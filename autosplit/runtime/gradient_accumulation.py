@@ -100,7 +100,11 @@ class GradientSums:
         return found if len(found) == len(names) else None
 
     def add(
-        self, names: Sequence[str], gradients: Sequence[Tensor], borrowed: Collection[str]
+        self,
+        names: Sequence[str],
+        gradients: Sequence[Tensor],
+        borrowed: Collection[str],
+        skipped: Collection[str] = (),
     ) -> None:
         """Accumulate gradients, as the parameters' hooks return them.
 
@@ -108,8 +112,11 @@ class GradientSums:
             names: of the parameters, for which ``into`` gave no sums.
             gradients: theirs.
             borrowed: which of them are not tensors of their own and must be copied.
+            skipped: those that get none.
         """
         for name, gradient in zip(names, gradients, strict=True):
+            if name in skipped:
+                continue
             copied, parameter = name in borrowed, self._parameters[name]
             if has_tensor_hooks([parameter]):
                 # A hook may keep what it sees, and give back what it likes.

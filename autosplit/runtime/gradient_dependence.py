@@ -7,9 +7,10 @@ import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import fills_storage, is_view, producer, storage_root
@@ -73,6 +74,21 @@ def borrowed_gradients(graph: fx.Graph) -> frozenset[str]:
     )
 
 
+class Missing(NamedTuple):
+    """What gets no gradient, because none of the outputs that it contributes to has one.
+
+    Attributes:
+        parameters: their names.
+        inputs: their places.
+    """
+
+    parameters: frozenset[str]
+    inputs: Sequence[int]
+
+
+NONE_MISSING = Missing(frozenset(), ())
+
+
 class GradientDependence:
     """Facts about the gradients of one module that its graphs tell.
 
@@ -88,37 +104,33 @@ class GradientDependence:
         self._graphs = graphs
         self._taken = taken
         self._tangents = tangents
+        self._missing: dict[frozenset[str], Missing] = {}
 
-    def absent(self, output_grads: Sequence[Tensor | None]) -> frozenset[str]:
-        """Differentiable outputs that no gradient arrived for."""
-        return frozenset([name for name, at in self._tangents if output_grads[at] is None])
-
-    def without_gradient(self, absent: frozenset[str]) -> frozenset[str]:
-        """Parameters that get no gradient, because none of their outputs has one."""
+    def missing(self, output_grads: Sequence[object]) -> Missing:
+        """What gets no gradient where some of the outputs have none: those that are None here."""
+        absent = frozenset([name for name, at in self._tangents if output_grads[at] is None])
         if not absent:
-            return frozenset()
-        sources = self._parameter_sources.items()
-        return frozenset([name for name, outputs in sources if outputs <= absent])
+            return NONE_MISSING
+        if absent not in self._missing:
+            sources = self._parameter_sources.items()
+            idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}
+            self._missing[absent] = Missing(
+                frozenset([name for name, outputs in sources if outputs <= absent]),
+                tuple([at for at, name in enumerate(self._taken) if name in idle]),
+            )
+        return self._missing[absent]
 
-    def idle_inputs(self, absent: frozenset[str]) -> list[int]:
-        """Places of inputs that get no gradient, because none of the outputs that they contribute
-        to has one.
-        """
-        if not absent:
-            return []
-        idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}
-        return [at for at, name in enumerate(self._taken) if name in idle]
+    def inputs_given(self, output_grads: Sequence[object]) -> list[bool]:
+        """For each input whether it gets a gradient, where outputs have none that are None here."""
+        idle = self.missing(output_grads).inputs
+        trained = self._input_sources.keys()
+        return [name in trained and at not in idle for at, name in enumerate(self._taken)]
 
     @cached_property
     def read_inside(self) -> list[tuple[str, int]]:
         """Path and place of each output that others are computed from."""
         read = outputs_read_inside(self._graphs.joint.graph)
         return [(name, at) for name, at in self._tangents if name in read]
-
-    @cached_property
-    def trained_inputs(self) -> frozenset[int]:
-        """Places of inputs that get a gradient."""
-        return frozenset([at for at, name in enumerate(self._taken) if name in self._input_sources])
 
     @cached_property
     def borrowed(self) -> frozenset[str]:

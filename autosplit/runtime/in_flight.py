@@ -41,12 +41,14 @@ class InFlightMicrobatch(NamedTuple):
         residuals: of the first call.
         state: parameters and buffers of F.
         lent: storages that the caller keeps more in than this microbatch.
+        skipped: parameters that get no gradient from it.
     """
 
     functions: SplitFunctions
     residuals: Residuals
     state: State
     lent: frozenset[StorageKey] = frozenset()
+    skipped: frozenset[str] = frozenset()
 
 
 class InFlightMicrobatches:
@@ -173,12 +175,12 @@ class PendingWeightGradients:
     def _run(self, microbatches: Sequence[int]) -> None:
         """W of microbatches in one call."""
         taken = [*map(self.in_flight.take, microbatches)]
-        functions, _, state, _ = taken[0]
+        functions, _, state, _, skipped = taken[0]
         names, deferred = functions.late_parameters, [*map(_RESIDUALS, taken)]
-        sums, how = self.into(names, state), self.sums.accumulation
+        sums, how = self.into(names, state, skipped), self.sums.accumulation
         gradients = functions.backward_weight_together(deferred, sums, how)
         if sums is None:
-            self.sums.add(names, gradients, functions.dependence.borrowed)
+            self.sums.add(names, gradients, functions.dependence.borrowed, skipped)
 
     def calls(self, microbatches: Sequence[int]) -> list[list[int]]:
         """The microbatches of each call that ``run_all`` makes of these, in order.
@@ -204,6 +206,7 @@ class PendingWeightGradients:
         return (
             self.sums.accumulation.concatenated
             and one.functions is other.functions
+            and one.skipped == other.skipped
             and all(one.state[name] is other.state[name] for name in names)
             and self._begun.keys().isdisjoint((first, second))
             and one.functions.concatenates(one.residuals, other.residuals)
@@ -222,30 +225,38 @@ class PendingWeightGradients:
                 f"{self._owner}: W of microbatch {microbatch} runs in {self.slices} slice(s), in "
                 f"order; it is the turn of slice {turn}, got {index}"
             )
-        functions, deferred, state, lent = self.in_flight.take(microbatch)
+        functions, deferred, state, lent, skipped = self.in_flight.take(microbatch)
         weight = functions.sliced(self.slices)
         names = weight.parameter_names[index]
-        sums = self.into(names, state)
+        sums = self.into(names, state, skipped)
         accumulation = self.sums.accumulation
         gradients, left = functions.weight_slice(self.slices, index, deferred, sums, accumulation)
         if sums is None:
-            self.sums.add(names, gradients, weight.borrowed(index))
+            self.sums.add(names, gradients, weight.borrowed(index), skipped)
         if index + 1 == self.slices:
             self._begun.pop(microbatch, None)
             return
         self._begun[microbatch] = index + 1
-        self.in_flight.put(microbatch, InFlightMicrobatch(functions, left, state, lent))
+        self.in_flight.put(microbatch, InFlightMicrobatch(functions, left, state, lent, skipped))
 
-    def into(self, names: Sequence[str], state: State) -> list[Tensor] | None:
+    def into(
+        self, names: Sequence[str], state: State, skipped: Collection[str]
+    ) -> list[Tensor] | None:
         """The sums that W or B adds into; None where it makes new gradients.
+
+        Args:
+            names: of the parameters.
+            state: has them.
+            skipped: those that get no gradient, though the graph makes one.
 
         Raises:
             SplitError: a parameter is not the one whose gradients were added up so far.
         """
         try:
-            return self.sums.into(names, [state[name] for name in names])
+            found = self.sums.into(names, [state[name] for name in names])
         except SplitError as error:
             raise SplitError(f"{self._owner}: {error}") from None
+        return None if skipped else found
 
     def publish(self, names: Collection[str] | None = None) -> None:
         """Move the sums into the parameters' ``.grad``.

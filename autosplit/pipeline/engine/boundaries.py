@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.schedule.routes import Parcel
+from autosplit.pipeline.schedule.wiring import Feeds
 
 from .first_error import LostPeerError
 from .groups import Groups
@@ -51,6 +53,10 @@ class Negotiation:
     Boundary s lies after stage s. The last stage's is not crossed: it holds the loss, which every
     rank wants to know about.
 
+    Not every tensor that could have a gradient gets one: of what a stage does not use, and of what
+    it uses only for such, none comes back, as under autograd. That is told from the last stage to
+    the first, when all are built.
+
     Attributes:
         known: the boundaries that this rank knows so far.
     """
@@ -60,6 +66,7 @@ class Negotiation:
         self._groups = groups
         self._check = check
         self.known: dict[int, Boundary] = {}
+        self._given: dict[tuple[int, int], tuple[bool, ...]] = {}
 
     def publish(self, boundary: int, metas: Sequence[TensorMeta]) -> Boundary:
         """Settle a boundary; every rank that holds the stage before it does so.
@@ -68,15 +75,12 @@ class Negotiation:
             PipelineError: another rank that holds a copy of the stage has settled on other tensors.
         """
         agreed = self.known[boundary] = tuple(metas)
-        if self._groups.ranks > 1:
-            text = _text(agreed)
-            first = self._groups.store.compare_set(self._key(boundary), "", text).decode()
-            if first != text:
-                raise PipelineError(
-                    f"stage {boundary} puts out {listed(agreed)} here and "
-                    f"{listed(_metas(first))} on the rank of its other copy: give "
-                    "both the same batch"
-                )
+        first = _metas(self._tell(f"{boundary}/built", _text(agreed)))
+        if first != agreed:
+            raise PipelineError(
+                f"stage {boundary} puts out {listed(agreed)} here and "
+                f"{listed(first)} on the rank of its other copy: give both the same batch"
+            )
         return agreed
 
     def learn(self, boundary: int) -> Boundary:
@@ -89,15 +93,50 @@ class Negotiation:
         if boundary not in self.known:
             for stage in range(boundary + 1):
                 if stage not in self.known:
-                    self._await(stage)
-            self.known[boundary] = _metas(self._groups.store.get(self._key(boundary)))
+                    self.known[stage] = _metas(self._hear(f"{stage}/built", stage))
         return self.known[boundary]
 
-    def _await(self, stage: int) -> None:
-        store, timeout = self._groups.store, self._groups.timeout
+    def publish_gradients(self, boundary: int, taker: int, given: Sequence[bool]) -> None:
+        """Say of which tensors that cross a boundary to a stage that stage gives a gradient."""
+        agreed = self._given[boundary, taker] = tuple(given)
+        said = self._tell(f"{boundary}/gradients of {taker}", json.dumps(agreed))
+        if json.loads(said) != [*agreed]:
+            raise PipelineError(
+                f"stage {taker} gives other gradients of what stage {boundary} puts out than its "
+                "other copy: let both copies' modules do the same"
+            )
+
+    def gradients(self, boundary: int, taker: int) -> Sequence[bool]:
+        """Of which it does; waits until that is said.
+
+        Raises:
+            LostPeerError: as for ``learn``.
+        """
+        if (boundary, taker) not in self._given:
+            text = self._hear(f"{boundary}/gradients of {taker}", taker)
+            self._given[boundary, taker] = tuple(json.loads(text))
+        return self._given[boundary, taker]
+
+    def crossing(self, parcel: Parcel, feeds: Feeds) -> Sequence[TensorMeta | None]:
+        """What is in a parcel between stages that are known; None for a gradient that is not."""
+        boundary, taker = parcel.boundary, parcel.taker
+        metas = feeds.select(self.known[boundary], boundary, taker)
+        if parcel.forward:
+            return metas
+        given = self._given.get((boundary, taker)) or [meta.requires_grad for meta in metas]
+        return [meta if is_given else None for meta, is_given in zip(metas, given, strict=True)]
+
+    def _tell(self, what: str, text: str) -> str:
+        """Say something; what was said first of it, as by the rank of a stage's other copy."""
+        if self._groups.ranks == 1:
+            return text
+        return self._groups.store.compare_set(self._key(what), "", text).decode()
+
+    def _hear(self, what: str, stage: int) -> str:
+        store, timeout, key = self._groups.store, self._groups.timeout, self._key(what)
         deadline = time.monotonic() + timeout
         with self._groups.place.waits():
-            while not store.check([self._key(stage)]):
+            while not store.check([key]):
                 self._check()
                 if time.monotonic() > deadline:
                     waited = f"waited {timeout:.3g} s for stage {stage} to be built"
@@ -107,9 +146,10 @@ class Negotiation:
                         waited,
                     )
                 time.sleep(_LOOK_EVERY)
+        return store.get(key).decode()
 
-    def _key(self, stage: int) -> str:
-        return f"autosplit/{self._mode}/{stage}/built"
+    def _key(self, what: str) -> str:
+        return f"autosplit/{self._mode}/{what}"
 
 
 def _text(metas: Boundary) -> str:

@@ -9,7 +9,7 @@ cannot overtake a kernel that still reads what lay there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autosplit.pipeline.schedule.routes import Parcel, Routes
 
-from .boundaries import Negotiation, TensorMeta
+from .boundaries import Negotiation
 from .first_error import LostPeerError
 from .groups import Groups, lost
 
@@ -137,7 +137,6 @@ class Inbox(_Box):
         self._prefetch = prefetch
         self._posted = 0
         self._coming: dict[Parcel, _Message] = {}
-        self._agreed: dict[Parcel, Sequence[TensorMeta | None]] = {}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -169,7 +168,7 @@ class Inbox(_Box):
         """Post receives until ``count`` are posted, as far as their shapes are known."""
         while self._posted < min(count, len(self._parcels)):
             parcel = self._parcels[self._posted]
-            if parcel not in self._agreed and parcel.boundary not in self._negotiation.known:
+            if parcel.boundary not in self._negotiation.known:
                 return
             self._post()
 
@@ -177,19 +176,9 @@ class Inbox(_Box):
         parcel = self._parcels[self._posted]
         self._posted += 1
         message = self._coming[parcel] = _Message(parcel, [], [])
-        for meta in self._metas(parcel):
+        for meta in self._negotiation.crossing(parcel, self._routes.feeds):
             if meta is None:
                 message.tensors.append(None)
             else:
                 made = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
                 self._start(message, self._link.irecv, made)
-
-    def _metas(self, parcel: Parcel) -> Sequence[TensorMeta | None]:
-        """What comes with a parcel; None for a gradient that is not wanted."""
-        found = self._agreed.get(parcel)
-        if found is None:
-            agreed = self._negotiation.known[parcel.boundary]
-            metas = self._routes.feeds.select(agreed, parcel.boundary, parcel.taker)
-            found = [meta if parcel.forward or meta.requires_grad else None for meta in metas]
-            self._agreed[parcel] = found
-        return found

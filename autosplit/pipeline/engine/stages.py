@@ -134,6 +134,17 @@ class TrainableStage(BackwardStage, Protocol):
 
 
 @runtime_checkable
+class KnowsGradients(Protocol):
+    """A stage that knows which gradients it gives; of another, all that are wanted come back, those
+    that there are not as zeros.
+    """
+
+    def inputs_given(self, come: Sequence[bool]) -> Sequence[bool]:
+        """For each input whether I gives a gradient of it where these outputs get one."""
+        ...
+
+
+@runtime_checkable
 class ChecksInputs(Protocol):
     """A module that knows which inputs it can take, as a stage of a plan does."""
 
@@ -311,6 +322,40 @@ def build_stages(
     return built
 
 
+def agree_on_gradients(
+    stages: Mapping[int, TrainableStage], count: int, feeds: Feeds, negotiation: Negotiation
+) -> None:
+    """Tell the other ranks which gradients this rank's stages give, once all stages are built; each
+    knows when it has heard which it gets.
+
+    Args:
+        stages: this rank's.
+        count: how many there are.
+        feeds: who feeds whom.
+        negotiation: where the boundaries are agreed on.
+
+    Raises:
+        LostPeerError: another rank failed or was not ready in time.
+    """
+    negotiation.learn(count - 1)
+    for index in sorted(stages, reverse=True):
+        come = [index == count - 1] * len(negotiation.known[index])
+        for target in feeds.targets(index):
+            taken = feeds.select(range(len(come)), index, target)
+            for at, is_given in zip(taken, negotiation.gradients(index, target), strict=True):
+                come[at] |= is_given
+        stage = stages[index]
+        gives = stage.inputs_given(come) if isinstance(stage, KnowsGradients) else None
+        for source in feeds.sources(index):
+            metas = feeds.select(negotiation.known[source], source, index)
+            given = [meta.requires_grad for meta in metas]
+            if gives is not None:
+                places = feeds.places(source, index) or [[at] for at in range(len(metas))]
+                pairs = zip(given, places, strict=True)
+                given = [each and any(gives[at] for at in own) for each, own in pairs]
+            negotiation.publish_gradients(source, index, given)
+
+
 _NO_TENSOR = "no tensor: return it as it is, without .item() or float()"
 
 _CALLS = {
@@ -365,6 +410,9 @@ class _Frozen:
     ) -> list[Tensor | None]:
         output_grads.clear()
         return [None] * self._inputs
+
+    def inputs_given(self, come: Sequence[bool]) -> list[bool]:
+        return [False] * self._inputs
 
     backward = backward_input
     backward_weight = recompute = attach_held = publish = _nothing

@@ -98,9 +98,9 @@ class Transport:
         """The call that hands ``result`` (an F's or I's, named by its action) to other stages; None
         where no stage takes it.
 
-        It takes one tensor per output of an F, one gradient per input of an I. Of gradients only
-        those that are wanted travel, a missing one as zeros. It raises PipelineError, before
-        sending anything, if a tensor is not what was agreed on.
+        It takes one tensor per output of an F, one gradient per input of an I. Of gradients those
+        that were agreed on travel, one that is missing in this microbatch as zeros. It raises
+        PipelineError, before sending anything, if a tensor is not what was agreed on.
         """
         parcels = parcels_of(result, self.feeds)
         if result.kind is ActionKind.FORWARD:
@@ -158,15 +158,13 @@ class Transport:
         return send
 
     def _gradient_sender(self, parcel: Parcel) -> Send:
-        put, boundary, taker = self._put(parcel), parcel.boundary, parcel.taker
-        result = parcel.result
-        known, select = self._negotiation.known, self.feeds.select
-        choose = gradients_for(boundary, taker, self.feeds)
+        put, result, negotiation = self._put(parcel), parcel.result, self._negotiation
+        choose = gradients_for(parcel.boundary, parcel.taker, self.feeds)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            agreed: Sequence[TensorMeta] = known[boundary]
+            agreed = negotiation.crossing(parcel, self.feeds)
             if choose is not None:
-                agreed, gradients = select(agreed, boundary, taker), choose(gradients)
+                gradients = choose(gradients)
             if len(gradients) < len(agreed):
                 raise PipelineError(
                     f"stage {result.stage} gave {len(gradients)} input gradients for microbatch "
@@ -175,8 +173,10 @@ class Transport:
             ready: list[Tensor | None] = []
             # The last stage's targets come after the boundary's tensors and take no part.
             for place, (tensor, meta) in enumerate(zip(gradients, agreed, strict=False)):
-                if not meta.requires_grad:
-                    tensor = None
+                if meta is None:
+                    if tensor is not None:
+                        self._refuse_unexpected(parcel, place)
+                        tensor = None
                 elif tensor is None:
                     tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
                 elif tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
@@ -200,6 +200,18 @@ class Transport:
         """The first outputs are what later ones are held to."""
         self.feeds.check_outputs(stage, len(given))
         return self._negotiation.publish(stage, [TensorMeta.of(tensor) for tensor in given])
+
+    def _refuse_unexpected(self, parcel: Parcel, place: int) -> None:
+        """Refuse a gradient that the other stage does not wait for, though it could use it."""
+        boundary, taker = parcel.boundary, parcel.taker
+        metas = self.feeds.select(self._negotiation.known[boundary], boundary, taker)
+        if metas[place].requires_grad:
+            raise PipelineError(
+                f"there is a {self._gradient_name(parcel, place)} in microbatch "
+                f"{parcel.result.microbatch}, and there was none when the pipeline was built: what "
+                f"the forward of stage {taker} reads was changed, so that its loss depends on "
+                "more; build a new trainer"
+            )
 
     def _gradient_name(self, parcel: Parcel, place: int) -> str:
         positions = self.feeds.positions(parcel.boundary, parcel.taker)
@@ -292,13 +304,9 @@ def gradients_for(
 
     An output that the stage takes more than once gets the sum.
     """
-    if feeds.wiring is None:
+    places = feeds.places(source, stage)
+    if places is None:
         return None
-    sources = [(each.stage, each.position) for each in feeds.wiring.inputs[stage]]
-    places = [
-        [place for place, each in enumerate(sources) if each == (source, position)]
-        for position in feeds.positions(source, stage) or ()
-    ]
 
     def choose(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         chosen: list[Tensor | None] = []

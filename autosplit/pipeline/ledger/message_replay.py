@@ -6,9 +6,9 @@ Storages without tensors: how many hold each, and how many bytes there are in al
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from autosplit.pipeline.engine.boundaries import TensorMeta
+from autosplit.pipeline.engine.boundaries import Negotiation
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel, parcels_for, parcels_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -85,7 +85,7 @@ class MessageReplay:
         schedule: what is run.
         rank: whose messages.
         feeds: who feeds whom.
-        boundaries: gives what a stage puts out.
+        negotiation: where it was agreed on what stages put out and get back.
         level: counts.
     """
 
@@ -94,11 +94,11 @@ class MessageReplay:
         schedule: Schedule,
         rank: int,
         feeds: Feeds,
-        boundaries: Callable[[int], Sequence[TensorMeta]],
+        negotiation: Negotiation,
         level: Level,
     ) -> None:
         self._schedule, self._rank, self._feeds = schedule, rank, feeds
-        self._boundaries, self._level = boundaries, level
+        self._negotiation, self._level = negotiation, level
         self._routes = routes_of(schedule, rank, feeds)
         self._source = {p: peer for peer, ps in self._routes.receives.items() for p in ps}
         self._place = {p: at for ps in self._routes.receives.values() for at, p in enumerate(ps)}
@@ -173,7 +173,7 @@ class MessageReplay:
 
     def _keep_loss(self, stage: int, values: Values) -> None:
         """A loss in memory that is not its alone is kept as a copy."""
-        for value, meta in zip(values, self._boundaries(stage), strict=True):
+        for value, meta in zip(values, self._negotiation.known[stage], strict=True):
             if value is not None:
                 size = meta.dtype.itemsize
                 kept = value if value.bytes == size else Storage(size)
@@ -182,25 +182,20 @@ class MessageReplay:
 
     def _given(self, parcel: Parcel, values: Values) -> Values:
         """What goes into a parcel, held for it."""
-        wiring = self._feeds.wiring
-        if wiring is None:
-            given = [*values]
-        elif parcel.forward:
-            positions = self._feeds.positions(parcel.boundary, parcel.taker) or ()
-            given = [values[position] for position in positions]
-        else:
-            given = []
-            for position in self._feeds.positions(parcel.boundary, parcel.taker) or ():
-                inputs = enumerate(wiring.inputs[parcel.taker])
-                at = [i for i, s in inputs if (s.stage, s.position) == (parcel.stage, position)]
-                first, *others = (values[place] for place in at)
-                self._level.hold([first])
-                for other in others:
-                    self._level.hold([other])
-                    first = self._added(first, other)
-                given.append(first)
-            return given
-        self._level.hold(given)
+        if parcel.forward:
+            taken = [*self._feeds.select(values, parcel.boundary, parcel.taker)]
+            self._level.hold(taken)
+            return taken
+        places = self._feeds.places(parcel.boundary, parcel.taker)
+        given: Values = []
+        for place, meta in enumerate(self._negotiation.crossing(parcel, self._feeds)):
+            at = [place] if places is None else places[place]
+            first, *others = (None if meta is None else values[each] for each in at)
+            self._level.hold([first])
+            for other in others:
+                self._level.hold([other])
+                first = self._added(first, other)
+            given.append(first)
         return given
 
     def _added(self, one: Storage | None, other: Storage | None) -> Storage | None:
@@ -230,11 +225,8 @@ class MessageReplay:
         while self._posted[peer] < min(count, len(parcels)):
             parcel = parcels[self._posted[peer]]
             self._posted[peer] += 1
-            metas = self._boundaries(parcel.boundary)
             self._coming[parcel] = coming = [
-                Storage(meta.shape.numel() * meta.dtype.itemsize)
-                if parcel.forward or meta.requires_grad
-                else None
-                for meta in self._feeds.select(metas, parcel.boundary, parcel.taker)
+                None if meta is None else Storage(meta.shape.numel() * meta.dtype.itemsize)
+                for meta in self._negotiation.crossing(parcel, self._feeds)
             ]
             self._level.hold(coming)

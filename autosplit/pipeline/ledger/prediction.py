@@ -7,12 +7,12 @@ row.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from autosplit.passes import Kind, Role
 from autosplit.passes.lowering.buffers import LiveBytes
 from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
-from autosplit.pipeline.engine.boundaries import TensorMeta
+from autosplit.pipeline.engine.boundaries import Negotiation
 from autosplit.pipeline.engine.executor import join_adjacent_weights
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import LevelByOrder, recomputed
@@ -52,7 +52,7 @@ class RankReplay:
         rank: whose part.
         feeds: who feeds whom.
         stages: this rank's stages.
-        boundaries: gives what a stage puts out, of this rank's stages and those that it hears of.
+        negotiation: where it was agreed on what stages put out and get back.
         calls: knows what stages' calls hold.
     """
 
@@ -62,7 +62,7 @@ class RankReplay:
         rank: int,
         feeds: Feeds,
         stages: Mapping[int, Stage],
-        boundaries: Callable[[int], Sequence[TensorMeta]],
+        negotiation: Negotiation,
         calls: CallMemory,
     ) -> None:
         self._stages = stages
@@ -71,7 +71,7 @@ class RankReplay:
         self._again = recomputed(schedule.ranks[rank])
         self._moved = schedule.moved
         self._level = Level()
-        self._messages = MessageReplay(schedule, rank, feeds, boundaries, self._level)
+        self._messages = MessageReplay(schedule, rank, feeds, negotiation, self._level)
         self._saved: dict[tuple[int, int], Held] = {}
         self._deferred: dict[tuple[int, int], Held] = {}
         self._inputs: dict[tuple[int, int], Held] = {}
@@ -189,10 +189,14 @@ class RankReplay:
         taken = self._saved.pop((action.stage, action.microbatch))
         pairs = zip(functions.capture.outputs, self._messages.gradients(action), strict=False)
         for name, storage in pairs:
-            if storage and name in functions.tangent_specs:
-                taken[Role(Kind.TANGENT, name)] = storage
-            else:
+            spec = functions.tangent_specs.get(name)
+            if spec is None:
                 self._level.release([storage])
+                continue
+            if storage is None:  # I runs on zeros
+                storage = Storage(spec.shape.numel() * spec.dtype.itemsize)
+                self._level.hold([storage])
+            taken[Role(Kind.TANGENT, name)] = storage
         made = self._call(action, taken)
         names = functions.capture.inputs
         inputs = [made.pop(Role(Kind.INPUT_GRAD, name), None) for name in names]

@@ -136,6 +136,18 @@ class Feeds:
         positions = self.positions(source, target)
         return outputs if positions is None else [outputs[position] for position in positions]
 
+    def places(self, source: int, target: int) -> list[list[int]] | None:
+        """For each output of ``source`` that goes to ``target``, its places among the inputs of
+        that; None where they are as they come.
+        """
+        if self.wiring is None:
+            return None
+        sources = [(each.stage, each.position) for each in self.wiring.inputs[target]]
+        return [
+            [place for place, each in enumerate(sources) if each == (source, position)]
+            for position in self._positions[source, target]
+        ]
+
     def shared_places(self, stage: int) -> tuple[int, ...]:
         """Which arguments of ``stage`` others may take as well; none in a chain."""
         if self.wiring is None:

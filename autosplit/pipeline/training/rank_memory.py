@@ -97,9 +97,8 @@ class RankMemory:
         step, replay = self.step, None
         stages = None if step is None else all_traced(step.stages)
         if step is not None and stages is not None:
-            learn = step.negotiation.learn
             replay = RankReplay(
-                schedule, self._groups.rank, self._feeds, stages, learn, self._calls
+                schedule, self._groups.rank, self._feeds, stages, step.negotiation, self._calls
             )
             replay.peak({})
         guests: Evicted = {}

@@ -26,6 +26,7 @@ from autosplit.pipeline.engine.stages import (
     SplitStage,
     StageFactory,
     TrainableStage,
+    agree_on_gradients,
     build_stages,
     compile_stages,
     forward_only,
@@ -261,6 +262,7 @@ class Runner:
             )
         with place("compiling its stages"):
             compile_stages(step.stages, self.schedule)
+        agree_on_gradients(step.stages, self.schedule.stages, self._feeds, step.negotiation)
         # A step's clock starts for all ranks together, of replicas of the pipeline too.
         self._groups.everybody.meet()
         return self._prepare(step, self.schedule, step.stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -51,9 +52,14 @@ def test_negotiation_brings_everything_that_matters() -> None:
     groups = Groups(2, CPU, 30.0)
     negotiation = Negotiation("negotiated", groups, lambda: None)
     meta = TensorMeta(torch.Size([4, 0]), torch.bfloat16, True)
-    agreed = negotiation.publish(0, [meta, meta]) if dist.get_rank() == 0 else negotiation.learn(0)
+    first = dist.get_rank() == 0
+    agreed = negotiation.publish(0, [meta, meta]) if first else negotiation.learn(0)
+    if not first:
+        negotiation.publish_gradients(0, 1, [False, True])
+    given = negotiation.gradients(0, 1)
     groups.destroy()
     assert agreed == (meta, meta)
+    assert given == (False, True)
 
 
 @ranks(2)
@@ -83,10 +89,11 @@ def test_connections_end_when_a_trainer_is_closed() -> None:
 # --- on one rank --------------------------------------------------------------------------
 
 
-def _transport(*metas: TensorMeta, prefetch: int = 2) -> Transport:
+def _transport(*metas: TensorMeta, given: Sequence[bool] = (), prefetch: int = 2) -> Transport:
     groups = Groups(1, CPU, 1.0)
     negotiation = Negotiation("train", groups, lambda: None)
     negotiation.publish(0, metas)
+    negotiation.publish_gradients(0, 1, given)
     routes = routes_of(build("gpipe", 2, 1, ranks=1), 0)
     return Transport(routes, groups, negotiation, device=CPU, prefetch=prefetch)
 
@@ -105,15 +112,19 @@ def test_hand_over_keeps_the_tensors() -> None:
         transport.receiver(Parcel(F0, 1))()
 
 
-def test_only_wanted_gradients_come_back_and_missing_ones_are_zero() -> None:
-    transport = _transport(_meta(2), _meta(3, grad=False), _meta(1, 2, dtype=torch.bfloat16))
-    grads: list[Tensor | None] = [torch.ones(2), torch.ones(3), None, torch.ones(5)]
+def test_gradients_that_were_agreed_on_come_back_one_missing_in_a_microbatch_as_zeros() -> None:
+    metas = _meta(2), _meta(3, grad=False), _meta(1, 2, dtype=torch.bfloat16), _meta(4)
+    transport = _transport(*metas, given=[True, False, True, False])
+    grads: list[Tensor | None] = [torch.ones(2), torch.ones(3), None, None, torch.ones(5)]
     transport.sender(I0)(grads)
-    first, second, third = transport.receiver(Parcel(I0, 0))()
+    first, second, third, fourth = transport.receiver(Parcel(I0, 0))()
     assert first is grads[0]
-    assert second is None
+    assert (second, fourth) == (None, None)
     assert third is not None
     assert torch.equal(third, torch.zeros(1, 2, dtype=torch.bfloat16))
+    grads[3] = torch.ones(4)
+    with pytest.raises(PipelineError, match=r"^there is a gradient of input 3 of stage 1 in micro"):
+        transport.sender(I0)(grads)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""What no loss depends on has no gradient, as under plain autograd: an optimizer passes it over."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autosplit.stage import Stage
+from tests.pipeline import workers
+from tests.ranks import ranks
+
+ROWS, STEPS = 4, 2
+
+
+class Apart(nn.Module):
+    """Hands on a main value and two sides; the one is made of the one before, the other of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side, self.both = (nn.Linear(workers.WIDTH, workers.WIDTH) for _ in "abc")
+
+    def forward(self, main: Tensor, side: Tensor | None = None, *_: Tensor) -> tuple[Tensor, ...]:
+        side = main if side is None else side
+        return torch.tanh(self.main(main)), self.side(side), self.both(main) * self.side(side)
+
+
+class End(nn.Module):
+    """Uses only some of what comes."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__()
+        self.last, self.used = nn.Linear(workers.WIDTH, workers.WIDTH), used
+
+    def forward(self, *values: Tensor) -> Tensor:
+        made: Tensor = self.last(torch.stack(values[: self.used]).sum(0))
+        return made
+
+
+class Whole(nn.Module):
+    """Stages one after another."""
+
+    def __init__(self, stages: nn.Sequential) -> None:
+        super().__init__()
+        self.stages = stages
+
+    def forward(self, *values: Tensor) -> Tensor:
+        for stage in self.stages:
+            made = stage(*values)
+            values = made if isinstance(made, tuple) else (made,)
+        return values[0]
+
+
+def of_stages(count: int, used: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [*(Apart() for _ in range(count - 1)), End(used)]
+
+
+def decaying(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5)
+
+
+def trained_beside(count: int, used: int, options: dict[str, Any]) -> None:
+    """Steps of a pipeline and of the whole model: which parameters have a gradient, and all bits
+    of gradients and weights.
+    """
+    stages = of_stages(count, used)
+    plain = nn.Sequential(*copy.deepcopy(stages))
+    optimizer, given = decaying(plain.parameters()), {"stage_factory": None, **options}
+    with workers.trainer(stages, microbatches=2, optimizer_fn=decaying, **given) as engine:
+        for step in range(STEPS):
+            batch = workers.data(ROWS, seed=step)
+            optimizer.zero_grad()
+            expected = workers.single_process(Whole(plain), *batch, 2)
+            assert torch.equal(engine.forward_backward(batch), expected)
+            for index, module in engine.modules.items():
+                for name, parameter in plain[index].named_parameters():
+                    mine, place = module.get_parameter(name), f"{index}.{name}"
+                    if parameter.grad is None or mine.grad is None:
+                        assert parameter.grad is mine.grad, place
+                    else:
+                        assert torch.equal(mine.grad, parameter.grad), place
+            optimizer.step()
+            if engine.optimizer is not None:
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            for index, module in engine.modules.items():
+                assert workers.equal(dict(module.state_dict()), dict(plain[index].state_dict()))
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b", "split_backward": False},
+    {"schedule": "zb-h1"},
+]
+
+
+@pytest.mark.parametrize("used", [1, 2])
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@ranks(2)
+def test_two_stages(options: dict[str, Any], used: int) -> None:
+    trained_beside(2, used, options)
+
+
+@pytest.mark.parametrize("used", [1, 2])
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@ranks(3)
+def test_three_stages(options: dict[str, Any], used: int) -> None:
+    """The middle one gives no gradient of what it uses only for what the last does not use."""
+    trained_beside(3, used, options)
+
+
+def sliced(module: nn.Module, args: list[Tensor], *, index: int) -> Stage:
+    return Stage(module, args, index=index, slices=1 if index == 2 else 2)
+
+
+WAYS: dict[str, Any] = {
+    "weights that do not wait": {"memory": "fast"},
+    "slices": {"stage_factory": sliced},
+    "joined": {"accumulation": "concatenated"},
+    "hooks": {},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_weight_gradients_are_made(way: str) -> None:
+    stages = of_stages(3, 1)
+    plain = nn.Sequential(*copy.deepcopy(stages))
+    seen: list[str] = []
+    for place, module in enumerate(stages if way == "hooks" else ()):
+        for name, parameter in module.named_parameters():
+            parameter.register_hook(lambda _, at=f"{place}.{name}": seen.append(at))
+    batch = workers.data(ROWS)
+    workers.single_process(Whole(plain), *batch, 2)
+    options = {"stage_factory": None, "schedule": "gpipe", "microbatches": 2, **WAYS[way]}
+    with workers.trainer(stages, ranks=1, **options) as engine:
+        engine.forward_backward(batch)
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    found = nn.Sequential(*stages).named_parameters()
+    grads = {name: p.grad for name, p in found if p.grad is not None}
+    assert grads.keys() == expected.keys()
+    assert set(seen) == ({*grads} if way == "hooks" else set())
+    for name, gradient in grads.items():  # products of several microbatches at once round otherwise
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-6 * (way == "joined"))
