@@ -28,8 +28,16 @@ class ReferenceStage:
         self._module = module
         self._wanted = [arg.requires_grad for arg in args]
         self._graphs: dict[int, _Graph] = {}
-        outputs = _flat(copy.deepcopy(module)(*args))
+        self._args = args
+        self._outputs = outputs = _flat(copy.deepcopy(module)(*args))
         self.output_specs = [(out.shape, out.dtype, out.requires_grad) for out in outputs]
+
+    def inputs_given(self, come: Sequence[bool]) -> list[bool]:
+        pairs = zip(self._outputs, come, strict=True)
+        grads = [torch.zeros_like(out) if comes else None for out, comes in pairs]
+        wanted = [arg for arg in self._args if arg.requires_grad]
+        found = iter(self._grad(_Graph([], self._outputs, grads), wanted))
+        return [arg.requires_grad and next(found) is not None for arg in self._args]
 
     def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
         own = [

@@ -24,6 +24,8 @@ from autosplit.pipeline import build
 from autosplit.pipeline.validation.torch_csv import write_csv
 from autosplit.pipelining import SplitPipelineStage, torch_schedule
 from autosplit.torch_internals.version import TORCH
+from tests.pipeline.training.test_missing_gradients import of_stages
+from tests.pipeline.workers import WIDTH
 from tests.ranks import ranks
 
 from .programs import Program, block, mean_square, no_leaked_tensors
@@ -107,6 +109,13 @@ def test_several_outputs() -> list[str]:
     parts = [Several(), Several(), Several(), _Joined(block())]
     data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
     return Program(parts, "ScheduleZBVZeroBubble", **data).run()
+
+
+@pytest.mark.parametrize(("kind", "stages"), [("Schedule1F1B", 2), ("ScheduleZBVZeroBubble", 4)])
+@ranks(2)
+def test_what_no_loss_depends_on_has_no_gradient(kind: str, stages: int) -> list[str]:
+    data = {"args": [torch.randn(8, WIDTH)], "target": torch.randn(8, WIDTH)}
+    return Program(of_stages(stages, 1), kind, **data).run(2)
 
 
 class _Joined(nn.Module):
