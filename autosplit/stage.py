@@ -143,6 +143,8 @@ class Stage:
         count = self._weights.slices
         if count == 1:  # no graphs of slices need to be made for that
             return (tuple(self.functions.late_parameters),)
+        if not self.functions.has_backward:
+            return ((),) * count
         return self.functions.sliced(count).parameter_names
 
     @property
@@ -214,7 +216,8 @@ class Stage:
                 changed so that its outputs did.
             CaptureError: the module changed and cannot be traced any more.
         """
-        if microbatch in self._saved or microbatch in self._inputs:
+        waits = microbatch in self._saved and self._saved.get(microbatch).functions.has_backward
+        if waits or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
         sizes, found = self._graphs.check_inputs(inputs), self._found
         if not steady or found is None or found.sizes is not sizes:
@@ -230,7 +233,7 @@ class Stage:
             result = run_forward(functions, state, taken)
         if kept is not None:
             self._inputs[microbatch] = kept
-        elif functions.has_backward:
+        else:
             arrived = InFlightMicrobatch(functions, result.saved, state, lent)
             self._saved.put(microbatch, arrived)
         functions.leave_apart(result.outputs)
@@ -318,7 +321,10 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state, lent, _ = self._take(microbatch)
+        functions, saved, state, lent, _ = taken = self._take(microbatch)
+        if not functions.has_backward:
+            self._weights.in_flight.put(microbatch, taken)
+            return self._nothing(output_grads)
         lent |= lent_storages(output_grads)
         with _without_grad(), without_autocast():
             given = self._output_grads(functions, output_grads)
@@ -357,7 +363,7 @@ class Stage:
             SplitError: this microbatch has nothing deferred, or ran on other parameters than
                 those before it; or it is not this slice's turn.
         """
-        if self._sharded:
+        if self._sharded and self.functions.has_backward:
             self.sharding.unshard()
         with _without_grad(), without_autocast():
             if not isinstance(microbatch, int):
@@ -396,6 +402,8 @@ class Stage:
             SplitError: this microbatch has no forward to go back through.
         """
         functions, saved, state, _, _ = self._take(microbatch)
+        if not functions.has_backward:
+            return self._nothing(output_grads)
         names = functions.parameter_names
         with _without_grad(), without_autocast():
             given = self._output_grads(functions, output_grads)
@@ -455,6 +463,11 @@ class Stage:
         self._saved.clear()
         self._weights.clear()
 
+    def _nothing(self, output_grads: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of inputs where all is frozen."""
+        output_grads.clear()
+        return [None] * len(self.functions.capture.inputs)
+
     def _take(self, microbatch: int) -> InFlightMicrobatch:
         """The state of a microbatch for its backward, which is let go of here."""
         if microbatch in self._inputs:
@@ -462,9 +475,10 @@ class Stage:
                 f"stage {self.index}: microbatch {microbatch} kept its inputs only; call "
                 f"recompute({microbatch}) before its backward"
             )
-        if self._sharded:
+        taken = self._saved.take(microbatch)
+        if self._sharded and taken.functions.has_backward:
             self.sharding.unshard()
-        return self._saved.take(microbatch)
+        return taken
 
     def _hand_over(self) -> None:
         """Let sharded parameters' gradients that are reduced in another dtype be added up in it."""

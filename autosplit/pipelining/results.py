@@ -6,6 +6,7 @@ The last stage's outputs as the loss function sees them, and the gradients that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -88,7 +89,13 @@ class Results:
         Raises:
             StageShapeError: says what was agreed and what came.
         """
-        if agreed is not self and (agreed.metas, agreed.spec) != (self.metas, self.spec):
+        if agreed is self:
+            return
+        now = [
+            replace(meta, requires_grad=meta.requires_grad or before.requires_grad)
+            for meta, before in zip(self.metas, agreed.metas, strict=False)
+        ]  # they may have been frozen
+        if (agreed.metas, agreed.spec, len(now)) != (now, self.spec, len(self.metas)):
             raise StageShapeError(
                 f"{owner}: microbatch {chunk} has the outputs {described(self.metas)}, but "
                 f"the next stage was told to expect {described(agreed.metas)} at first. "

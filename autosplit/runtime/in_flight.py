@@ -176,6 +176,8 @@ class PendingWeightGradients:
         """W of microbatches in one call."""
         taken = [*map(self.in_flight.take, microbatches)]
         functions, _, state, _, skipped = taken[0]
+        if not functions.has_backward:
+            return
         names, deferred = functions.late_parameters, [*map(_RESIDUALS, taken)]
         sums, how = self.into(names, state, skipped), self.sums.accumulation
         gradients = functions.backward_weight_together(deferred, sums, how)
@@ -225,14 +227,14 @@ class PendingWeightGradients:
                 f"{self._owner}: W of microbatch {microbatch} runs in {self.slices} slice(s), in "
                 f"order; it is the turn of slice {turn}, got {index}"
             )
-        functions, deferred, state, lent, skipped = self.in_flight.take(microbatch)
-        weight = functions.sliced(self.slices)
-        names = weight.parameter_names[index]
-        sums = self.into(names, state, skipped)
-        accumulation = self.sums.accumulation
-        gradients, left = functions.weight_slice(self.slices, index, deferred, sums, accumulation)
-        if sums is None:
-            self.sums.add(names, gradients, weight.borrowed(index), skipped)
+        functions, left, state, lent, skipped = self.in_flight.take(microbatch)
+        if functions.has_backward:
+            weight, how = functions.sliced(self.slices), self.sums.accumulation
+            names = weight.parameter_names[index]
+            sums = self.into(names, state, skipped)
+            gradients, left = functions.weight_slice(self.slices, index, left, sums, how)
+            if sums is None:
+                self.sums.add(names, gradients, weight.borrowed(index), skipped)
         if index + 1 == self.slices:
             self._begun.pop(microbatch, None)
             return

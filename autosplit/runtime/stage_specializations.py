@@ -124,8 +124,10 @@ class StageSpecializations:
 
     @property
     def output_specs(self) -> list[OutputSpec]:
-        """Shape, dtype and whether a gradient comes back, of every output."""
-        return _output_specs(self._latest, self.outputs)
+        """Shape, dtype and whether a gradient comes back, of every output: also of one that has
+        been frozen since, whose gradient is then of no use.
+        """
+        return self._specs_of(self._latest, self.outputs)
 
     def fitting(self) -> SplitFunctions:
         """The graphs for the inputs that were checked last and the module as it is now.
@@ -206,21 +208,28 @@ class StageSpecializations:
             f"{list(given.shape)} on {given.device}"
         )
 
+    def _specs_of(self, functions: SplitFunctions, names: Sequence[str]) -> list[OutputSpec]:
+        specs, trained = functions.output_specs, functions.tangent_specs
+        first = {name: spec[2] for name, spec in zip(names, self._first.outputs, strict=False)}
+        return [
+            (specs[name].shape, specs[name].dtype, name in trained or first.get(name, False))
+            for name in names
+        ]
+
     def _check_outputs(self, found: SplitFunctions) -> None:
         """Hold the outputs against those that came before of inputs of these sizes; of other sizes,
-        all but their sizes.
+        all but their sizes. Outputs may be frozen, and be trained again that were at first.
         """
-        before, now = self._now.outputs, _output_specs(found, list(found.output_specs))
+        before, first = self._now.outputs, self._first.outputs
         same = found.capture.outputs == self.outputs
-        if same:
-            now = _output_specs(found, self.outputs)
-            first = self._first.outputs
-            if before == now or (not before and [*map(_any_size, now)] == [*map(_any_size, first)]):
-                before[:] = now
-                return
+        now = self._specs_of(found, self.outputs if same else list(found.output_specs))
+        alike = before == now if before else [*map(_any_size, now)] == [*map(_any_size, first)]
+        if same and alike:
+            before[:] = now
+            return
         raise SplitError(
             f"{self._name} ({type(self._module).__name__}) returned "
-            f"{_described(before or self._first.outputs)} "
+            f"{_described(before or first)} "
             f"when it was set up, and would now return {_described(now)}: what its forward "
             "reads was changed, such as parameters, their dtype or whether they are trained, "
             "or autocast; build a new Stage, or a new trainer"
@@ -282,11 +291,6 @@ def _kind(tensor: Tensor, spec: TensorSpec) -> tuple[Any, ...]:
 def _any_size(spec: OutputSpec) -> tuple[int, torch.dtype, bool]:
     shape, dtype, trained = spec
     return len(shape), dtype, trained
-
-
-def _output_specs(functions: SplitFunctions, names: Sequence[str]) -> list[OutputSpec]:
-    specs, differentiable = functions.output_specs, functions.tangent_specs
-    return [(specs[name].shape, specs[name].dtype, name in differentiable) for name in names]
 
 
 def _described(specs: Sequence[OutputSpec]) -> str:

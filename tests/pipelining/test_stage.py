@@ -118,6 +118,19 @@ def test_what_no_loss_depends_on_has_no_gradient(kind: str, stages: int) -> list
     return Program(of_stages(stages, 1), kind, **data).run(2)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+@ranks(2)
+def test_a_stage_that_is_frozen_for_some_steps(frozen: int) -> list[str]:
+    program, found = of_blocks(2), []
+    for trains in (True, False, True):
+        for each in (program.parts[frozen], program.plain[frozen]):
+            each.requires_grad_(trains)
+        found += program.run()
+        for part in [*program.parts, *program.plain]:
+            part.zero_grad()
+    return found
+
+
 class _Joined(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

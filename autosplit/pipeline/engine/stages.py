@@ -7,7 +7,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, fx, nn
@@ -204,8 +204,7 @@ class SplitStage:
 
 def traced(stage: TrainableStage) -> Stage | None:
     """The stage whose graphs are run; None where it is of another class, and nothing is known."""
-    found = stage.traced if isinstance(stage, _Frozen) else stage
-    return found if isinstance(found, Stage) else None
+    return stage if isinstance(stage, Stage) else None
 
 
 def all_traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage] | None:
@@ -234,7 +233,7 @@ def stage_memory(stage: TrainableStage) -> StageMemory:
     """What a stage keeps of one microbatch, as ``footprint``, and how it would travel."""
     saved, deferred = footprint(stage)
     known = traced(stage)
-    if known is None or isinstance(stage, _Frozen):
+    if known is None or not known.functions.has_backward:
         return StageMemory(saved, deferred)
     forward = known.functions.graphs.forward
     count = len(graph_outputs(forward.graph, Kind.SAVED))
@@ -317,8 +316,7 @@ def build_stages(
         if index == stages - 1:
             check_loss(metas)
         negotiation.publish(index, metas)
-        trains = any(meta.requires_grad for meta in metas)
-        built[index] = stage if trains else _Frozen(stage, len(args))
+        built[index] = stage
     return built
 
 
@@ -376,47 +374,6 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
                     if a.stage == index and a.kind in _CALLS
                 ]
                 stage.compile([(_CALLS[a.kind], len(a.microbatches)) for a in mine])
-
-
-def _nothing(*_: object, **__: object) -> None:
-    pass
-
-
-def _no_tensors(*_: object, **__: object) -> list[Tensor]:
-    return []
-
-
-class _Frozen:
-    """A stage with nothing to differentiate: its backward actions are empty, and it holds
-    nothing.
-
-    Attributes:
-        traced: whose forward it runs.
-    """
-
-    def __init__(self, stage: TrainableStage, inputs: int) -> None:
-        self.traced = stage
-        self._inputs = inputs
-        self._forward = stage.forward
-        self.output_specs = stage.output_specs
-
-    def forward(
-        self, microbatch: int, inputs: list[Tensor], keep: Literal["saved", "inputs"] = "saved"
-    ) -> list[Tensor]:
-        return self._forward(microbatch, inputs)
-
-    def backward_input(
-        self, microbatch: int, output_grads: list[Tensor | None]
-    ) -> list[Tensor | None]:
-        output_grads.clear()
-        return [None] * self._inputs
-
-    def inputs_given(self, come: Sequence[bool]) -> list[bool]:
-        return [False] * self._inputs
-
-    backward = backward_input
-    backward_weight = recompute = attach_held = publish = _nothing
-    held = detach_held = _no_tensors
 
 
 def _examples(

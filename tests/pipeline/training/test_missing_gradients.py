@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -63,16 +65,25 @@ def decaying(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5)
 
 
-def trained_beside(count: int, used: int, options: dict[str, Any]) -> None:
+def trained_beside(
+    stages: list[nn.Module], options: dict[str, Any], frozen: Sequence[int | None] = (None,)
+) -> None:
     """Steps of a pipeline and of the whole model: which parameters have a gradient, and all bits
     of gradients and weights.
+
+    Args:
+        stages: of the pipeline.
+        options: of the trainer.
+        frozen: which stage is frozen in the steps of each round; the second has fewer samples.
     """
-    stages = of_stages(count, used)
     plain = nn.Sequential(*copy.deepcopy(stages))
     optimizer, given = decaying(plain.parameters()), {"stage_factory": None, **options}
     with workers.trainer(stages, microbatches=2, optimizer_fn=decaying, **given) as engine:
-        for step in range(STEPS):
-            batch = workers.data(ROWS, seed=step)
+        for step, at in itertools.product(range(STEPS), frozen):
+            batch = workers.data(ROWS if at is None else ROWS - 2, seed=step)
+            for index in range(len(stages)):
+                stages[index].requires_grad_(index != at)
+                plain[index].requires_grad_(index != at)
             optimizer.zero_grad()
             expected = workers.single_process(Whole(plain), *batch, 2)
             assert torch.equal(engine.forward_backward(batch), expected)
@@ -102,7 +113,7 @@ SCHEDULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 @ranks(2)
 def test_two_stages(options: dict[str, Any], used: int) -> None:
-    trained_beside(2, used, options)
+    trained_beside(of_stages(2, used), options)
 
 
 @pytest.mark.parametrize("used", [1, 2])
@@ -110,7 +121,14 @@ def test_two_stages(options: dict[str, Any], used: int) -> None:
 @ranks(3)
 def test_three_stages(options: dict[str, Any], used: int) -> None:
     """The middle one gives no gradient of what it uses only for what the last does not use."""
-    trained_beside(3, used, options)
+    trained_beside(of_stages(3, used), options)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@ranks(2)
+def test_a_stage_that_is_frozen_for_some_steps(options: dict[str, Any], frozen: int) -> None:
+    trained_beside(of_stages(2, 2), options, frozen=[None, frozen, None])
 
 
 def sliced(module: nn.Module, args: list[Tensor], *, index: int) -> Stage:
