@@ -383,9 +383,9 @@ class Stage:
     @property
     def joins_weights(self) -> bool:
         """Whether ``backward_weight`` of several microbatches may be one call."""
-        weights = self._weights
+        weights, functions = self._weights, self.functions
         asked = weights.sums.accumulation.concatenated and weights.slices == 1
-        return asked and not self.functions.defers_numbers
+        return asked and functions.has_backward and not functions.defers_numbers
 
     def weight_calls(self, microbatches: Sequence[int]) -> list[list[int]]:
         """The microbatches of each call that ``backward_weight`` of these makes, in order.
