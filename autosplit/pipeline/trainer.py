@@ -97,6 +97,16 @@ class PipelineTrainer(StageTrainer):
         stage_options: how stages are made.
         run_options: how steps run.
 
+    Attributes:
+        modules: this rank's stages by index, with their parameters.
+        optimizer: what ``optimizer_fn`` made, for learning rate schedulers; None on a rank that has
+            nothing to train.
+        rank: this process's place in its pipeline, along ``"pp"`` of a mesh.
+        mesh: as given.
+        schedule: what steps run.
+        grad_norm: of the whole model's gradient in the last step; None without ``max_grad_norm``.
+        record: what is recorded of each step, as in ``RunOptions``; may be set between steps.
+
     Raises:
         PipelineError: no process group, a count that does not fit, or any other bad argument.
         ScheduleError: an unknown schedule or placement of weight gradients, or an illegal schedule.

@@ -51,7 +51,10 @@ class StepMetrics:
         """See ``StageTrainer.metrics``."""
         runner, step = self._runner, self._runner.memory.step
         if self.losses is None or step is None:
-            raise PipelineError("there is no step yet whose metrics could be told: step(...) first")
+            raise PipelineError(
+                "there are no metrics of the last step: call step(...) first. A step_async(...) "
+                "has none, as nobody waited for its end"
+            )
         found = {"loss": self.losses.mean().item(), "seconds": self.seconds}
         metas = [each for each in step.split.offered.get("inputs", []) if each and each.shape]
         if metas:

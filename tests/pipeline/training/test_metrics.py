@@ -28,7 +28,7 @@ def test_metrics_of_a_step() -> None:
         ranks=1,
         max_grad_norm=1.0,
     ) as trainer:
-        with pytest.raises(PipelineError, match="no step yet whose metrics"):
+        with pytest.raises(PipelineError, match="no metrics of the last step"):
             trainer.metrics()
         loss = trainer.step(batch).mean().item()
         found = trainer.metrics(peak_flops=1e12)
@@ -51,5 +51,5 @@ def test_metrics_of_a_step() -> None:
         assert "stages [0, 1] of 2" in trainer.report()
         assert "tokens_per_s" in trainer.report()
         trainer.step_async(batch).wait()
-        with pytest.raises(PipelineError, match="no step yet whose metrics"):
+        with pytest.raises(PipelineError, match="no metrics of the last step"):
             trainer.metrics()
