@@ -173,9 +173,8 @@ def _names(groups: Groups) -> list[list[str]]:
 def _layout(ranks: Ranks) -> list[Any]:
     """Which rank has which stages; with another one, other ranks draw other random numbers."""
     schedule = ranks.trainer.schedule
-    mirror = None if schedule.mirror is None else [*schedule.mirror]
     replicas = [[*pipeline] for pipeline in ranks.pipelines] if len(ranks.pipelines) > 1 else []
-    return [len(schedule.ranks), [*schedule.placement], mirror, *replicas]
+    return [len(schedule.ranks), [*schedule.placement], *replicas]
 
 
 def _value(found: Mapping[str, Any], name: str) -> Any:

@@ -132,9 +132,9 @@ def check(
     if communicators is None:
         programs = of_engine(found, several)
     else:
-        if has_moves(found) or found.mirror is not None:
-            raise ScheduleError("torch's runtime neither moves microbatches nor copies stages")
-        programs = of_torch(rows, found.home, communicators, several)
+        if has_moves(found):
+            raise ScheduleError("torch's runtime does not move microbatches")
+        programs = of_torch(rows, found.placement, communicators, several)
     click.echo(f"{describe(found)}, {backend}{''.join(f', {n}={s}' for n, s in mesh)}")
     circle = stuck(programs)
     if circle is None:

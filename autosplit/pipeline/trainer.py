@@ -44,16 +44,6 @@ class PipelineTrainer(StageTrainer):
     ends the trainer on all of them, with the first cause as message; a new trainer must then be
     built.
 
-    Under a schedule with two copies of the stages (``"chimera"``, ``"dualpipe"``), two ranks hold
-    each stage and half of the microbatches go each way. The copies start with the parameters and
-    buffers of the first; every rank that holds the first or the last stage needs the batch, the
-    same on all. Losses are bit for bit those of a schedule with one copy on the same weights. Each
-    copy adds up the gradients of its own microbatches, then both get the sum of the two: another
-    order of summation than with one copy, so gradients differ by its rounding (not with two
-    microbatches), but they are the same bit for bit on both ranks and from run to run. Optimizers
-    must do the same with the same gradients, so none may draw random numbers. No buffer may be
-    written, and random layers draw from the generator of their rank: seed ranks differently.
-
     Args:
         model: the modules in order (a list, or an ``nn.ModuleList``), or a function that builds
             module ``index`` and is called for this process's stages only: outputs of one are the
@@ -212,23 +202,17 @@ def _cut(
     )
     partition = cut(whole, found.firsts)
     stages = StageSource(count, partition.build, partition.wiring, partition.shared, cut=True)
-    schedule = found.schedule if built.mirror is None else built
-    return stages, schedule
+    return stages, found.schedule
 
 
 def _planned_for(request: ScheduleRequest, built: Schedule) -> ScheduleRequest:
     """What stages are cut for: a schedule by name is built anew for their times.
-
-    For two copies of the stages nothing is planned: they want equal stages, as 1F1B does.
 
     Args:
         request: what the user asked for.
         built: the schedule before it is known what stages take.
     """
     ranks = len(built.ranks)
-    if built.mirror is not None:
-        split = request.split_backward
-        return ScheduleRequest("1f1b", request.microbatches, ranks, split_backward=split)
     if request.name == AUTO:
         return ScheduleRequest(built, request.microbatches, ranks)
     return replace(request, ranks=ranks)

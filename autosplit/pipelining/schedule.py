@@ -28,7 +28,7 @@ def torch_schedule(
     """A schedule of ours as one of torch.distributed.pipelining, which its runtime executes.
 
     Args:
-        schedule: any that has one copy of its stages: built, searched, read, or that a trainer with
+        schedule: any: built, searched, read, or that a trainer with
             ``schedule="auto"`` found.
         stages: the stages that this rank holds, ``SplitPipelineStage`` or torch's own.
         loss_fn: ``loss_fn(output, target)``.
@@ -43,12 +43,6 @@ def torch_schedule(
             than were given.
     """
     validate(schedule)
-    if schedule.mirror is not None:
-        raise ScheduleError(
-            f"{schedule.name!r} runs two copies of its stages, and torch's runtime has one rank a "
-            "stage: take a schedule with one copy, such as 'dualpipe-v', or run it with "
-            "autosplit.pipeline.PipelineTrainer"
-        )
     _check_stages(schedule, stages)
     # Torch's runtime gathers and frees by itself.
     rows = [[str(action) for action in row] for row in without_sharding(schedule).ranks]

@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autosplit.errors import PlanError, ScheduleError
-from autosplit.pipeline.builders.families import SCHEDULES
-from autosplit.pipeline.builders.placement import StageTimes
+from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -108,8 +106,7 @@ def solve(
     Raises:
         PlanError: more stages than blocks.
         CapError: no cuts were found that fit under the cap; says the least cap that would do.
-        ScheduleError: an unknown schedule, one that refuses the counts, or one that runs two
-            copies of the stages.
+        ScheduleError: an unknown schedule, or one that refuses the counts.
     """
     limits = limits or Limits()
     search = _Search(costs, stages, request, limits)
@@ -166,7 +163,7 @@ class _Search:
         self._costs = costs
         self._stages = stages
         self._limits = limits
-        self._build = _builder(request, stages)
+        self._build = request.prepare(stages)
         self._table = costs.table[:6]
         seconds = self._table[:3].sum(0)
         # A stage begins when the Fs before it are done, and then has all its work to do.
@@ -299,20 +296,3 @@ def _divide(
     for begins in reversed(behind):
         firsts.append(int(begins[firsts[-1]]))
     return float(best[-1]), tuple(firsts[:0:-1])
-
-
-def _builder(request: ScheduleRequest, stages: int) -> Callable[[Sequence[StageTimes]], Schedule]:
-    """What builds the schedule for stages with any times.
-
-    Raises:
-        ScheduleError: what ``ScheduleRequest.build`` refuses, or two copies of the stages.
-    """
-    there = request.schedule
-    known = there if isinstance(there, Schedule) else SCHEDULES.get(there)
-    twice = known.mirror is not None if isinstance(known, Schedule) else known and known.copies > 1
-    if twice:
-        raise ScheduleError(
-            f"{request.name!r} runs two copies of every stage, for which nothing is planned: "
-            "partition the model for another schedule, and give a trainer the result and this one"
-        )
-    return request.prepare(stages)

@@ -50,7 +50,7 @@ def _notes(survey: Survey) -> list[str]:
     within = "" if survey.cap is None else " that keeps the cap"
     notes = [
         "weights     fused: full backwards (B); own: where the schedule itself has them",
-        "rank holds  parts: of its stage, cut equally; copies: a stage of each of two models",
+        "rank holds  parts: of its stage, cut equally",
         "peak        what a microbatch leaves (--memory) on the fullest rank; no parameters",
         f"Pareto      *: no other row{within} is as fast and keeps as little",
     ]
@@ -69,8 +69,6 @@ def _notes(survey: Survey) -> list[str]:
 
 
 def _held(entry: SimulatedSchedule) -> str:
-    if entry.copies > 1:
-        return f"{entry.copies} copies"
     return "1 stage" if entry.parts == 1 else f"{entry.parts} parts"
 
 
@@ -81,7 +79,6 @@ def survey_rows(survey: Survey) -> list[dict[str, Any]]:
             "schedule": entry.name,
             "weights": entry.weights,
             "stages_per_rank": entry.parts,
-            "copies": entry.copies,
             "over_cap": not survey.fits(entry),
             "makespan": 1e3 * entry.timeline.makespan,
             "step_time": 1e3 * entry.timeline.step_time,

@@ -22,7 +22,6 @@ _REQUESTS: dict[str, dict[str, Any]] = {
     "gpipe": {"stages": 4, "microbatches": 4, "schedule": "gpipe"},
     "interleaved": {"stages": 4, "ranks": 2, "schedule": "interleaved"},
     "zb-v": {"stages": 4, "ranks": 2, "schedule": "zb-v"},
-    "dualpipe": {"stages": 2, "microbatches": 4, "schedule": "dualpipe"},
     "auto": {"stages": 3, "microbatches": 6, "schedule": "auto"},
     "by hand": {"cut_at": ["layers.2"], "microbatches": 4},
     "lean": {"stages": 2, "microbatches": 4, "memory": "lean"},

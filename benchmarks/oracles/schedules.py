@@ -52,7 +52,7 @@ def refused(name: str, stages: int, microbatches: int) -> bool:
 def written(schedule: Schedule) -> str:
     """All that a schedule says, a line each, then its rows."""
     said = (
-        f"placement {schedule.placement} mirror {schedule.mirror} partners {schedule.partners}",
+        f"placement {schedule.placement} partners {schedule.partners}",
         f"split {schedule.split_backward} crosses {schedule.crosses_step} {dict(schedule.moved)}",
         *(",".join(map(str, row)) for row in schedule.ranks),
     )

@@ -137,7 +137,7 @@ def test_plan(tmp_path: pathlib.Path) -> None:
         "the best",
         "slower by",
         " more, none faster",
-        "not dualpipe",
+        "not dualpipe-v",
         "first block",
         "layers.2",
     )

@@ -331,7 +331,6 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "no dimension": built(wrongly(pairs["dp_replicate"]), pairs),
         "no mesh": built(wrongly(None), None, stages=4),
         "shared": built(sharded(mesh), shared_parameters=tied),
-        "two copies": built(sharded(mesh), schedule="chimera"),
         "limit": built(sharded(mesh), memory_limit="1GiB"),
         "built differently": built(
             sharded(mesh, lambda i: uneven(i) if dist.get_rank() != 3 else nn.Sequential(Scale()))

@@ -21,7 +21,6 @@ SAID = {
     "no dimension": "and PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device",
     "no mesh": "and PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device",
     "shared": "are shared by several stages (shared_parameters), whose gradients would have to be",
-    "two copies": "have two copies under schedule 'chimera', whose gradients would have to be",
     "limit": "those that are sharded along 'dp_shard' are gathered in a step: leave one of the two",
     "built differently": "hold replicas of the same stages, which must be built alike",
     "no sync": "are not to be reduced (set_requires_gradient_sync, set_requires_all_reduce): a",

@@ -24,7 +24,6 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "schedule": ({"schedule": "gpipe"}, 2),
     "fused": ({"split_backward": False}, 4),
     "a schedule": ({"schedule": build("1f1b", 2, 2, split_backward=False)}, 4),
-    "two copies": ({"schedule": "chimera"}, 3),
     "cut_at": ({"planning": {"costs": UNEVEN, "cut_at": ["layers.1"]}}, 1),
 }
 

@@ -133,11 +133,6 @@ def losses_of_samples() -> None:
     Schedule1F1B(_alone(), 4, loss_fn=loss).step(torch.randn(8, 4), target=torch.randn(8, 4))
 
 
-def two_copies_of_the_stages() -> None:
-    program = _program(block(), block())
-    torch_schedule(build("dualpipe", 2, 4), program.stages, mean_square)
-
-
 def stages_of_another_rank() -> None:
     program = _program(block(), block(), block(), block(), kind="ScheduleInterleaved1F1B")
     torch_schedule(build("zb-v", 4, 4), program.stages, mean_square)
@@ -272,7 +267,7 @@ CASES: dict[str, Callable[[], None]] = {
         graph_breaks,
         a_number_for_the_next_stage, complex_numbers_for_the_next_stage, a_compiled_module,
         losses_of_samples, a_step_without_inputs,
-        two_copies_of_the_stages, stages_of_another_rank, a_step_without_a_target,
+        stages_of_another_rank, a_step_without_a_target,
         inputs_that_an_operator_refuses, a_forward_that_raises, a_builder_of_runners,
         an_unknown_argument, a_stage_without_a_schedule, integers_for_a_linear_layer,
         a_batch_of_another_size, a_loss_that_raises_later, a_step_after_that,

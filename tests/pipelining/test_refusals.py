@@ -23,7 +23,6 @@ ON_BOTH = {
     "a_loop_for_a_v": "PipelineError: ScheduleZBVZeroBubble has stages .* which was given",
     "a_compiled_module": "PipelineError: stage .: the module is compiled by torch.compile, which",
     "losses_of_samples": "RuntimeError: grad can be implicitly created only for scalar outputs",
-    "two_copies_of_the_stages": "ScheduleError: 'dualpipe' runs two copies of its stages, and",
     "stages_of_another_rank": "ScheduleError: 'zb-v' has stages .* on rank .*, which was given",
     "a_builder_of_runners": "PipelineError: SplitPipelineStage takes no dw_builder: it runs W",
     "an_unknown_argument": r"TypeError: SplitPipelineStage.__init__\(\) got an unexpected keyword",

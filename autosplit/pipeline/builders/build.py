@@ -252,7 +252,6 @@ def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
             tuple(each for action in row for each in members(action)) for row in schedule.ranks
         ),
         placement=spread(schedule.placement, sizes),
-        mirror=None if schedule.mirror is None else spread(schedule.mirror, sizes),
     )
 
 

@@ -12,7 +12,7 @@ ZB-H1: 1F1B with the weight gradients in its gaps.
 
 ZB-H2: a deeper warm-up and steps that overlap, so that hardly a gap is left.
 
-Those in a V are in ``v_shape.py``, those in two directions in ``two_way.py``.
+Those in a V are in ``v_shape.py`` and ``dual_pipe_v.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from .dual_pipe_v import dual_pipe_v
 from .placement import WEIGHTS, Row, ScheduleTemplate, backward, forward, most_in_flight
-from .two_way import chimera, dual_pipe, dual_pipe_v
 from .v_shape import v_half, v_min, zb_v
 
 
@@ -213,14 +213,12 @@ class Family:
         chunks: how many stages each rank holds apart from each other; None: any number from 2 on.
         weights: the placements of W that it admits, the default last; () if it places its own.
         fused: whether it can also run with full backwards.
-        copies: of every stage.
     """
 
     make: Callable[..., ScheduleTemplate]
     chunks: int | None = 1
     weights: tuple[str, ...] = WEIGHTS
     fused: bool = True
-    copies: int = 1
 
 
 SCHEDULES: Mapping[str, Family] = MappingProxyType(
@@ -235,8 +233,6 @@ SCHEDULES: Mapping[str, Family] = MappingProxyType(
         "v-half": Family(v_half, chunks=2, weights=("fill",), fused=False),
         "v-min": Family(v_min, chunks=2, weights=("fill",), fused=False),
         "dualpipe-v": Family(dual_pipe_v, chunks=2, weights=(), fused=False),
-        "dualpipe": Family(dual_pipe, weights=(), fused=False, copies=2),
-        "chimera": Family(chimera, weights=("fill",), copies=2),
     }
 )
 """Every known schedule by name."""

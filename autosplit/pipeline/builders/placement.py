@@ -36,7 +36,6 @@ class ScheduleTemplate:
             once when ``weights="fill"`` places the Ws.
         paced: for ``weights="2bp"``, per rank, how many of the last Is are each followed by one
             W; the other Ws run at the end. None where 2BP describes no such schedule.
-        mirror: see ``Schedule``.
         crosses_step: see ``Schedule``.
     """
 
@@ -44,7 +43,6 @@ class ScheduleTemplate:
     placement: tuple[int, ...]
     budgets: tuple[int, ...] = ()
     paced: tuple[int, ...] | None = None
-    mirror: tuple[int, ...] | None = None
     crosses_step: bool = False
 
 
@@ -266,7 +264,6 @@ def with_rows(name: str, template: ScheduleTemplate, ranks: tuple[Row, ...]) -> 
         ranks,
         template.placement,
         any(action.kind is ActionKind.BACKWARD_INPUT for action in actions),
-        template.mirror,
         template.crosses_step,
     )
 

@@ -50,13 +50,12 @@ def forward_only(schedule: Schedule) -> Schedule:
             tuple(
                 Action(stage, ActionKind.FORWARD, microbatch)
                 for stage, microbatch in order
-                if schedule.home(stage, microbatch) == rank
+                if schedule.placement[stage] == rank
             )
             for rank in range(len(schedule.ranks))
         ),
         placement=schedule.placement,
         split_backward=False,
-        mirror=schedule.mirror,
     )
 
 

@@ -164,7 +164,7 @@ class MessageReplay:
             self._keep_loss(result.stage, values)
         for parcel in parcels_of(result, self._feeds):
             given = self._given(parcel, values)
-            target = self._schedule.home(parcel.stage, result.microbatch)
+            target = self._schedule.placement[parcel.stage]
             if target == self._rank:
                 self._here[parcel] = given
             else:

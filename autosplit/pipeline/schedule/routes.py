@@ -116,8 +116,8 @@ def ends_of(parcel: Parcel, schedule: Schedule) -> tuple[int, int]:
     """The rank that makes a parcel, and the one that it goes to."""
     made = parcel.result
     return (
-        schedule.home(made.stage, made.microbatch),
-        schedule.home(parcel.stage, made.microbatch),
+        schedule.placement[made.stage],
+        schedule.placement[parcel.stage],
     )
 
 
@@ -174,7 +174,7 @@ def posts_of(schedule: Schedule, feeds: Feeds) -> list[dict[Action, tuple[int, .
             posts[maker][action] = tuple(coming[maker])
             coming[maker].clear()
         for parcel in parcels_of(result_of(action), feeds):
-            taker = schedule.home(parcel.stage, action.microbatch)
+            taker = schedule.placement[parcel.stage]
             if taker != maker:
                 coming[taker].append(maker)
     return posts
@@ -183,11 +183,10 @@ def posts_of(schedule: Schedule, feeds: Feeds) -> list[dict[Action, tuple[int, .
 def pairs_of(schedule: Schedule, feeds: Feeds) -> set[tuple[int, int]]:
     """The pairs of ranks, the lower one first, between which something travels."""
     found = set()
-    for microbatch in range(schedule.microbatches):
-        for stage in range(schedule.stages):
-            for taker in feeds.targets(stage):
-                ends = schedule.home(stage, microbatch), schedule.home(taker, microbatch)
-                found.add((min(ends), max(ends)))
+    for stage in range(schedule.stages):
+        for taker in feeds.targets(stage):
+            ends = schedule.placement[stage], schedule.placement[taker]
+            found.add((min(ends), max(ends)))
     return {(low, high) for low, high in found if low != high}
 
 
@@ -212,7 +211,7 @@ def _sent(schedule: Schedule, source: int, target: int, feeds: Feeds) -> dict[Pa
         parcel: position
         for position, action in enumerate(schedule.ranks[source])
         for parcel in parcels_of(result_of(action), feeds)
-        if schedule.home(parcel.stage, action.microbatch) == target
+        if schedule.placement[parcel.stage] == target
     }
 
 

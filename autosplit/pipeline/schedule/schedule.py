@@ -59,8 +59,6 @@ class Schedule:
             and from ``placement``.
         placement: ``placement[stage]`` is the rank that holds the stage.
         split_backward: False when every backward is a full one (B).
-        mirror: where a second copy of the stages lives, as ``placement`` does for the first; it
-            runs the odd microbatches. None: there is one copy, which runs all.
         crosses_step: True when ranks do not wait for each other between steps, so that a rank
             that is done starts the next step while others still work on this one.
         partners: per rank, the rank that takes in what it evicts; symmetric, and a rank that is
@@ -75,24 +73,13 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...] = field(repr=False)
     placement: tuple[int, ...]
     split_backward: bool
-    mirror: tuple[int, ...] | None = None
     crosses_step: bool = False
     partners: tuple[int, ...] | None = None
     moved: Mapping[int, int] = field(default_factory=dict, repr=False)
 
-    def home(self, stage: int, microbatch: int) -> int:
-        """The rank that runs ``stage`` on ``microbatch``."""
-        copy = self.placement if self.mirror is None or microbatch % 2 == 0 else self.mirror
-        return copy[stage]
-
-    def holders(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold ``stage``, that of the first copy first."""
-        mirror = self.placement if self.mirror is None else self.mirror
-        return tuple(dict.fromkeys((self.placement[stage], mirror[stage])))
-
     def held(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` holds, of either copy, in order."""
-        return tuple(stage for stage in range(self.stages) if rank in self.holders(stage))
+        """The stages that ``rank`` holds, in order."""
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
 
 def with_sharding(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:

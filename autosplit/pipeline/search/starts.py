@@ -27,7 +27,7 @@ def named_schedules(
     ranks: int,
     placement: Sequence[int] | None = None,
 ) -> Iterator[Schedule]:
-    """Every named schedule with one copy of the stages, in every form, without crossing steps.
+    """Every named schedule, in every form, without crossing steps.
 
     Args:
         times: per stage, seconds of F, I and W.
@@ -35,8 +35,8 @@ def named_schedules(
         ranks: number of processes.
         placement: the rank of every stage, of which the others are not built; None: any.
     """
-    for name, family in SCHEDULES.items():
-        if family.copies > 1 or not _places(name, len(times), microbatches, ranks, placement):
+    for name in SCHEDULES:
+        if not _places(name, len(times), microbatches, ranks, placement):
             continue
         with contextlib.suppress(ScheduleError):
             for _, schedule in forms(name, times, microbatches, ranks):

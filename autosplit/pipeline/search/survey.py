@@ -43,11 +43,6 @@ class SimulatedSchedule:
         """Into how many stages a rank's part of the model is cut."""
         return self.schedule.stages // len(self.schedule.ranks)
 
-    @property
-    def copies(self) -> int:
-        """How many copies of the model there are."""
-        return 1 if self.schedule.mirror is None else 2
-
 
 @dataclass(frozen=True)
 class Survey:

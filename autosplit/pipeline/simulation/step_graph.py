@@ -137,7 +137,7 @@ class StepGraph:
         for parcel in parcels_of(result, self._feeds):
             if not 0 <= parcel.stage < self._schedule.stages:  # of an action that does not exist
                 continue
-            home = self._schedule.home(parcel.stage, result.microbatch)
+            home = self._schedule.placement[parcel.stage]
             if home == rank:
                 continue
             took, latency = self._travel(parcel, rank, home)

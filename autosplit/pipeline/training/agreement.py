@@ -67,7 +67,7 @@ def check_layout(layout: RankLayout) -> None:
 
 def _text(value: object) -> str:
     if isinstance(value, Schedule):
-        order = _digest(value.ranks, value.placement, value.mirror)
+        order = _digest(value.ranks, value.placement)
         return f"{value.name!r} (split_backward={value.split_backward}, order {order})"
     if isinstance(value, Wiring):
         return f"one of order {_digest(value)}"

@@ -136,11 +136,6 @@ _REFUSED: tuple[tuple[_Refused, str], ...] = (
         "sharded along 'dp_shard' are gathered in a step: leave one of the two out",
     ),
     (
-        lambda o, s: s is not None and s.mirror is not None and s.microbatches < 2,
-        "schedule {s.name!r} has two copies of the stages and one microbatch, so that one copy "
-        "runs nothing: take 2 microbatches or more, or leave its mirror out",
-    ),
-    (
         lambda o, s: s is not None and o.joins_weights and not s.split_backward,
         "accumulation='concatenated' joins weight gradients (W) of several microbatches, and a "
         "schedule with split_backward=False has no W: use accumulation='fused', or leave "
@@ -148,8 +143,8 @@ _REFUSED: tuple[tuple[_Refused, str], ...] = (
     ),
     (
         lambda o, s: s is not None and o.memory_limit is not None and not _is_searched(s),
-        "memory_limit searches a schedule with one copy of the stages, of I and W, for which "
-        "it chooses the moves itself; {s.name!r} is another: name one such as '1f1b'",
+        "memory_limit searches a schedule of I and W, for which it chooses the moves itself; "
+        "{s.name!r} is another: name one such as '1f1b'",
     ),
 )
 """What no trainer is made with, and what is said of it. The schedule is None before it is built."""
@@ -160,7 +155,7 @@ def _is_path(store: object) -> bool:
 
 
 def _is_searched(schedule: Schedule) -> bool:
-    return schedule.mirror is None and schedule.split_backward and not has_moves(schedule)
+    return schedule.split_backward and not has_moves(schedule)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 from .replicas import Completion, ModelReplicas
 from .sharded_stages import ShardedStages
 from .shared_parameters import Holder, SharedParameters
-from .stage_copies import StagesTwice, TensorParts
+from .stage_copies import TensorParts
 from .stage_modules import StageSource
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -46,17 +46,14 @@ class RankState:
         optimizer: moves them, once it was taken; None if there are none.
         sharded: the stages that are sharded.
         parts: of tensors that other ranks have other parts of.
-        twice: the stages that another rank of the pipeline holds a copy of.
         shared: the parameters of which there are several copies in the pipeline.
         replicas: makes gradients means over replicas of the pipeline.
         behind: what follows the actions of a step, call by call.
         reduces: whether gradients are summed with those of other copies or ranks in a step.
-        reducing: whether this is inside ``reduced``.
 
     Raises:
         PipelineError: a stage that is no module, or what ``ShardedStages``, ``TensorParts``,
-            ``StagesTwice`` and ``SharedParameters`` refuse; or stages are sharded of which
-            other ranks hold copies that they do not reduce with them.
+            and ``SharedParameters`` refuse; or sharded stages share parameters.
     """
 
     def __init__(
@@ -79,16 +76,17 @@ class RankState:
         layout, modules = groups.layout, self.modules
         sharded = ShardedStages(modules, groups)
         self.sharded = sharded if sharded.stages else None
-        if self.sharded is not None:
-            _refuse_beside_shards(shared, schedule)
+        if self.sharded is not None and shared:
+            raise PipelineError(
+                "parameters that fully_shard has sharded are shared by several stages "
+                "(shared_parameters), whose gradients would have to be summed across both: take "
+                "'dp_replicate' in place of 'dp_shard', or stages that have parameters of their own"
+            )
         self.parts: TensorParts | None = None
         if layout.exchanges or self.sharded is not None or any(_dtensors(modules.values())):
             self.parts = TensorParts(modules, groups, sharded.parameters)
-        self.twice: StagesTwice | None = None
-        if schedule.mirror is not None:
-            self.twice = StagesTwice(modules, schedule, groups)
         self.shared: SharedParameters | None = None
-        if shared or schedule.mirror is not None:
+        if shared:
             self.shared = SharedParameters(shared, modules, schedule, groups, settled)
         self.replicas: ModelReplicas | None = None
         if layout.shares > 1 or self.sharded is not None:
@@ -100,7 +98,6 @@ class RankState:
             *((self.replicas.equalise_buffers,) if layout.shares > 1 and self.replicas else ()),
         )
         self.reduces = (self.shared, self.replicas, self.parts) != (None, None, None)
-        self.reducing = False
         self.parameters = _trainable(modules.values())
         # Of replicas, the first one's are counted.
         self._counted = [p for p in self.parameters if self._is_counted(p, groups)]
@@ -200,37 +197,9 @@ class RankState:
                 stack.enter_context(self.replicas.averaging(completions, stages, timed=timed))
             if self.shared is not None:
                 stack.enter_context(self.shared.summing())
-            self.reducing = True
-            try:
-                yield
-            finally:
-                self.reducing = False
+            yield
         if self.parts is not None:
             self.parts.lay_gradients_out(self.parameters)
-
-    def complete(self, completion: Completion, *, last: bool) -> None:
-        """Start to reduce gradients, which are in ``.grad``.
-
-        Args:
-            completion: whose.
-            last: whether all of the stage are there.
-        """
-        if last and self.shared is not None:
-            self.shared.complete(completion[0])
-        if self.replicas is not None:
-            self.replicas.ready(completion)
-
-
-def _refuse_beside_shards(shared: Sequence[Sequence[Holder]], schedule: Schedule) -> None:
-    what = "are shared by several stages (shared_parameters)" if shared else ""
-    if schedule.mirror is not None:
-        what = f"have two copies under schedule {schedule.name!r}"
-    if what:
-        raise PipelineError(
-            f"parameters that fully_shard has sharded {what}, whose gradients would have to be "
-            "summed across both: take 'dp_replicate' in place of 'dp_shard', or stages that have "
-            "parameters of their own under a schedule with one copy of each"
-        )
 
 
 def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

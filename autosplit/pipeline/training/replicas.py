@@ -338,11 +338,10 @@ def completed_with(part: int, stage: Any, module: nn.Module) -> Sequence[nn.Para
     return [parameter for parameter in module.parameters() if id(parameter) not in before]
 
 
-def publish_part(stage: Any, part: int) -> bool:
-    """Move the gradients of a slice into ``.grad``; whether those are the last of the stage."""
+def publish_part(stage: Any, part: int) -> None:
+    """Move the gradients of a slice into ``.grad``; with the last slice all that are left."""
     slices = _slices(stage)
     if part < len(slices) - 1:
         stage.publish(slices[part])
-        return False
-    stage.publish()
-    return True
+    else:
+        stage.publish()

@@ -134,8 +134,7 @@ class Runner:
         self.schedule = schedule if replicas is None else replicas.reducing_early(schedule)
         # Sums beside other messages have run over Gloo only.
         on_cpu = device.type == "cpu"
-        reduces = on_cpu and replicas is not None and replicas.reduces_early
-        self._early = on_cpu and (schedule.mirror is not None or reduces)
+        self._early = reduces = on_cpu and replicas is not None and replicas.reduces_early
         self._factory: StageFactory = options.factory(cut=stages.cut)
         whole = options.tunes or options.joins_weights  # what depends on whole Ws
         if reduces and not whole and replicas and isinstance(self._factory, SplitStage):
@@ -204,8 +203,6 @@ class Runner:
             if held.reduces:
                 timed = recorder is not None and self._device.type == "cpu"
                 stack.enter_context(held.reduced(executor.completions, self.stages, timed=timed))
-            if held.twice is not None:
-                stack.enter_context(held.twice.steady())
             losses = executor.run(inputs, targets, recorder)
             if memory.recorder is not None:
                 memory.recorder.finish(losses.values())
@@ -352,20 +349,13 @@ class Runner:
             agreement = self.evaluate(batch)
         finally:
             self._metric = None
-        own = [
-            microbatch
-            for microbatch in range(self.schedule.microbatches)
-            if self.schedule.home(self._last, microbatch) == self._groups.rank
-        ]
-        return agreement, dict(zip(own, self._found, strict=True))
+        return agreement, dict(enumerate(self._found))
 
     def evaluate(self, batch: Batch | None) -> Agreement:
         """Run the forwards only, on the modules as they are; the losses on their way."""
         step, inputs, targets = self._take(batch, evaluates=True)
         executor = step.executor or self._build_evaluation(step, batch)
-        twice = self._held.twice
-        with contextlib.nullcontext() if twice is None else twice.steady():
-            losses = executor.run(inputs, targets)
+        losses = executor.run(inputs, targets)
         for call in self._held.behind:
             call()
         if losses and self._last not in step.negotiation.known:
@@ -436,10 +426,10 @@ class Runner:
         return steps[shape]
 
     def _finished(self, stage: int, part: int) -> None:
-        """What follows the last weight gradients of a slice, of a stage that others hold too."""
-        if self._held.reducing:
-            last = publish_part(self.stages[stage], part)
-            self._held.complete((stage, part), last=last)
+        """What follows the last weight gradients of a slice: its gradients are reduced."""
+        publish_part(self.stages[stage], part)
+        if self._held.replicas is not None:
+            self._held.replicas.ready((stage, part))
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps, and change the schedule where that says so."""

@@ -1,8 +1,4 @@
-"""Tied parameters: one parameter of the model that several stages or ranks hold.
-
-Tied ones, such as embeddings, are on several stages. Where a schedule runs two copies of the
-stages, every parameter is on two ranks.
-"""
+"""Tied parameters, such as embeddings: one parameter of the model that several stages hold."""
 
 from __future__ import annotations
 
@@ -33,8 +29,7 @@ _Link: TypeAlias = "dist.ProcessGroup | None"
 class SharedParameters:
     """Keeps copies equal: same values at the start, the sum of all gradients in every step.
 
-    Buffers of stages that two ranks hold start equal as well. Creating one is collective over all
-    ranks.
+    Creating one is collective over all ranks.
 
     Args:
         shared: groups of (stage, parameter name); every group is one parameter of the model.
@@ -44,9 +39,8 @@ class SharedParameters:
         settled: waits until the device has done what it was given.
 
     Raises:
-        PipelineError: a stage or a parameter that is not there, one that is in two groups, copies
-            of different shape or dtype or of which some are frozen, or, where ranks hold copies of
-            stages, one parameter on two stages that no group names.
+        PipelineError: a stage or a parameter that is not there, one that is in two groups, or
+            copies of different shape or dtype or of which some are frozen.
     """
 
     def __init__(
@@ -71,7 +65,6 @@ class SharedParameters:
                 owner = schedule.placement[holders[0][0]]
                 copies = list({id(copy): copy for copy in own}.values())
                 members.append(Member(copies, owner, link))
-        members = [*_lone(modules, schedule, links, named=found), *members]
         self._duplicates = {
             id(copy)
             for member in members
@@ -80,16 +73,9 @@ class SharedParameters:
         self._held = {id(copy) for member in members for copy in member.copies}
         trained = [member for member in members if member.copies[0].requires_grad]
         buckets = [bucket for bucket, _ in buckets_of(trained, groups.losing)]
-        self._queue = ReductionQueue(
-            [(bucket, () if bucket.stage is None else (bucket.stage,)) for bucket in buckets],
-            settled,
-        )
+        self._queue = ReductionQueue([(bucket, ()) for bucket in buckets], settled)
         for member in members:
             self._equalise(member.copies, member.owner, member.link)
-        for stage in schedule.held(self._rank):
-            link = links.get(_ranks_of([(stage, "")], schedule))
-            for buffer in modules[stage].buffers():
-                self._equalise([buffer], schedule.placement[stage], link)
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether another copy of ``parameter`` stands for it where the model is counted."""
@@ -114,14 +100,6 @@ class SharedParameters:
         with self._queue.reducing():
             yield
 
-    def complete(self, stage: int) -> None:
-        """Start to add up the gradients of ``stage`` before the end of ``summing``: all are there.
-
-        Sums start in one order on all ranks, so those of a later stage that is not complete, and
-        all that follow, wait for it.
-        """
-        self._queue.ready(stage)
-
     @torch.no_grad()
     def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:
         others = "a rank that shares a parameter"
@@ -139,42 +117,15 @@ def union_of_groups(
 
 
 def _ranks_of(holders: Sequence[Holder], schedule: Schedule) -> tuple[int, ...]:
-    return tuple(sorted({rank for stage, _ in holders for rank in schedule.holders(stage)}))
+    return tuple(sorted({schedule.placement[stage] for stage, _ in holders}))
 
 
 def _links(
     shared: Sequence[Sequence[Holder]], schedule: Schedule, groups: Groups
 ) -> dict[tuple[int, ...], _Link]:
     """Connects every set of ranks that hold something together; the same calls on all ranks."""
-    stages = [[(stage, "")] for stage in range(schedule.stages)]
-    together = dict.fromkeys(_ranks_of(holders, schedule) for holders in (*stages, *shared))
+    together = dict.fromkeys(_ranks_of(holders, schedule) for holders in shared)
     return {ranks: groups.among(ranks) for ranks in together if len(ranks) > 1}
-
-
-def _lone(
-    modules: Mapping[int, nn.Module],
-    schedule: Schedule,
-    links: Mapping[tuple[int, ...], _Link],
-    named: Mapping[Holder, nn.Parameter],
-) -> Iterator[Member]:
-    """Parameters of stages that another rank holds too, but for those that are ``named``.
-
-    The last stage comes first: its gradients are complete first.
-    """
-    homes = {id(parameter): -1 for parameter in named.values()}
-    for stage in sorted(modules, reverse=True):
-        link = links.get(_ranks_of([(stage, "")], schedule))
-        if len(schedule.holders(stage)) < 2:
-            continue
-        for name, parameter in modules[stage].named_parameters():
-            home = homes.setdefault(id(parameter), stage)
-            if home == stage:
-                yield Member([parameter], schedule.placement[stage], link, stage)
-            elif home >= 0:
-                raise PipelineError(
-                    f"the stages {stage} and {home} hold one parameter, {name!r} of stage {stage}: "
-                    "name it in shared_parameters"
-                )
 
 
 def _check_holders(shared: Sequence[Sequence[Holder]], stages: int) -> None:
@@ -218,8 +169,6 @@ def _find(
 def _check_alike(
     shared: Sequence[Sequence[Holder]], found: Mapping[Holder, nn.Parameter], groups: Groups
 ) -> None:
-    if not shared:
-        return
     mine = {holder: form_of(parameter) for holder, parameter in found.items()}
     forms = {holder: form for part in groups.gather(mine) for holder, form in part.items()}
     for holders in shared:

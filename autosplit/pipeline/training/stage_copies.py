@@ -1,11 +1,7 @@
-"""Ranks that hold the same stages, or parts of them: built alike, and with the same values.
-
-Two copies of the stages on one pipeline, and tensors that several ranks have parts of.
-"""
+"""Ranks that hold the same stages, or parts of these: built alike, and with the same values."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -17,14 +13,12 @@ from autosplit.mesh.dimensions import EXPERT, TENSOR
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.control import Control
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.dtensor import (
     Sharding,
     lay_gradient_out,
     local_tensor,
     sharding_of,
 )
-from autosplit.torch_internals.state import versions
 
 Modules = Mapping[int, nn.Module]
 """A rank's stages by index."""
@@ -113,50 +107,6 @@ def buffers_of(modules: Modules) -> dict[tuple[int, str], Tensor]:
         for stage, module in modules.items()
         for name, buffer in module.named_buffers()
     }
-
-
-class StagesTwice:
-    """This rank's stages that another rank holds a copy of.
-
-    Each copy runs half of the microbatches. Parameters stay alike because both get the sum of the
-    gradients (see ``SharedParameters``) and their optimizers do the same with it. A buffer that the
-    forward writes would hold the statistics of one half, so none may be written. Creating one is
-    collective over all ranks.
-
-    Args:
-        modules: this rank's.
-        schedule: says who holds which stage.
-        groups: the trainer's process groups.
-
-    Raises:
-        PipelineError: a stage is not alike on its two ranks.
-    """
-
-    def __init__(self, modules: Modules, schedule: Schedule, groups: Groups) -> None:
-        self._modules = {at: each for at, each in modules.items() if len(schedule.holders(at)) > 1}
-        sets = dict.fromkeys(schedule.holders(stage) for stage in range(schedule.stages))
-        check_alike(self._modules, groups, sets, "copies of the same stages")
-
-    @contextlib.contextmanager
-    def steady(self) -> Iterator[None]:
-        """Refuse what writes into a buffer inside.
-
-        Raises:
-            PipelineError: names the buffer.
-        """
-        before = buffers_of(self._modules)
-        marks = versions(before.values())
-        yield
-        after = buffers_of(self._modules)
-        for (at, buffer), mark in zip(before.items(), marks, strict=True):
-            if after.get(at) is not buffer or versions([buffer]) != (mark,):
-                stage, name = at
-                raise PipelineError(
-                    f"the forward of stage {stage} writes its buffer {name!r}, and each of the two "
-                    "copies of the stage sees half of the microbatches: neither would have the "
-                    "statistics of all. Take a schedule with one copy of each stage, such as "
-                    "'dualpipe-v', or a layer that keeps none, such as nn.GroupNorm"
-                )
 
 
 class TensorParts:

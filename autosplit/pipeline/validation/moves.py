@@ -68,7 +68,7 @@ def right_rank(action: Action, schedule: Schedule, rank: int) -> int | None:
     """The rank in whose row an action belongs that stands in that of ``rank``; None where the owner
     has no partner for it.
     """
-    home = schedule.home(action.stage, action.microbatch)
+    home = schedule.placement[action.stage]
     partner = None if schedule.partners is None else schedule.partners[home]
     if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
         return partner
@@ -101,7 +101,7 @@ def _state_faults(
     actions = [schedule.ranks[rank][place] for place in places]
     again = any(action.kind is ActionKind.RECOMPUTE for action in actions)
     alone = schedule.partners is None or schedule.partners[rank] == rank
-    state = _NOT_YET if schedule.home(stage, microbatch) == rank else _NOT_HERE
+    state = _NOT_YET if schedule.placement[stage] == rank else _NOT_HERE
     before: tuple[Cell, ...] = ()
     for place, action in zip(places, actions, strict=True):
         here = rank, place

@@ -10,7 +10,7 @@ here is there between ranks of one share of the mesh, so that a circle here is o
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
@@ -42,7 +42,6 @@ all, as its batched ones have, and those of a group that is bound to a device; o
 gradients; or each way between two ranks, as this engine has it. All are made before a step.
 """
 
-Home = Callable[[int, int], int]
 
 _PEERS = {
     ActionKind.SEND_F: 1,
@@ -64,7 +63,7 @@ class Host:
 
     Args:
         rank: of the pipeline.
-        home: the rank of a stage and microbatch.
+        placement: the rank of each stage.
         communicators: one of ``COMMUNICATORS``.
         dimensions: of the mesh, those that have several ranks.
 
@@ -77,14 +76,14 @@ class Host:
     def __init__(
         self,
         rank: int,
-        home: Home,
+        placement: Sequence[int],
         communicators: str,
         dimensions: Collection[str],
     ) -> None:
         self.operations: list[Operation] = []
         self.sent: dict[tuple[str, int], list[Action]] = defaultdict(list)
         self.received: dict[tuple[str, int], list[Action]] = defaultdict(list)
-        self._rank, self._home, self._dimensions = rank, home, dimensions
+        self._rank, self._placement, self._dimensions = rank, placement, dimensions
         self._exchanges = [each for each in dimensions if each in (TENSOR, EXPERT, CONTEXT)]
         self._name = COMMUNICATORS[communicators]
         self._posted: dict[Action, int] = {}  # messages that nothing has waited for
@@ -130,7 +129,7 @@ class Host:
 
     def _message(self, action: Action) -> None:
         sends = action.kind in WAITS
-        peer = self._home(action.stage + _PEERS[action.kind], action.microbatch)
+        peer = self._placement[action.stage + _PEERS[action.kind]]
         source, target = (self._rank, peer) if sends else (peer, self._rank)
         low, high = sorted((source, target))
         way = action.kind.value[-1]
@@ -142,7 +141,7 @@ class Host:
 
 def of_torch(
     rows: Sequence[Sequence[Action]],
-    home: Home,
+    placement: Sequence[int],
     communicators: str = "pair",
     dimensions: Collection[str] = (),
 ) -> Programs:
@@ -151,7 +150,7 @@ def of_torch(
 
     Args:
         rows: per rank its actions, with sends and receives, and waits for sends if it has any.
-        home: the rank of a stage and microbatch.
+        placement: the rank of each stage.
         communicators: one of ``COMMUNICATORS``.
         dimensions: of the mesh, those that have several ranks.
 
@@ -159,7 +158,7 @@ def of_torch(
         ScheduleError: a receive would be given another message than its own, as NCCL matches them
             by their order.
     """
-    hosts = [Host(rank, home, communicators, dimensions) for rank in range(len(rows))]
+    hosts = [Host(rank, placement, communicators, dimensions) for rank in range(len(rows))]
     for host, row in zip(hosts, rows, strict=True):
         for action in row:
             host.enqueue(action)
@@ -221,7 +220,7 @@ class _EngineRank(Host):
         posts: Mapping[Action, Sequence[int]],
         dimensions: Collection[str],
     ) -> None:
-        super().__init__(rank, schedule.home, "edge", dimensions)
+        super().__init__(rank, schedule.placement, "edge", dimensions)
         self._schedule, self._feeds, self._posts = schedule, feeds, posts
         self._routes = routes = routes_of(schedule, rank, feeds)
         self._receives = {peer: deque(parcels) for peer, parcels in routes.receives.items()}
@@ -281,18 +280,9 @@ class _EngineRank(Host):
         return self.put(str(action), _LANES.get(kind, kind.value), parts, over)
 
     def _reduce(self) -> None:
-        """Sums of two copies of a stage, then means of replicas, in one order on all ranks."""
-        schedule = self._schedule
-        stages = sorted(schedule.held(self._rank), reverse=True)
-        sums = []
-        for stage in stages:
-            holders = tuple(sorted(schedule.holders(stage)))
-            if len(holders) > 1:
-                part = Part("copies on {} and {}".format(*holders), "sum", holders)
-                sums.append(self.put(f"{stage}SUM", part.communicator, [part]))
-        self.hold("summed", sums)
+        """Means of replicas, in one order on all ranks."""
         several = [each for each in self._dimensions if each != TENSOR]
-        for stage in stages if several else ():
+        for stage in sorted(self._schedule.held(self._rank), reverse=True) if several else ():
             self.compute(f"{stage}REDUCE_GRAD", *several)
 
 

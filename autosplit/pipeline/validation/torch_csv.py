@@ -106,16 +106,11 @@ def write_csv(
             wants it and 2.14 cannot read it; None: as the torch at hand has it.
 
     Raises:
-        ScheduleError: an unknown form, two copies of the stages, which the file cannot say, or
-            actions of memory, which torch does not have.
+        ScheduleError: an unknown form, or actions of memory, which torch does not have.
         OutputError: the file cannot be written.
     """
     if form not in FORMATS:
         raise ScheduleError(f"unknown form {form!r}; known: {', '.join(FORMATS)}")
-    if schedule.mirror is not None:
-        raise ScheduleError(
-            f"{schedule.name!r} runs two copies of its stages; a CSV file has one rank a stage"
-        )
     memory = [action for row in schedule.ranks for action in row if action.kind.is_memory]
     if memory and form != "with_memory":
         raise ScheduleError(

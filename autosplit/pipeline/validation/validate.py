@@ -91,20 +91,16 @@ def _sizes(schedule: Schedule) -> Iterator[_Fault]:
         if count < 1:
             yield _Fault(f"{what} must be at least 1, got {count}")
     ranks = len(schedule.ranks)
-    placements = {"placement": schedule.placement}
-    if schedule.mirror is not None:
-        placements["mirror"] = schedule.mirror
-    for what, placement in placements.items():
-        if len(placement) != schedule.stages:
-            yield _Fault(
-                f"{what} must name a rank for each of the {schedule.stages} stages, "
-                f"got {len(placement)}: {reprlib.repr(placement)}"
-            )
-        for stage, rank in enumerate(placement):
-            if not 0 <= rank < ranks:
-                yield _Fault(f"stage {stage} is placed on rank {rank}; ranks are 0 to {ranks - 1}")
-    held = {rank for placement in placements.values() for rank in placement}
-    for rank in sorted(set(range(ranks)) - held):
+    placement = schedule.placement
+    if len(placement) != schedule.stages:
+        yield _Fault(
+            f"placement must name a rank for each of the {schedule.stages} stages, "
+            f"got {len(placement)}: {reprlib.repr(placement)}"
+        )
+    for stage, rank in enumerate(placement):
+        if not 0 <= rank < ranks:
+            yield _Fault(f"stage {stage} is placed on rank {rank}; ranks are 0 to {ranks - 1}")
+    for rank in sorted(set(range(ranks)) - set(placement)):
         yield _Fault(f"rank {rank} holds no stage; use fewer ranks")
     yield from map(_Fault, partner_faults(schedule))
 
@@ -136,7 +132,7 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
                 continue
             home = right_rank(action, schedule, rank)
             if home != rank:
-                owner = schedule.home(action.stage, action.microbatch)
+                owner = schedule.placement[action.stage]
                 holds = f"rank {owner} holds stage {action.stage}"
                 if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
                     holds += f" and has {'no partner' if home is None else f'the partner {home}'}"
@@ -167,7 +163,7 @@ def _counts(schedule: Schedule) -> Iterator[_Fault]:
             cells = {
                 action: tuple(found.get(action, ())) for action in (forward, inputs, weights, full)
             }
-            home = schedule.home(stage, microbatch)
+            home = schedule.placement[stage]
             end = ((home, len(schedule.ranks[home])),)  # behind the last action
             split = cells[inputs] + cells[weights]
             if cells[full] and split:

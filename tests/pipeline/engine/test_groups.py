@@ -49,7 +49,6 @@ def test_each_direction_of_a_pair_has_a_group() -> None:
         ("1f1b", 4, {(0, 1), (1, 2), (2, 3)}),
         ("interleaved", 8, {(0, 1), (1, 2), (2, 3), (0, 3)}),
         ("zb-v", 8, {(0, 1), (1, 2), (2, 3)}),
-        ("chimera", 4, {(0, 1), (1, 2), (2, 3)}),
     ],
 )
 def test_pairs_between_which_something_travels(

@@ -22,7 +22,7 @@ def listed(schedule: Schedule) -> list[list[Action]]:
 
 def hangs(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> Stuck | None:
     """With both directions of a pair in one queue."""
-    return stuck(of_torch(rows, schedule.home, "pair"))
+    return stuck(of_torch(rows, schedule.placement, "pair"))
 
 
 @settings(deadline=None, max_examples=60)

@@ -10,14 +10,13 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 
 
-def random_schedule(seed: int, stages: int | None = None, copies: int = 1) -> Schedule:
+def random_schedule(seed: int, stages: int | None = None) -> Schedule:
     """Any placement, any order that can be played through."""
     chance = random.Random(seed)
     ranks, drawn = chance.randint(2, 4), chance.randint(2, 6)
     stages = stages or drawn
     count = chance.randint(1, 5)
     placement = [chance.randrange(ranks) for _ in range(stages)]
-    mirror = [chance.randrange(ranks) for _ in range(stages)] if copies == 2 else None
     kinds = chance.choice(["FIW", "FB"])
     actions = [
         Action(stage, ActionKind(kind), microbatch)
@@ -33,8 +32,7 @@ def random_schedule(seed: int, stages: int | None = None, copies: int = 1) -> Sc
         action = chance.choice(able)
         actions.remove(action)
         made.add(result_of(action))
-        copy = mirror if mirror and action.microbatch % 2 else placement
-        rows[copy[action.stage]].append(action)
+        rows[placement[action.stage]].append(action)
     return Schedule(
         f"random {seed}",
         stages,
@@ -42,5 +40,4 @@ def random_schedule(seed: int, stages: int | None = None, copies: int = 1) -> Sc
         tuple(map(tuple, rows)),
         tuple(placement),
         kinds == "FIW",
-        mirror=None if mirror is None else tuple(mirror),
     )

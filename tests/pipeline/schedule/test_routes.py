@@ -61,7 +61,7 @@ def test_gpipe_proves_activations_only_with_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("1f1b", 4), ("interleaved", 2), ("zb-v", 2), ("chimera", 4), ("gpipe", 1)]
+    ("name", "ranks"), [("1f1b", 4), ("interleaved", 2), ("zb-v", 2), ("gpipe", 1)]
 )
 @pytest.mark.parametrize("wiring", [None, SKIPS], ids=["chain", "skips"])
 def test_the_simulator_sends_what_the_engine_sends(
@@ -180,7 +180,7 @@ def _expected(stages: int, count: int) -> tuple[list[float], dict[int, dict[int,
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
 def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
     family = SCHEDULES[name]
-    if name.startswith("dualpipe"):
+    if name == "dualpipe-v":
         microbatches = max(microbatches, 2 * ranks)
     stages = ranks * (family.chunks or 2)
     for split in {True, not family.fused}:
@@ -191,11 +191,10 @@ def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("copies", [1, 2])
-def test_random_schedules(prefetch: int, copies: int) -> None:
+def test_random_schedules(prefetch: int) -> None:
     """Messages of one pair may be used in another order than they are made in."""
     for seed in range(25):
-        schedule = random_schedule(seed, copies=copies)
+        schedule = random_schedule(seed)
         expected = _expected(schedule.stages, schedule.microbatches)
         assert _run(schedule, prefetch=prefetch) == expected, schedule
         assert _run(schedule, rendezvous.by_pair, in_order=True) == expected, schedule

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
@@ -76,7 +76,6 @@ def test_plays_as_the_simulator_does(
     data: st.DataObject, name: str, ranks: int, microbatches: int
 ) -> None:
     schedule = small(name, ranks, microbatches)
-    assume(schedule.mirror is None)
     costs = data.draw(costs_of(schedule.stages))
     problem = Problem(costs, schedule.placement, microbatches, (math.inf,) * ranks)
     order = problem.opened(schedule)  # some Bs as I and W

@@ -216,7 +216,7 @@ def test_a_limit_of_memory_changes_no_result() -> None:
         ({"memory_limit": "12 GiBs"}, "expected memory_limit such as 80GiB"),
         (
             {"memory_limit": "1GiB", "split_backward": False},
-            "memory_limit searches a schedule with one copy of the stages",
+            "memory_limit searches a schedule of I and W, for which it",
         ),
         ({"store": "/tmp"}, r"store='/tmp' has no effect: schedule '1f1b' offloads nothing"),
         (

@@ -93,7 +93,7 @@ def _torch(
 ) -> Case:
     rows, placement = _listed(ranks, 2 * ranks)
     changed = [[*map(Action.parse, row)] for row in change(rows, placement)]
-    programs = of_torch(changed, lambda stage, _: placement[stage], communicators)
+    programs = of_torch(changed, placement, communicators)
     return _of(*items_of(programs).values(), ends=ends)
 
 

@@ -25,9 +25,6 @@ from tests.pipeline.tables import rows_of, seconds
 # --- schedules as torch's CSV files: torch reads and runs ours, and we read torch's ---------------
 
 
-ONE_COPY = [name for name in SCHEDULES if name not in ("dualpipe", "chimera")]
-
-
 def of_two_a_rank(name: str) -> Any:
     """A schedule for two ranks."""
     return build(name, 2 * (SCHEDULES[name].chunks or 2), 4, ranks=2)
@@ -52,7 +49,7 @@ def stages_of(rank: int, ranks: int, stages: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [(name, FORMATS[at % len(FORMATS)]) for at, name in enumerate(ONE_COPY)],
+    [(name, FORMATS[at % len(FORMATS)]) for at, name in enumerate(SCHEDULES)],
 )
 def test_there_and_back(name: str, form: str, tmp_path: Path) -> None:
     schedule = of_two_a_rank(name)
@@ -77,7 +74,7 @@ def test_sends_are_waited_for_where_they_have_ended(waits: bool, tmp_path: Path)
     assert rows_of(back) == rows_of(schedule)
 
 
-@pytest.mark.parametrize("name", ONE_COPY)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_torch_takes_ours(name: str, tmp_path: Path) -> None:
     """Its validation, its lowering and its simulation of sends and receives."""
     schedule = of_two_a_rank(name)
@@ -202,5 +199,3 @@ def test_more_actions_than_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="unknown form 'compute'; known: compute_only, comp"):
         write_csv(build("1f1b", 2, 2), tmp_path / "file.csv", "compute")
-    with pytest.raises(ScheduleError, match="'dualpipe' runs two copies of its stages"):
-        write_csv(build("dualpipe", 2, 4), tmp_path / "file.csv")

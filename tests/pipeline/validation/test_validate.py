@@ -110,15 +110,6 @@ def test_each_fault(schedule: Schedule, expected: list[str]) -> None:
     assert faults(schedule) == expected
 
 
-def test_a_second_copy_runs_the_odd_microbatches() -> None:
-    """Chimera with two ranks: each holds both stages, one of each copy."""
-    rows = "0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1"
-    twice = dataclasses.replace(schedule_of(*rows), mirror=(1, 0))
-    validate(twice)
-    assert simulate(twice, seconds(1, 1, 0)).makespan == 4.0
-    assert "1F1 is on rank 0, but rank 1 holds stage 1" in faults(schedule_of(*rows))
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -130,10 +121,6 @@ def test_a_second_copy_runs_the_odd_microbatches() -> None:
         ),
         ({"placement": (0, 2)}, "stage 1 is placed on rank 2; ranks are 0 to 1"),
         ({"placement": (0, 0)}, "rank 1 holds no stage; use fewer ranks"),
-        (
-            {"mirror": (1, 0, 1)},
-            "mirror must name a rank for each of the 2 stages, got 3: (1, 0, 1)",
-        ),
     ],
 )
 def test_sizes_and_placement(changes: dict[str, Any], expected: str) -> None:
@@ -210,15 +197,13 @@ def damaged(draw: st.DrawFn) -> Schedule:
     """A built schedule after one or two random edits."""
     stages, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     split = draw(st.booleans())
-    name = draw(st.sampled_from(["naive", "gpipe", "1f1b", "chimera"]))
-    if name == "chimera":
-        stages, microbatches = 2 * stages, 2 * microbatches
+    name = draw(st.sampled_from(["naive", "gpipe", "1f1b"]))
     schedule = build(
         name,
         stages,
         microbatches,
         split_backward=split,
-        ranks=2 if name == "chimera" else draw(st.integers(1, stages)),
+        ranks=draw(st.integers(1, stages)),
     )
     rows = [list(row) for row in schedule.ranks]
     for _ in range(draw(st.integers(1, 2))):
@@ -256,7 +241,7 @@ def brute_force_legal(schedule: Schedule) -> bool:
             while row:
                 action = row[0]
                 stage, kind, m = action.stage, action.kind.value, action.microbatch
-                if schedule.home(stage, m) != rank or str(action) in done:
+                if schedule.placement[stage] != rank or str(action) in done:
                     return False
                 if kind == "W":
                     if f"{stage}I{m}" not in done:
