@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -65,7 +65,6 @@ class Stage:
         memory: str | int = "balanced",
         accumulation: str = "exact",
         grad_dtype: torch.dtype | None = None,
-        slices: int = 1,
         late_input: bool = False,
         overlap: Overlap = "collectives",
     ) -> None:
@@ -86,8 +85,6 @@ class Stage:
             grad_dtype: in which dtype weight gradients are summed; None for each parameter's
                 own. With ``torch.float32`` nothing of a bfloat16 gradient is lost in the sum;
                 ``publish`` rounds it once, to the parameter's ``grad_dtype``.
-            slices: into how many parts of near-equal FLOPs W can be run; at most as many as it
-                has matrix products and convolutions.
             late_input: for a stage whose I nobody waits for, the first of a pipeline: where no
                 input needs a gradient, I only passes on what it takes and W is the whole
                 backward. Without it I is the chain of derivatives down to the earliest parameters.
@@ -107,13 +104,13 @@ class Stage:
         self.sharding = ShardedModule(module)
         self._sharded = bool(self.sharding.groups)
         self._graphs = StageSpecializations(
-            owner, module, args, options, slices, self.sharding if self._sharded else None
+            owner, module, args, options, self.sharding if self._sharded else None
         )
         self._outputs = self._graphs.outputs
         self._found: _Fitting | None = None
         self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
-        self._weights = PendingWeightGradients(owner, summed, slices)
+        self._weights = PendingWeightGradients(owner, summed)
         self._held = HeldStorages(owner, self._saved, self._weights.in_flight)
 
     def __repr__(self) -> str:
@@ -136,16 +133,6 @@ class Stage:
         ran. W of a later microbatch adds into these tensors in place.
         """
         return self._weights.sums.tensors
-
-    @property
-    def slices(self) -> tuple[tuple[str, ...], ...]:
-        """For each slice of W the parameters whose gradients it adds."""
-        count = self._weights.slices
-        if count == 1:  # no graphs of slices need to be made for that
-            return (tuple(self.functions.late_parameters),)
-        if not self.functions.has_backward:
-            return ((),) * count
-        return self.functions.sliced(count).parameter_names
 
     @property
     def output_specs(self) -> list[tuple[torch.Size, torch.dtype, bool]]:
@@ -350,41 +337,32 @@ class Stage:
         arrived = [each or None for each in come] + [None] * others
         return self.functions.dependence.inputs_given(arrived)
 
-    def backward_weight(self, microbatch: int | Sequence[int], slice: int | None = None) -> None:
+    def backward_weight(self, microbatch: int | Sequence[int]) -> None:
         """W: add this microbatch's weight gradients to ``gradients``.
 
         Args:
             microbatch: whose; several at a time are added in the order given, or as one with
                 ``accumulation="concatenated"``.
-            slice: which slice of W to run, of those that the stage was made with; the slices
-                of one microbatch must run in order. None runs all of W.
 
         Raises:
             SplitError: this microbatch has nothing deferred, or ran on other parameters than
-                those before it; or it is not this slice's turn.
+                those before it.
         """
         if self._sharded and self.functions.has_backward:
             self.sharding.unshard()
         with _without_grad(), without_autocast():
-            if not isinstance(microbatch, int):
-                if slice is not None:
-                    raise SplitError(
-                        f"stage {self.index}: slice={slice} of several microbatches; run a slice "
-                        "of one microbatch at a time"
-                    )
-                self._weights.run_all(microbatch)
-            elif slice is None:
-                self._weights.run(microbatch)
+            if isinstance(microbatch, int):
+                self._weights.run([microbatch])
             else:
-                self._weights.run_slice(microbatch, slice)
+                self._weights.run_all(microbatch)
         if self._sharded:
             self._hand_over()
 
     @property
     def joins_weights(self) -> bool:
         """Whether ``backward_weight`` of several microbatches may be one call."""
-        weights, functions = self._weights, self.functions
-        asked = weights.sums.accumulation.concatenated and weights.slices == 1
+        functions = self.functions
+        asked = self._weights.sums.accumulation.concatenated
         return asked and functions.has_backward and not functions.defers_numbers
 
     def weight_calls(self, microbatches: Sequence[int]) -> list[list[int]]:
@@ -442,19 +420,15 @@ class Stage:
             SplitError: an unknown call; lists the known ones.
             BackendError: the backend cannot compile a graph.
         """
-        sums = self._weights.sums
-        self.functions.compile(calls, sums.accumulation, slices=self._weights.slices)
+        self.functions.compile(calls, self._weights.sums.accumulation)
 
-    def publish(self, names: Collection[str] | None = None) -> None:
+    def publish(self) -> None:
         """Move ``gradients`` into the parameters' ``.grad``, adding to what is there.
 
-        Args:
-            names: of the parameters whose gradients to move; None for all.
-
         Raises:
-            SplitError: a microbatch's gradients of these are still pending.
+            SplitError: a microbatch's gradients are still pending.
         """
-        self._weights.publish(names)
+        self._weights.publish()
 
     def reset(self) -> None:
         """Forget every microbatch in flight and the gradients gathered so far."""

@@ -45,7 +45,6 @@ _MAY_ENTER = {
     "backward": STATE | {Kind.SAVED, Kind.TANGENT, Kind.TARGET},
     "backward_input": STATE | {Kind.SAVED, Kind.TANGENT, Kind.TARGET},
     "backward_weight": STATE | {Kind.DEFERRED},
-    "backward_weight_slice": STATE | {Kind.DEFERRED},
 }
 _MAY_LEAVE = {
     "joint": FORWARD_OUTPUT | BACKWARD_OUTPUT,
@@ -53,7 +52,6 @@ _MAY_LEAVE = {
     "backward": BACKWARD_OUTPUT,
     "backward_input": BACKWARD_OUTPUT | {Kind.DEFERRED},
     "backward_weight": {Kind.PARAMETER_GRAD},
-    "backward_weight_slice": {Kind.PARAMETER_GRAD, Kind.DEFERRED},
 }
 for _name in [name for name in _MAY_ENTER if name.startswith("backward")]:
     _MAY_ENTER[f"{_name}_accumulating"] = _MAY_ENTER[_name] | {Kind.ACCUMULATOR}

@@ -60,11 +60,10 @@ class Twins:
         found = [run(m, [grad.clone()])[0] for m, grad in enumerate(self.grads)]
         self.found = [each if each is None else each.clone() for each in found]
 
-    def weights(self, *, slices: int = 0) -> None:
+    def weights(self) -> None:
         """W of all, one after another."""
         for microbatch in range(len(self.batches)):
-            for each in range(slices) if slices else [None]:
-                self.stage.backward_weight(microbatch, each)
+            self.stage.backward_weight(microbatch)
 
     def assert_alike(self, *, exact: bool = True) -> None:
         """Input gradients and, as published, all others are autograd's."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -40,16 +39,15 @@ def test_equals_autograd(name: str) -> None:
 @pytest.mark.parametrize(
     ("run", "accumulation"),
     [
-        *((run, "exact") for run in ("W", "B", "together", "slices")),
-        *(("B", "fused"), ("slices", "fused"), ("together", "concatenated")),
+        *((run, "exact") for run in ("W", "B", "together")),
+        *(("B", "fused"), ("W", "fused"), ("together", "concatenated")),
     ],
 )
 def test_hooks_of_parameters_see_each_microbatch(run: str, accumulation: str) -> None:
     """A clamp of the sum would be another thing than the sum of what was clamped."""
     model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    slices = 2 if run == "slices" else 1
     batches = [torch.randn(8, 3) for _ in range(3)]
-    twins = Twins(model, batches, accumulation=accumulation, slices=slices)
+    twins = Twins(model, batches, accumulation=accumulation)
     for each in (model, twins.twin):
         for name in ("0.weight", "1.weight", "3.bias"):
             each.get_parameter(name).register_hook(lambda grad: grad.clamp(-0.5, 0.5))
@@ -58,7 +56,7 @@ def test_hooks_of_parameters_see_each_microbatch(run: str, accumulation: str) ->
     if run == "together":
         twins.stage.backward_weight([0, 1, 2])
     elif run != "B":
-        twins.weights(slices=slices if run == "slices" else 0)
+        twins.weights()
     twins.assert_alike(exact=accumulation == "exact")
 
 
@@ -275,14 +273,13 @@ def test_output_that_is_no_tensor() -> None:
         Stage(CASES["several"].build(), [torch.randn(3, 4)], index=3)
 
 
-@pytest.mark.parametrize("options", [{"memory": "lean"}, {"slices": 2}], ids=str)
-def test_microbatches_of_any_size(options: dict[str, Any]) -> None:
+def test_microbatches_of_any_size() -> None:
     """All in flight at once; the second size is the last that is captured for."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16))
     plain = copy.deepcopy(model)
     batches = [torch.randn(2, length, 16) for length in (8, 5, 7, 5, 9)]
-    stage = Stage(model, [batches[0].clone().requires_grad_()], **options)
+    stage = Stage(model, [batches[0].clone().requires_grad_()], memory="lean")
     outputs = [
         stage.forward(at, [x], keep="inputs" if at == 2 else "saved")[0]
         for at, x in enumerate(batches)

@@ -75,7 +75,7 @@ class PipelineTrainer(StageTrainer):
             between steps. Stages are made tensor parallel by torch's ``parallelize_module`` over
             ``mesh["tp"]``; the ranks along it are given the same batch. Replicas reduce gradients
             in buckets of 25 MiB, each under way as soon as its gradients are there, beside the
-            weight gradients that remain; the W that ends a rank's step is cut into slices for that.
+            weight gradients that remain.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
             parameters, gradients, optimizer state, microbatches and what calls need. On the
             placement of ``schedule``, the shortest step within it is searched: before the first

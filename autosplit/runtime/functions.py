@@ -31,7 +31,6 @@ from .compiled_graph import Call, GradientGraph, compile_graph, hand_over, posit
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
 from .refusals import AutocastGuard
-from .weight_slices import SlicedWeight
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
@@ -90,7 +89,6 @@ class SplitFunctions:
         self.base = self
         self._backend = backend
         self._size: Callable[[Any], int] = concrete
-        self._slices: dict[int, SlicedWeight] = {}
         self._together: dict[int, GradientGraph] = {}
         saved = self._compile_forward()
         self.tangent_specs = self._tangent_specs()
@@ -205,8 +203,6 @@ class SplitFunctions:
         self,
         calls: Iterable[Call] = ("backward_input", "backward_weight"),
         accumulation: Accumulation = EXACT,
-        *,
-        slices: int = 1,
     ) -> None:
         """Compile the graphs of these calls ahead of their first run.
 
@@ -215,7 +211,6 @@ class SplitFunctions:
                 gradients, later ones add to them. ``("backward_weight", 4)`` is W of four
                 microbatches in one call.
             accumulation: how they add.
-            slices: into how many parts W will be run.
 
         Raises:
             SplitError: an unknown call.
@@ -238,10 +233,7 @@ class SplitFunctions:
             )
             made.update(makes[call])
         for place, count, adds in sorted(needed) if self.has_backward else ():
-            graph: GradientGraph | SlicedWeight = self._graph_of(order[place], count)
-            if slices > 1 and graph is self.__dict__.get("_weight") and order[place] != "backward":
-                graph = self.sliced(slices)
-            graph.compile(accumulation if adds else None)
+            self._graph_of(order[place], count).compile(accumulation if adds else None)
 
     def source(
         self,
@@ -531,35 +523,6 @@ class SplitFunctions:
         pool = self._backward_pool(saved, output_grads)
         grads, made = self._run(self._unsplit, pool, gradients, accumulation)
         return self._input_grads(grads), made
-
-    def sliced(self, count: int) -> SlicedWeight:
-        """W in slices; the same object for the same count.
-
-        Raises:
-            SplitError: W cannot be cut into so many.
-        """
-        if count not in self._slices:
-            self._input.compile()  # decides how what the slices get lies in memory
-            self._slices[count] = SlicedWeight(
-                self._module("backward_weight"),
-                self._handed.roles,
-                count,
-                borrowed=self.dependence.borrowed,
-                constants_of=self._constants_of,
-                backend=self._backend,
-            )
-        return self._slices[count]
-
-    def weight_slice(
-        self,
-        count: int,
-        index: int,
-        deferred: Residuals,
-        gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
-    ) -> tuple[Sequence[Tensor], Residuals]:
-        """One slice of W; see ``SlicedWeight.run``."""
-        return self.sliced(count).run(index, deferred, gradients, accumulation, self._run)
 
     def _run(
         self,

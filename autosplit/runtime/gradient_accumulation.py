@@ -127,23 +127,19 @@ class GradientSums:
             else:
                 self.tensors[name] = self._own(gradient, copied)
 
-    def publish(self, names: Collection[str] | None = None) -> None:
+    def publish(self) -> None:
         """Move the sums into the parameters' ``.grad``, adding to gradients that are there.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``: the dtype of
         the parameter unless the user set it otherwise.
-
-        Args:
-            names: of the parameters whose sums to move; None for all.
         """
-        for name in [name for name in self.tensors if names is None or name in names]:
-            total, parameter = self.tensors.pop(name), self._parameters.pop(name)
+        for name in [*self.tensors]:
+            total, parameter = self.tensors.pop(name), self._parameters[name]
             if parameter.grad is None:
                 parameter.grad = total.to(parameter.grad_dtype or total.dtype)
             else:
                 parameter.grad.add_(total)
-        if names is None:
-            self.clear()
+        self.clear()
 
     def clear(self) -> None:
         """Forget the sums."""

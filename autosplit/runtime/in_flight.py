@@ -130,34 +130,16 @@ class PendingWeightGradients:
     Args:
         owner: whose, for messages.
         accumulation: how gradients are added.
-        slices: how many slices W can be run in.
 
     Attributes:
         in_flight: the microbatches between I and W.
         sums: the gradients so far.
-        slices: how many slices W can be run in.
     """
 
-    def __init__(self, owner: str, accumulation: Accumulation, slices: int) -> None:
+    def __init__(self, owner: str, accumulation: Accumulation) -> None:
         self.in_flight = InFlightMicrobatches(owner, "backward_input")
         self.sums = GradientSums(accumulation)
-        self.slices = slices
         self._owner = owner
-        self._begun: dict[int, int] = {}  # microbatch -> slices that have run
-
-    def run(self, microbatch: int) -> None:
-        """All of W.
-
-        Raises:
-            SplitError: this microbatch is not waiting, slices of it have run, or it ran on
-                other parameters than those before it.
-        """
-        if begun := self._begun.get(microbatch):
-            raise SplitError(
-                f"{self._owner}: {begun} of {self.slices} slices of W of microbatch {microbatch} "
-                "have run; run the others one by one"
-            )
-        self._run([microbatch])
 
     def run_all(self, microbatches: Sequence[int]) -> None:
         """Run W of several microbatches, in this order. With concatenated accumulation, those that
@@ -167,13 +149,14 @@ class PendingWeightGradients:
             SplitError: as ``run``; a microbatch is named twice.
         """
         for together in self.calls(microbatches):
-            if len(together) == 1:
-                self.run(together[0])
-            else:
-                self._run(together)
+            self.run(together)
 
-    def _run(self, microbatches: Sequence[int]) -> None:
-        """W of microbatches in one call."""
+    def run(self, microbatches: Sequence[int]) -> None:
+        """W of microbatches in one call.
+
+        Raises:
+            SplitError: one is not waiting, or ran on other parameters than those before it.
+        """
         taken = [*map(self.in_flight.take, microbatches)]
         functions, _, state, _, skipped = taken[0]
         if not functions.has_backward:
@@ -210,36 +193,9 @@ class PendingWeightGradients:
             and one.functions is other.functions
             and one.skipped == other.skipped
             and all(one.state[name] is other.state[name] for name in names)
-            and self._begun.keys().isdisjoint((first, second))
             and one.functions.concatenates(one.residuals, other.residuals)
             and not has_tensor_hooks(one.state[name] for name in names)
         )
-
-    def run_slice(self, microbatch: int, index: int) -> None:
-        """One slice of W.
-
-        Raises:
-            SplitError: as ``run``, or it is not this slice's turn.
-        """
-        turn = self._begun.get(microbatch, 0)
-        if index != turn:
-            raise SplitError(
-                f"{self._owner}: W of microbatch {microbatch} runs in {self.slices} slice(s), in "
-                f"order; it is the turn of slice {turn}, got {index}"
-            )
-        functions, left, state, lent, skipped = self.in_flight.take(microbatch)
-        if functions.has_backward:
-            weight, how = functions.sliced(self.slices), self.sums.accumulation
-            names = weight.parameter_names[index]
-            sums = self.into(names, state, skipped)
-            gradients, left = functions.weight_slice(self.slices, index, left, sums, how)
-            if sums is None:
-                self.sums.add(names, gradients, weight.borrowed(index), skipped)
-        if index + 1 == self.slices:
-            self._begun.pop(microbatch, None)
-            return
-        self._begun[microbatch] = index + 1
-        self.in_flight.put(microbatch, InFlightMicrobatch(functions, left, state, lent, skipped))
 
     def into(
         self, names: Sequence[str], state: State, skipped: Collection[str]
@@ -260,37 +216,23 @@ class PendingWeightGradients:
             raise SplitError(f"{self._owner}: {error}") from None
         return None if skipped else found
 
-    def publish(self, names: Collection[str] | None = None) -> None:
+    def publish(self) -> None:
         """Move the sums into the parameters' ``.grad``.
 
-        Args:
-            names: of the parameters whose sums to move; None for all.
-
         Raises:
-            SplitError: a microbatch waits for W, or for a slice that adds to one of these.
+            SplitError: a microbatch waits for W.
         """
-        pending = [each for each in self.in_flight.waiting if self._adds(each, names)]
-        if pending:
+        if pending := self.in_flight.waiting:
             waiting = ", ".join(map(str, pending))
             raise SplitError(
                 f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
                 "call backward_weight() for each first"
             )
-        self.sums.publish(names)
-
-    def _adds(self, microbatch: int, names: Collection[str] | None) -> bool:
-        """Whether what is left of a microbatch's W adds to some of these."""
-        if names is None:
-            return True
-        functions = self.in_flight.get(microbatch).functions
-        begun = self._begun.get(microbatch, 0)
-        left = functions.sliced(self.slices).parameter_names[begun:]
-        return any(name in names for each in left for name in each)
+        self.sums.publish()
 
     def clear(self) -> None:
         """Forget everything."""
         self.in_flight.clear()
-        self._begun.clear()
         self.sums.clear()
 
 

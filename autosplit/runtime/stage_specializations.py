@@ -56,7 +56,6 @@ class StageSpecializations:
         module: the stage's module.
         args: example inputs.
         options: how it is split.
-        slices: into how many parts W can be run.
         sharding: as for ``Specializations``.
 
     Attributes:
@@ -64,7 +63,7 @@ class StageSpecializations:
 
     Raises:
         CaptureError: the module cannot be traced, or returns something besides tensors.
-        SplitError: the graph cannot be split, or W not be sliced.
+        SplitError: the graph cannot be split.
     """
 
     def __init__(
@@ -73,12 +72,10 @@ class StageSpecializations:
         module: nn.Module,
         args: Sequence[Any],
         options: SplitOptions,
-        slices: int,
         sharding: ShardedModule | None = None,
     ) -> None:
         self._name = name
         self._module = module
-        self._slices = slices
         self._arguments = _Arguments(name, args)
         args = tuple(map(_example, self._arguments.tensors))
         self._first = _Inputs(tuple(map(TensorSpec.of, args)), tuple(map(_memoryless, args)))
@@ -145,10 +142,7 @@ class StageSpecializations:
     def _find(self, args: tuple[Tensor, ...]) -> SplitFunctions:
         given = self._arguments.given(args)
         with torch.set_grad_enabled(self._grad_mode):
-            found = self._graphs.fitting(given, {}, *self._flatten(given, {}))
-        if found.has_backward and self._slices != 1:
-            found.sliced(self._slices)  # now is the time to hear that it cannot be
-        return found
+            return self._graphs.fitting(given, {}, *self._flatten(given, {}))
 
     def check_inputs(self, inputs: list[Any]) -> object:
         """Check dtypes, devices and numbers of dimensions; lay inputs out as the examples were, and

@@ -1,1 +1,1 @@
-"""Lowering of split graphs: accumulation, buffer reuse, slices of W, code generation."""
+"""Lowering of split graphs: accumulation, buffer reuse, code generation."""

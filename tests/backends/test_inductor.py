@@ -110,23 +110,6 @@ def test_gradients_are_those_of_float64(build: type[nn.Module], shape: tuple[int
         torch.testing.assert_close(mine, theirs.to(mine.dtype), **CLOSE, msg=name)
 
 
-def test_slices_of_w_take_what_inductor_laid_out() -> None:
-    model = Images()
-    x = torch.randn(2, 3, 6, 6)
-    sliced = Stage(model, [x.clone().requires_grad_()], backend="inductor", slices=2)
-    whole = Stage(model, [x.clone().requires_grad_()], backend="inductor")
-    grad = torch.randn(whole.output_specs[0][0])
-    for stage in (sliced, whole):
-        stage.forward(0, [x.clone()])
-        stage.backward_input(0, [grad.clone()])
-    whole.backward_weight(0)
-    for index in range(2):
-        sliced.backward_weight(0, slice=index)
-    assert sliced.gradients.keys() == whole.gradients.keys()
-    for name, gradient in whole.gradients.items():
-        torch.testing.assert_close(sliced.gradients[name], gradient, **CLOSE, msg=name)
-
-
 def test_unsplit_backward_adds_the_same_gradients() -> None:
     model = Block()
     x = torch.randn(5, 12)
@@ -145,11 +128,11 @@ def test_unsplit_backward_adds_the_same_gradients() -> None:
 
 
 def test_where_i_is_late_w_and_b_are_compiled_once() -> None:
-    """And W, in slices, takes what Inductor laid out in F, with no I in between."""
+    """And W takes what Inductor laid out in F, with no I in between."""
     model = Images()
     exact = copy.deepcopy(model).double()
     batches = [torch.randn(2, 3, 6, 6) for _ in range(4)]
-    stage = Stage(model, [batches[0]], backend="inductor", slices=2, late_input=True)
+    stage = Stage(model, [batches[0]], backend="inductor", late_input=True)
     ((shape, _, _),) = stage.output_specs
     grad = torch.full(shape, 0.1)
     for microbatch, batch in enumerate(batches):
@@ -158,12 +141,10 @@ def test_where_i_is_late_w_and_b_are_compiled_once() -> None:
             stage.backward(microbatch, [grad.clone()])
             continue
         stage.backward_input(microbatch, [grad.clone()])
-        for index in range(2):
-            stage.backward_weight(microbatch, slice=index)
+        stage.backward_weight(microbatch)
     stage.publish()
-    sliced = {"backward_weight_slice", "backward_weight_slice_accumulating"}
-    found = {name for name in stage.functions.generated if not sliced & {name}}
-    assert found - {"backward_weight"} == {"forward", "backward_weight_accumulating"}
+    found = {*stage.functions.generated}
+    assert found == {"forward", "backward_weight", "backward_weight_accumulating"}
     for batch in batches:
         exact(batch.double()).backward(grad.double())
     for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):

@@ -252,7 +252,7 @@ def exactness(mesh: DeviceMesh, stages: int, **options: Any) -> dict[str, bool]:
 
 REFERENCE = {"stage_factory": ReferenceStage}
 EXACT: dict[str, tuple[int, dict[str, Any]]] = {
-    "slices": (2, {"cap": 10}),
+    "buckets": (2, {"cap": 10}),
     "fused": (2, {"split_backward": False, **REFERENCE}),
     "zb-v": (4, {"schedule": "zb-v", "cap": 100, **REFERENCE}),
 }
@@ -327,13 +327,13 @@ def once_each(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def under_way(mesh: DeviceMesh, **options: Any) -> list[str]:
-    """Which W ran and which reductions started, in order, of a stage with slices."""
+    """Which W ran and which reductions started, in order, of this rank's stages."""
     found: list[str] = []
     run, start = Stage.backward_weight, Bucket.start
 
-    def ran(self: Any, microbatch: Any, slice: Any = None) -> None:
-        found.append(f"W{microbatch}.{slice}")
-        run(self, microbatch, slice)
+    def ran(self: Any, microbatch: Any) -> None:
+        found.append(f"{self.index}W{microbatch}")
+        run(self, microbatch)
 
     def started(self: Any) -> None:
         found.append("reduction")
@@ -342,7 +342,7 @@ def under_way(mesh: DeviceMesh, **options: Any) -> list[str]:
     Stage.backward_weight, Bucket.start = ran, started  # type: ignore[method-assign]
     try:
         given = {"schedule": "gpipe", "weights": "2bp", "cap": 100, **options}
-        with trainer(mesh, microbatches=2, **given) as made:
+        with trainer(mesh, stages=4, microbatches=2, **given) as made:
             made.step(share(replica_of(mesh)))
     finally:
         Stage.backward_weight, Bucket.start = run, start  # type: ignore[method-assign]

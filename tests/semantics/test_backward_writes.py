@@ -120,12 +120,6 @@ def fused(stage: autosplit.Stage, index: int, grads: list[Any]) -> None:
     stage.backward(index, grads)
 
 
-def sliced(stage: autosplit.Stage, index: int, grads: list[Any]) -> None:
-    stage.backward_input(index, grads)
-    stage.backward_weight(index, 0)
-    stage.backward_weight(index, 1)
-
-
 @writers
 def test_stage(kind: type[Writer]) -> None:
     assert_alike(driven(kind, halves), plainly(kind, 2))
@@ -134,10 +128,6 @@ def test_stage(kind: type[Writer]) -> None:
 @pytest.mark.parametrize(("run", "late"), [(fused, False), (halves, True), (fused, True)])
 def test_stage_otherwise(run: Any, late: bool) -> None:
     assert_alike(driven(Twice, run, late_input=late), plainly(Twice, 2))
-
-
-def test_slices_of_w() -> None:
-    assert_alike(driven(IntoSum, sliced, slices=2), plainly(IntoSum, 2))
 
 
 @pytest.mark.parametrize("accumulation", ["fused", "concatenated"])

@@ -43,9 +43,9 @@ class BackwardStage(ForwardStage, Protocol):
 
     Gradients come and go as lists with one entry per output or input, None where there is none.
 
-    What it may offer besides, as that class does, is asked for by name where it is needed: W in
-    ``slices``, one after another; ``recompute``, F again from its inputs, which ``forward(...,
-    keep="inputs")`` keeps; ``joins_weights``, W of several microbatches in one call, those of
+    What it may offer besides, as that class does, is asked for by name where it is needed:
+    ``recompute``, F again from its inputs, which ``forward(..., keep="inputs")`` keeps;
+    ``joins_weights``, W of several microbatches in one call, those of
     ``weight_calls``; and ``held``, ``detach_held`` and ``attach_held``, for microbatches that move.
     """
 
@@ -69,9 +69,6 @@ class BackwardStage(ForwardStage, Protocol):
 Values = list[Any]
 """Tensors, or None where there is no gradient."""
 
-Finished = Callable[[int, int], None]
-"""Is told a stage and the number of a slice; a stage without slices has slice 0."""
-
 
 class Step(NamedTuple):
     """An action as bound calls; those that it has no use for are not there.
@@ -86,7 +83,7 @@ class Step(NamedTuple):
         waits: wait for what the action needs of moves, and post receives.
         recorded: whether a recorder is to note when it ran; moves and reductions note it
             themselves, as W of several microbatches do call by call.
-        adds: of its stage's weight gradients the slices that it adds to.
+        adds: whether it adds weight gradients.
         behind: hear that it is done.
     """
 
@@ -96,7 +93,7 @@ class Step(NamedTuple):
     deliver: Callable[[Values], None] | None = None
     waits: tuple[Callable[[], None], ...] = ()
     recorded: bool = True
-    adds: tuple[int, ...] = ()
+    adds: bool = False
     behind: tuple[Callable[[], None], ...] = ()
 
 
@@ -123,20 +120,6 @@ def join_adjacent_weights(row: Iterable[Action], stages: Mapping[int, object]) -
         yield from map(JoinedWeights.of, groups.values())
 
 
-def _slices_together(steps: list[Step]) -> None:
-    """Of each stage's last Ws that stand next to each other, put the first slice of all before the
-    second: its gradients are complete, and may be reduced, while others are made.
-
-    Each slice's gradients are added up in the same order as before.
-    """
-    ends = {step.action.stage: place for place, step in enumerate(steps) if step.adds}
-    for stage, end in ends.items():
-        start = end
-        while start >= 0 and _is_weight(steps[start].action) and steps[start].action.stage == stage:
-            start -= 1
-        steps[start + 1 : end + 1] = sorted(steps[start + 1 : end + 1], key=lambda step: step.adds)
-
-
 def _is_weight(action: Action) -> bool:
     return action.kind is ActionKind.BACKWARD_WEIGHT
 
@@ -155,8 +138,7 @@ class Executor:
         messages: carries tensors between stages.
         loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
             only runs forward.
-        finished: called with a stage and the number of a slice when the last of that slice's weight
-            gradients of the step is there; a stage without slices has slice 0.
+        finished: called with a stage when the last of its weight gradients of the step is there.
         place: is told what the rank is doing.
         moves: carries out the schedule's moves, where there are any.
         shards: gathers and frees the parameters of stages that are sharded.
@@ -165,7 +147,7 @@ class Executor:
         schedule: see above.
         messages: see above.
         moves: see above.
-        completions: in which order stages and slices are ``finished``.
+        completions: in which order stages are ``finished``.
 
     Raises:
         PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
@@ -180,7 +162,7 @@ class Executor:
         messages: Transport,
         *,
         loss_grad: Tensor | None,
-        finished: Finished | None = None,
+        finished: Callable[[int], None] | None = None,
         place: RankActivity | None = None,
         moves: Moves | None = None,
         shards: ShardedStages | None = None,
@@ -204,16 +186,13 @@ class Executor:
         self._places: dict[Action, deque[int]] = defaultdict(deque)
         for at, action in enumerate(row):  # moves may stand there more than once
             self._places[action].append(at)
-        steps = [step for each in join_adjacent_weights(row, stages) for step in self._steps(each)]
-        if finished is not None:
-            _slices_together(steps)
-        added = [(s.action.stage, part, at) for at, s in enumerate(steps) for part in s.adds]
-        last = {(stage, part): (number, at) for number, (stage, part, at) in enumerate(added)}
+        made = map(self._step, join_adjacent_weights(row, stages))
+        steps = [step for step in made if step is not None]
+        last = {step.action.stage: at for at, step in enumerate(steps) if step.adds}
         self.completions = tuple(sorted(last, key=last.__getitem__))
         if finished is not None:
-            for key in self.completions:
-                step, at = steps[last[key][1]], last[key][1]
-                steps[at] = step._replace(behind=(*step.behind, partial(finished, *key)))
+            for stage, at in last.items():
+                steps[at] = steps[at]._replace(behind=(partial(finished, stage),))
         self._row = steps
 
     @torch.no_grad()
@@ -287,36 +266,32 @@ class Executor:
 
     # --- preparing them ---------------------------------------------------------------------------
 
-    def _steps(self, action: Action) -> Iterator[Step]:
-        """What an action is, behind what it has to wait for of moves; of a W in slices, each."""
+    def _step(self, action: Action) -> Step | None:
+        """What an action is, behind what it has to wait for of moves; None: nothing."""
         moves, kind = self.moves, action.kind
         if kind.is_move:
-            at = self._places[action].popleft()
             if moves is None:
                 raise PipelineError(f"{action} is scheduled, and nothing carries out moves")
-            yield Step(action, partial(moves.start, at), recorded=False)
-            return
+            at = self._places[action].popleft()
+            return Step(action, partial(moves.start, at), recorded=False)
         if kind.is_sharding:
             shards = self._shards
-            if shards is not None and action.stage in shards.stages:
-                gathers = kind is ActionKind.UNSHARD
-                call = partial(shards.gather if gathers else shards.free, action.stage)
-                yield Step(action, call, recorded=gathers)
-            return
-        single = [Action(action.stage, kind, each) for each in action.microbatches]
+            if shards is None or action.stage not in shards.stages:
+                return None
+            gathers = kind is ActionKind.UNSHARD
+            call = partial(shards.gather if gathers else shards.free, action.stage)
+            return Step(action, call, recorded=gathers)
         waits: list[Callable[[], None]] = []
-        for each in single:
-            at = self._places[each].popleft()
+        for microbatch in action.microbatches:
+            single = Action(action.stage, kind, microbatch)
+            at = self._places[single].popleft()
             waits += [need] if moves is not None and (need := moves.needed(at)) else []
-            waits += self.messages.posts(each)
+            waits += self.messages.posts(single)
         if kind is ActionKind.AWAIT:
-            steps = [Step(action, _nothing, recorded=False)]
-        else:
-            steps = self._computing(action)
-        yield steps[0]._replace(waits=tuple(waits))
-        yield from steps[1:]
+            return Step(action, _nothing, waits=tuple(waits), recorded=False)
+        return self._computing(action)._replace(waits=tuple(waits))
 
-    def _computing(self, action: Action) -> list[Step]:
+    def _computing(self, action: Action) -> Step:
         stage, microbatch, kind = self._stages.get(action.stage), action.microbatch, action.kind
         if stage is None:
             raise PipelineError(
@@ -331,25 +306,20 @@ class Executor:
             if action.stage in self._looked and type(stage).forward is Stage.forward:
                 forward = partial(forward, steady=True)
             self._looked.add(action.stage)
-            return [Step(action, forward, self._inputs_of(action), self._outputs_to(action))]
+            return Step(action, forward, self._inputs_of(action), self._outputs_to(action))
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
         if kind is ActionKind.RECOMPUTE:
-            return [Step(action, partial(self._recomputing(action).recompute, microbatch))]
+            return Step(action, partial(self._recomputing(action).recompute, microbatch))
         if isinstance(action, JoinedWeights):
             call = partial(self._run_joined, action, stage)
-            return [Step(action, call, recorded=False, adds=(0,))]
-        parts = range(len(getattr(stage, "slices", ((),))))
-        weight = partial(stage.backward_weight, microbatch)
-        if kind is ActionKind.BACKWARD_WEIGHT and len(parts) == 1:
-            return [Step(action, weight, adds=(0,))]
+            return Step(action, call, recorded=False, adds=True)
         if kind is ActionKind.BACKWARD_WEIGHT:
-            return [Step(action, partial(weight, slice=part), adds=(part,)) for part in parts]
+            return Step(action, partial(stage.backward_weight, microbatch), adds=True)
         fused = kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
         send = self.messages.sender(result_of(action))
-        adds = tuple(parts) if fused else ()
-        return [Step(action, backward, self._gradients_of(action), send, adds=adds)]
+        return Step(action, backward, self._gradients_of(action), send, adds=fused)
 
     def _run_joined(self, action: JoinedWeights, stage: Any) -> None:
         """Run some W next to each other. Which go together is known only when it is their turn:

@@ -146,9 +146,8 @@ class Bucket(GradientReduction):
 
 def buckets_of(
     members: Sequence[Member], losing: Losing, *, parts: int = 1, cap: int = CAP
-) -> list[tuple[Bucket, tuple[int, ...]]]:
-    """Buckets of all members, each with the places of its members; only those that are alike share
-    one.
+) -> list[Bucket]:
+    """Buckets of all members; only those that are alike share one.
 
     Args:
         members: in the order in which their gradients are complete.
@@ -158,7 +157,7 @@ def buckets_of(
     """
     sizes = [((id(m.link), m.stage, m.dtype), m.bytes) for m in members]
     return [
-        (Bucket([members[place] for place in places], losing, parts), places)
+        Bucket([members[place] for place in places], losing, parts)
         for places in fill_buckets(sizes, cap)
     ]
 

@@ -183,7 +183,6 @@ class SplitStage:
     memory: str | int = "balanced"
     accumulation: str = "exact"
     grad_dtype: torch.dtype | None = None
-    slices: int = 1
     late_input: bool = True
     overlap: Overlap = "collectives"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.mesh.exact_norm import sum_of_squares
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.stages import TrainableStage
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 
-from .replicas import Completion, ModelReplicas
+from .replicas import ModelReplicas
 from .sharded_stages import ShardedStages
 from .shared_parameters import Holder, SharedParameters
 from .stage_copies import TensorParts
@@ -182,19 +181,13 @@ class RankState:
         return sum_of_squares(self._counted)
 
     @contextlib.contextmanager
-    def reduced(
-        self,
-        completions: Sequence[Completion],
-        stages: Mapping[int, TrainableStage],
-        *,
-        timed: bool,
-    ) -> Iterator[None]:
+    def reduced(self, completions: Sequence[int], *, timed: bool) -> Iterator[None]:
         """Give every copy of a parameter the sum of the gradients that come inside, and all
         replicas of the pipeline their mean; see ``SharedParameters`` and ``ModelReplicas``.
         """
         with contextlib.ExitStack() as stack:
             if self.replicas is not None:
-                stack.enter_context(self.replicas.averaging(completions, stages, timed=timed))
+                stack.enter_context(self.replicas.averaging(completions, timed=timed))
             if self.shared is not None:
                 stack.enter_context(self.shared.summing())
             yield

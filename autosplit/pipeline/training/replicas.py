@@ -1,26 +1,19 @@
-"""Replicas of a pipeline: equal weights, and gradients that are means over them.
-
-Which gradients of a stage are complete with which slice of its W, and into how many slices W is cut
-so that the first gradients are reduced while others are made.
-"""
+"""Replicas of a pipeline: equal weights, and gradients that are means over them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.errors import SplitError
 from autosplit.mesh.reduction import CAP, GradientReduction, ReductionQueue
-from autosplit.passes.errors import SliceCountError
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.results import Member, buckets_of
-from autosplit.pipeline.engine.stages import SplitStage, StageFactory, TrainableStage
 from autosplit.pipeline.engine.timing import measure_sum
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -32,15 +25,7 @@ from autosplit.torch_internals.state import versions
 from .sharded_stages import ShardedStages
 from .stage_copies import adopt, buffers_of, check_alike, is_expert
 
-Completion = tuple[int, int]
-"""A stage, and the number of a slice of its W: some gradients are complete with it."""
-
-Completed = Mapping[Completion, Sequence[nn.Parameter]]
-"""Which those are."""
-
 _OTHERS = "the replicas of its stages"
-_MOST = 8
-"""Slices of a W: what is left to be reduced behind the last is an eighth then."""
 
 
 class ModelReplicas:
@@ -81,7 +66,7 @@ class ModelReplicas:
         # Whoever has another share of the batch; and of those whoever has the same experts.
         self._peers = groups.of_several(layout.peers)
         self._copies = groups.of_several(layout.copies) if layout.experts else None
-        self._queues: dict[Hashable, tuple[ReductionQueue, list[GradientReduction]]] = {}
+        self._queues: dict[tuple[int, ...], tuple[ReductionQueue, list[GradientReduction]]] = {}
         self._queue: ReductionQueue | None = None
         self._reductions: list[GradientReduction] = []
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
@@ -101,79 +86,35 @@ class ModelReplicas:
         return self._sharded is None or self._sharded.reduces_early
 
     @contextlib.contextmanager
-    def averaging(
-        self,
-        completions: Sequence[Completion],
-        stages: Mapping[int, TrainableStage],
-        *,
-        timed: bool,
-    ) -> Iterator[None]:
+    def averaging(self, completions: Sequence[int], *, timed: bool) -> Iterator[None]:
         """Make the gradients that come inside means over the replicas, one reduction a bucket.
 
         Args:
-            completions: in which order gradients are said to be complete; the same in all replicas.
-            stages: made of this rank's modules.
+            completions: in which order stages are said to be complete; the same in all replicas.
             timed: whether ``spans`` is asked for.
 
         Raises:
             LostPeerError: a rank that holds a replica did not take part.
         """
-        key = tuple(completions), tuple(_slices(each) for each in stages.values())
+        key = tuple(completions)
         if key not in self._queues:
-            self._queues[key] = self._make_queue(
-                {
-                    (at, part): completed_with(part, stages[at], self._modules[at])
-                    for at, part in completions
-                }
-            )
+            self._queues[key] = self._make_queue(key)
         self._queue, self._reductions = self._queues[key]
         for each in self._reductions:
             each.timed, each.times = timed, None
         with self._queue.reducing():
             yield
 
-    def ready(self, completion: Completion) -> None:
-        """Start the reductions that wait for these gradients and for none before them."""
+    def ready(self, stage: int) -> None:
+        """Start the reductions that wait for a stage's gradients and for none before them."""
         if self._queue is not None and self._queue.open:
-            self._queue.ready(completion)
+            self._queue.ready(stage)
 
     def reducing_early(self, schedule: Schedule) -> Schedule:
         """The schedule, whose last Ws come stage by stage where replicas reduce gradients."""
         if not self._bytes:
             return schedule
         return replace(schedule, ranks=last_weights_by_stage(schedule.ranks, self._bytes))
-
-    def sliced(self, factory: SplitStage, schedule: Schedule) -> StageFactory:
-        """Makes stages as ``factory`` does, but the one whose W is the rank's last action in as
-        many slices as reductions carry its gradients, or as W can be cut into.
-
-        Reductions of other stages have Ws behind them already, and nothing leaves earlier than the
-        first of its reductions is complete.
-        """
-        row = [action for action in schedule.ranks[self._groups.rank] if action.kind.is_compute]
-        if not row or row[-1].kind is not ActionKind.BACKWARD_WEIGHT:
-            return factory
-        last = row[-1].stage
-        count = min(_MOST, self._reductions_of(last))
-
-        def made(module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
-            if index != last or count < 2:
-                return factory(module, args, index=index)
-            try:
-                return replace(factory, slices=count)(module, args, index=index)
-            except SplitError as error:  # of a small stage
-                if not isinstance(error.__cause__, SliceCountError):
-                    raise
-                most = error.__cause__.most
-            return replace(factory, slices=most)(module, args, index=index)
-
-        return made
-
-    def _reductions_of(self, stage: int) -> int:
-        """At least so many carry the gradients of one of this rank's stages."""
-        if self._sharded is not None:
-            return sum(each.stage == stage for each in self._sharded.reductions())
-        return -(-self._bytes.get(stage, 0) // CAP)
 
     def measured(self) -> Reductions | None:
         """What replicas reduce, and how long their links take for it; collective over all ranks.
@@ -233,54 +174,35 @@ class ModelReplicas:
         self._adopt(found)
         self._marks = self._buffer_marks() if found else marks
 
-    def _make_queue(self, completed: Completed) -> tuple[ReductionQueue, list[GradientReduction]]:
+    def _make_queue(
+        self, completions: Sequence[int]
+    ) -> tuple[ReductionQueue, list[GradientReduction]]:
         """Reductions of all gradients, in the order in which they are complete."""
-        # A parameter of several completions, as of stages that share it, waits for the last.
-        last: dict[int, Completion] = {}
-        for completion, parameters in completed.items():
-            for parameter in parameters:
-                last.pop(id(parameter), None)
-                last[id(parameter)] = completion
+        # A parameter of several stages waits for the last of them.
+        last = {id(p): stage for stage in completions for p in self._modules[stage].parameters()}
         known: dict[int, tuple[int, nn.Parameter]] = {}
         for stage, module in self._modules.items():
             for parameter in module.parameters():
                 if parameter.requires_grad and id(parameter) not in self._shards:
                     known.setdefault(id(parameter), (stage, parameter))
-        early = [at for at in last if at in known and not self._is_shared(known[at][1])]
-        found_early = {*early}
-        late = [at for at in known if at not in found_early]
-        needs: list[tuple[Completion, ...]] = [
-            *((last[at],) for at in early),
-            *(() for _ in late),
+        # Those that wait for the end of the step have buckets of their own.
+        waiting: dict[int | None, list[Member]] = defaultdict(list)
+        for stage, parameter in known.values():
+            link = self._copies if _is_expert(parameter) else self._peers
+            end = None if self._is_shared(parameter) else last.get(id(parameter))
+            waiting[end].append(Member([parameter], 0, link, stage))
+        losing, shares = self._groups.losing, self._groups.layout.shares
+        found: list[tuple[GradientReduction, set[int]]] = [
+            (bucket, set() if end is None else {end})
+            for end, members in waiting.items()
+            for bucket in buckets_of(members, losing, parts=shares, cap=CAP)
         ]
-        members = [
-            Member([parameter], 0, self._copies if _is_expert(parameter) else self._peers, stage)
-            for stage, parameter in (known[at] for at in (*early, *late))
-        ]
-        # Those that wait for the end have buckets of their own.
-        found = self._buckets_of(members[: len(early)], needs)
-        found += self._buckets_of(members[len(early) :], needs[len(early) :])
-        found += self._shards_of(last)
-        place = {completion: at for at, completion in enumerate(completed)}
+        for reduction in () if self._sharded is None else self._sharded.reductions():
+            made = reduction.parameters
+            found.append((reduction, {last[at] for at in made} if made <= last.keys() else set()))
+        place = {stage: at for at, stage in enumerate(completions)}
         found.sort(key=lambda each: max((place[it] for it in each[1]), default=len(place)))
         return ReductionQueue(found, self._settled), [reduction for reduction, _ in found]
-
-    def _shards_of(
-        self, last: Mapping[int, Completion]
-    ) -> list[tuple[GradientReduction, set[Completion]]]:
-        """The reductions of sharded stages, with what each waits for."""
-        found: list[tuple[GradientReduction, set[Completion]]] = []
-        for reduction in () if self._sharded is None else self._sharded.reductions():
-            parameters = reduction.parameters
-            whole = parameters <= last.keys()
-            found.append((reduction, {last[at] for at in parameters} if whole else set()))
-        return found
-
-    def _buckets_of(
-        self, members: Sequence[Member], needs: Sequence[tuple[Completion, ...]]
-    ) -> list[tuple[GradientReduction, set[Completion]]]:
-        made = buckets_of(members, self._groups.losing, parts=self._groups.layout.shares, cap=CAP)
-        return [(bucket, {each for at in places for each in needs[at]}) for bucket, places in made]
 
     def _buffer_marks(self) -> dict[tuple[int, str], tuple[int, int]]:
         buffers = buffers_of(self._modules)
@@ -313,35 +235,3 @@ def _tensors(modules: Mapping[int, nn.Module]) -> list[Tensor]:
         for tensor in (*module.parameters(), *module.buffers())
     }
     return list(found.values())
-
-
-def _slices(stage: TrainableStage) -> tuple[tuple[str, ...], ...]:
-    """The names of the gradients that each slice of W makes; of a stage without any, one slice."""
-    return tuple(map(tuple, getattr(stage, "slices", ((),))))
-
-
-def completed_with(part: int, stage: Any, module: nn.Module) -> Sequence[nn.Parameter]:
-    """The parameters whose gradients are complete with a slice: with the last one, all that no
-    slice before it makes.
-
-    Args:
-        part: which slice.
-        stage: made of the module, or of the module and what the trainer adds to it.
-        module: as the user knows it.
-    """
-    *early, _ = _slices(stage)
-    face = dict(stage.module.named_parameters()) if early else {}
-    made = [[face[name] for name in names if name in face] for names in early]
-    if part < len(made):
-        return made[part]
-    before = {id(parameter) for each in made for parameter in each}
-    return [parameter for parameter in module.parameters() if id(parameter) not in before]
-
-
-def publish_part(stage: Any, part: int) -> None:
-    """Move the gradients of a slice into ``.grad``; with the last slice all that are left."""
-    slices = _slices(stage)
-    if part < len(slices) - 1:
-        stage.publish(slices[part])
-    else:
-        stage.publish()

@@ -23,7 +23,6 @@ from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.results import Agreement
 from autosplit.pipeline.engine.stages import (
     ModuleStage,
-    SplitStage,
     StageFactory,
     TrainableStage,
     agree_on_gradients,
@@ -55,7 +54,6 @@ from .memory_limit import LimitTuner
 from .options import MEMORY, Record, TrainerOptions
 from .rank_memory import RankMemory
 from .rank_state import RankState
-from .replicas import publish_part
 from .stage_modules import (
     LossFunction,
     MetricFunction,
@@ -134,11 +132,8 @@ class Runner:
         self.schedule = schedule if replicas is None else replicas.reducing_early(schedule)
         # Sums beside other messages have run over Gloo only.
         on_cpu = device.type == "cpu"
-        self._early = reduces = on_cpu and replicas is not None and replicas.reduces_early
+        self._early = on_cpu and replicas is not None and replicas.reduces_early
         self._factory: StageFactory = options.factory(cut=stages.cut)
-        whole = options.tunes or options.joins_weights  # what depends on whole Ws
-        if reduces and not whole and replicas and isinstance(self._factory, SplitStage):
-            self._factory = replicas.sliced(self._factory, self.schedule)
         self._shares_tensors = groups.layout.tensor_ranks > 1
         # A whole model is cut for one shape; of another, what is held differs.
         self._static = stages.cut or options.memory_limit is not None
@@ -202,7 +197,7 @@ class Runner:
                 recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
             if held.reduces:
                 timed = recorder is not None and self._device.type == "cpu"
-                stack.enter_context(held.reduced(executor.completions, self.stages, timed=timed))
+                stack.enter_context(held.reduced(executor.completions, timed=timed))
             losses = executor.run(inputs, targets, recorder)
             if memory.recorder is not None:
                 memory.recorder.finish(losses.values())
@@ -425,11 +420,11 @@ class Runner:
         steps[shape] = ShapedStep(split, Negotiation(name, groups, self._guard.check))
         return steps[shape]
 
-    def _finished(self, stage: int, part: int) -> None:
-        """What follows the last weight gradients of a slice: its gradients are reduced."""
-        publish_part(self.stages[stage], part)
+    def _finished(self, stage: int) -> None:
+        """What follows the last weight gradients of a stage: they are reduced."""
+        self.stages[stage].publish()
         if self._held.replicas is not None:
-            self._held.replicas.ready((stage, part))
+            self._held.replicas.ready(stage)
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps, and change the schedule where that says so."""

@@ -72,7 +72,7 @@ class SharedParameters:
         }
         self._held = {id(copy) for member in members for copy in member.copies}
         trained = [member for member in members if member.copies[0].requires_grad]
-        buckets = [bucket for bucket, _ in buckets_of(trained, groups.losing)]
+        buckets = buckets_of(trained, groups.losing)
         self._queue = ReductionQueue([(bucket, ()) for bucket in buckets], settled)
         for member in members:
             self._equalise(member.copies, member.owner, member.link)

@@ -13,7 +13,7 @@ import autosplit
 from autosplit import Stage
 from autosplit.passes.graph import SUBGRAPH, calls
 from tests.capture.regions.blocks import WIDTH, Stack, kinds
-from tests.microbatches import Twins, reference
+from tests.microbatches import reference
 from tests.zoo import llama
 
 BATCH = torch.randn(2, 3, WIDTH)
@@ -101,19 +101,6 @@ def assert_gradients_of_two(model: nn.Module) -> None:
     exact = [parameter.grad for parameter in model.parameters()]
     rounding = 1e-5 * max(one.abs().max().item() for one in exact)  # small ones are of large terms
     assert all(torch.allclose(*pair, atol=rounding) for pair in zip(mine, exact, strict=True))
-
-
-@pytest.mark.parametrize(("depth", "calling"), [(8, 8), (2, 0)], ids=["many", "few"])
-def test_slices_of_w_call_blocks(depth: int, calling: int) -> None:
-    """Where they are many: with few, slices of whole blocks would differ too much."""
-    twins = Twins(Stack(count=depth), [torch.randn(2, 3, WIDTH) for _ in range(2)], slices=3)
-    sliced = twins.stage.functions.sliced(3)
-    found = [node for part in sliced.modules for node in calls(part.graph) if SUBGRAPH in node.meta]
-    assert len(found) == calling
-    twins.forward()
-    twins.backward()
-    twins.weights(slices=3)
-    twins.assert_alike()
 
 
 def test_decomposed_results_may_lie_otherwise() -> None:

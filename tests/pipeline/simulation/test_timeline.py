@@ -58,8 +58,8 @@ def test_an_unknown_rank_is_refused(rank: int) -> None:
         MEASURED.bubble_ratio(rank)
 
 
-def test_the_slices_of_a_weight_gradient_are_one_action_of_their_step() -> None:
-    """Two slices and an F between them; the next step's are another action."""
+def test_what_an_action_did_in_parts_is_one_of_its_step() -> None:
+    """Two parts and an F between them; the next step's are another action."""
     first = [span(0, "0W0", 0, 1), span(0, "0F1", 1, 5), span(0, "0W0", 5, 8)]
     second = [span(0, "0W0", 9, 11), span(0, "0W0", 11, 15)]
     assert median_durations([first, second]) == {

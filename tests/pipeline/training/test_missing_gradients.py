@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.stage import Stage
 from tests.pipeline import workers
 from tests.ranks import ranks
 
@@ -131,13 +130,8 @@ def test_a_stage_that_is_frozen_for_some_steps(options: dict[str, Any], frozen: 
     trained_beside(of_stages(2, 2), options, frozen=[None, frozen, None])
 
 
-def sliced(module: nn.Module, args: list[Tensor], *, index: int) -> Stage:
-    return Stage(module, args, index=index, slices=1 if index == 2 else 2)
-
-
 WAYS: dict[str, Any] = {
     "weights that do not wait": {"memory": "fast"},
-    "slices": {"stage_factory": sliced},
     "joined": {"accumulation": "concatenated"},
     "hooks": {},
 }

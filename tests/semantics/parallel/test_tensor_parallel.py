@@ -227,8 +227,7 @@ def stage(mesh: DeviceMesh, name: str, setting: dict[str, Any]) -> bool:
         leaf = output.detach().requires_grad_()
         made += split.backward_input(at, [*torch.autograd.grad(leaf.square().mean(), leaf)])
     for at in range(MICROBATCHES):
-        for part in range(setting["slices"]) if "slices" in setting else [None]:
-            split.backward_weight(at, part)
+        split.backward_weight(at)
     split.publish()
     return same(expected, _values(made) + _values(each.grad for each in model.parameters()))
 
@@ -303,11 +302,6 @@ def test_trains_as_in_eager(name: str) -> None:
     assert same
     kinds = ("backward_input", "backward_weight", "backward")
     assert name not in STARTS or STARTS[name] == tuple(map(counts.__getitem__, kinds))
-
-
-@ranks(2)
-def test_slices_of_a_stage() -> None:
-    assert stage(tensor_parallel(), "blocks", {"slices": 2, "overlap": "none"})
 
 
 @ranks(2)
