@@ -223,7 +223,8 @@ class Stage:
         else:
             arrived = InFlightMicrobatch(functions, result.saved, state, lent)
             self._saved.put(microbatch, arrived)
-        functions.leave_apart(result.outputs)
+        if functions.capture.left is not None:
+            functions.leave_apart(result.outputs)
         return result.outputs[: len(self._outputs)]
 
     def _fitting(self, sizes: object) -> _Fitting:

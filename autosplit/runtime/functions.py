@@ -81,6 +81,7 @@ class SplitFunctions:
         tangent_specs: output path -> the gradient that the backward expects for it; outputs
             not listed are not differentiable.
         dependence: static facts about the gradients.
+        has_backward: whether it was traced with gradients.
     """
 
     def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
@@ -98,7 +99,8 @@ class SplitFunctions:
         early = {*_parameters(graphs.backward_input)}
         self.early_parameters = [name for name in self.parameter_names if name in early]
         self.late_parameters = [name for name in self.parameter_names if name not in early]
-        backward = self._graphs.backward
+        backward = graphs.backward
+        self.has_backward = backward is not None
         # Parameters and buffers that the backward reads, then what it writes into.
         self._read = [] if backward is None else fixed(backward.graph)
         self._taken = [*(Role(Kind.TANGENT, name) for name in self.tangent_specs), *saved]
@@ -339,10 +341,6 @@ class SplitFunctions:
         if module is None:
             raise SplitError("this module was traced without gradients; it has no backward")
         return module
-
-    @property
-    def has_backward(self) -> bool:
-        return self._graphs.backward is not None
 
     @cached_property
     def gradient_shardings(self) -> dict[str, Sharding]:

@@ -108,9 +108,12 @@ class GradientDependence:
 
     def missing(self, output_grads: Sequence[object]) -> Missing:
         """What gets no gradient where some of the outputs have none: those that are None here."""
-        absent = frozenset([name for name, at in self._tangents if output_grads[at] is None])
-        if not absent:
+        for _, at in self._tangents:  # in line, as every call asks
+            if output_grads[at] is None:
+                break
+        else:
             return NONE_MISSING
+        absent = frozenset([name for name, at in self._tangents if output_grads[at] is None])
         if absent not in self._missing:
             sources = self._parameter_sources.items()
             idle = {name for name, outputs in self._input_sources.items() if outputs <= absent}

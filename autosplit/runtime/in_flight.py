@@ -92,7 +92,7 @@ class InFlightMicrobatches:
             SplitError: it is not here, or not with all its tensors.
         """
         held = self._by_number.get(microbatch) or self.get(microbatch)
-        if held.residuals.is_away:
+        if held.residuals.away:
             raise SplitError(
                 f"{self._owner}: tensors of microbatch {microbatch} were taken out with "
                 "detach_held(); put them back with attach_held() first"
@@ -314,7 +314,7 @@ class HeldStorages:
     def detach(self, microbatch: int, limit: int | None, kept: Iterable[Tensor]) -> list[Tensor]:
         """See ``Stage.detach_held``."""
         own, others = self._find(microbatch)
-        if own.residuals.is_away:
+        if own.residuals.away:
             raise SplitError(
                 f"{self._owner}: tensors of microbatch {microbatch} are away already; put them "
                 "back with attach_held() first"

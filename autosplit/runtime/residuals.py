@@ -253,10 +253,13 @@ class Residuals:
     A tensor written in place between the two would give wrong gradients, and so would a
     parameter whose data were exchanged (``.to()``, ``parameter.data = ...``), which autograd
     does not count as a write. ``take`` compares and refuses.
+
+    Attributes:
+        state: parameters and buffers that are read.
+        away: what is detached.
     """
 
     __slots__ = (
-        "_away",
         "_counts",
         "_known",
         "_places",
@@ -264,6 +267,7 @@ class Residuals:
         "_stream",
         "_tensors",
         "_watched",
+        "away",
         "state",
     )
 
@@ -277,7 +281,7 @@ class Residuals:
         self._counts = versions((*tensors, *self._watched))
         self._places = _places(self._watched)
         self._stream = stream_under(tensors) if known.on_streams else None
-        self._away: list[_Away] = []
+        self.away: list[_Away] = []
         self._storages: Mapping[StorageKey, PlacedStorage] | None = None
 
     @property
@@ -321,11 +325,6 @@ class Residuals:
             (counts[at],) = versions((copies[at],))
         self._tensors, self._counts, self._storages = copies, tuple(counts), None
 
-    @property
-    def is_away(self) -> bool:
-        """Whether tensors are detached."""
-        return bool(self._away)
-
     def storages(self) -> Mapping[StorageKey, PlacedStorage]:
         """Storages that could be detached; looked for once, as each microbatch asks for those of
         all others.
@@ -353,7 +352,7 @@ class Residuals:
         for places, size in storages:
             data = whole_storage(self._tensors[places[0]])
             views = [(at, StorageView.of(self._tensors[at])) for at in places]
-            self._away.append(_Away(views, size, data.device))
+            self.away.append(_Away(views, size, data.device))
             found.append(data)
             for at in places:
                 self._tensors[at] = None
@@ -368,17 +367,17 @@ class Residuals:
                 hand-over.
         """
         self._check_unwritten()
-        if len(storages) != len(self._away) or not all(map(_fits, self._away, storages)):
-            expected = [f"{each.bytes} bytes on {each.device}" for each in self._away]
+        if len(storages) != len(self.away) or not all(map(_fits, self.away, storages)):
+            expected = [f"{each.bytes} bytes on {each.device}" for each in self.away]
             given = [_described(each) for each in storages]
             raise SplitError(
                 f"expected the storages that were detached, {', '.join(expected) or 'none'}, as "
                 f"torch.uint8, each filling its own; got {', '.join(given) or 'none'}"
             )
-        for away, data in zip(self._away, storages, strict=True):
+        for away, data in zip(self.away, storages, strict=True):
             for at, view in away.views:
                 self._tensors[at] = view.over(data)
-        self._away = []
+        self.away = []
         self._recount()
 
     def _recount(self) -> None:

@@ -6,11 +6,11 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.wiring import Feeds
 
@@ -69,18 +69,9 @@ class Negotiation:
         self._given: dict[tuple[int, int], tuple[bool, ...]] = {}
 
     def publish(self, boundary: int, metas: Sequence[TensorMeta]) -> Boundary:
-        """Settle a boundary; every rank that holds the stage before it does so.
-
-        Raises:
-            PipelineError: another rank that holds a copy of the stage has settled on other tensors.
-        """
+        """Settle a boundary; the rank that holds the stage before it does so."""
         agreed = self.known[boundary] = tuple(metas)
-        first = _metas(self._tell(f"{boundary}/built", _text(agreed)))
-        if first != agreed:
-            raise PipelineError(
-                f"stage {boundary} puts out {listed(agreed)} here and "
-                f"{listed(first)} on the rank of its other copy: give both the same batch"
-            )
+        self._tell(f"{boundary}/built", [(m.shape, str(m.dtype), m.requires_grad) for m in agreed])
         return agreed
 
     def learn(self, boundary: int) -> Boundary:
@@ -93,18 +84,14 @@ class Negotiation:
         if boundary not in self.known:
             for stage in range(boundary + 1):
                 if stage not in self.known:
-                    self.known[stage] = _metas(self._hear(f"{stage}/built", stage))
+                    heard = self._hear(f"{stage}/built", stage)
+                    self.known[stage] = tuple([_meta(*each) for each in heard])
         return self.known[boundary]
 
     def publish_gradients(self, boundary: int, taker: int, given: Sequence[bool]) -> None:
         """Say of which tensors that cross a boundary to a stage that stage gives a gradient."""
-        agreed = self._given[boundary, taker] = tuple(given)
-        said = self._tell(f"{boundary}/gradients of {taker}", json.dumps(agreed))
-        if json.loads(said) != [*agreed]:
-            raise PipelineError(
-                f"stage {taker} gives other gradients of what stage {boundary} puts out than its "
-                "other copy: let both copies' modules do the same"
-            )
+        self._given[boundary, taker] = tuple(given)
+        self._tell(f"{boundary}/gradients of {taker}", given)
 
     def gradients(self, boundary: int, taker: int) -> Sequence[bool]:
         """Of which it does; waits until that is said.
@@ -113,8 +100,8 @@ class Negotiation:
             LostPeerError: as for ``learn``.
         """
         if (boundary, taker) not in self._given:
-            text = self._hear(f"{boundary}/gradients of {taker}", taker)
-            self._given[boundary, taker] = tuple(json.loads(text))
+            heard = self._hear(f"{boundary}/gradients of {taker}", taker)
+            self._given[boundary, taker] = tuple(heard)
         return self._given[boundary, taker]
 
     def crossing(self, parcel: Parcel, feeds: Feeds) -> Sequence[TensorMeta | None]:
@@ -126,13 +113,11 @@ class Negotiation:
         given = self._given.get((boundary, taker)) or [meta.requires_grad for meta in metas]
         return [meta if is_given else None for meta, is_given in zip(metas, given, strict=True)]
 
-    def _tell(self, what: str, text: str) -> str:
-        """Say something; what was said first of it, as by the rank of a stage's other copy."""
-        if self._groups.ranks == 1:
-            return text
-        return self._groups.store.compare_set(self._key(what), "", text).decode()
+    def _tell(self, what: str, said: object) -> None:
+        if self._groups.ranks > 1:
+            self._groups.store.set(self._key(what), json.dumps(said))
 
-    def _hear(self, what: str, stage: int) -> str:
+    def _hear(self, what: str, stage: int) -> Any:
         store, timeout, key = self._groups.store, self._groups.timeout, self._key(what)
         deadline = time.monotonic() + timeout
         with self._groups.place.waits():
@@ -146,21 +131,14 @@ class Negotiation:
                         waited,
                     )
                 time.sleep(_LOOK_EVERY)
-        return store.get(key).decode()
+        return json.loads(store.get(key))
 
     def _key(self, what: str) -> str:
         return f"autosplit/{self._mode}/{what}"
 
 
-def _text(metas: Boundary) -> str:
-    return json.dumps([(meta.shape, str(meta.dtype), meta.requires_grad) for meta in metas])
-
-
-def _metas(text: str | bytes) -> Boundary:
-    return tuple(
-        TensorMeta(torch.Size(shape), getattr(torch, dtype.removeprefix("torch.")), wants)
-        for shape, dtype, wants in json.loads(text)
-    )
+def _meta(shape: Sequence[int], dtype: str, wants: bool) -> TensorMeta:
+    return TensorMeta(torch.Size(shape), getattr(torch, dtype.removeprefix("torch.")), wants)
 
 
 def listed(metas: Sequence[TensorMeta | None]) -> str:

@@ -365,13 +365,9 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
     """Compile what the schedule runs of each stage: in a step, other ranks would wait for it."""
     for index, stage in stages.items():
         if isinstance(stage, Stage):
-            for row in schedule.ranks:  # a stage's two copies each begin without gradients
-                mine = [
-                    a
-                    for a in join_adjacent_weights(row, stages)
-                    if a.stage == index and a.kind in _CALLS
-                ]
-                stage.compile([(_CALLS[a.kind], len(a.microbatches)) for a in mine])
+            row = join_adjacent_weights(schedule.ranks[schedule.placement[index]], stages)
+            mine = [action for action in row if action.stage == index and action.kind in _CALLS]
+            stage.compile([(_CALLS[each.kind], len(each.microbatches)) for each in mine])
 
 
 def _examples(

@@ -160,9 +160,11 @@ class Transport:
     def _gradient_sender(self, parcel: Parcel) -> Send:
         put, result, negotiation = self._put(parcel), parcel.result, self._negotiation
         choose = gradients_for(parcel.boundary, parcel.taker, self.feeds)
+        agreed: Sequence[TensorMeta | None] = ()
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            agreed = negotiation.crossing(parcel, self.feeds)
+            nonlocal agreed
+            agreed = agreed or negotiation.crossing(parcel, self.feeds)
             if choose is not None:
                 gradients = choose(gradients)
             if len(gradients) < len(agreed):
