@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from enum import Enum
@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from autosplit.errors import AutosplitError, PipelineError
+from autosplit.text.figures import few
 
 _TEXT = b"text "  # what most steps send; torch's files begin with other bytes
 _READING = threading.Lock()  # which classes torch may make is its own global state
@@ -104,49 +105,74 @@ def _class(path: str) -> type[Any]:
 _CPU = torch.device("cpu")
 
 
-def tell_in(value: object, source: int, group: dist.ProcessGroup) -> Any:
+def tell_in(value: object, source: int, group: dist.ProcessGroup, doing: str = "") -> Any:
     """``value`` of rank ``source`` on all ranks of a group.
 
     Args:
         value: see ``written``; only that of ``source`` counts.
         source: its rank in the default process group.
         group: over which to tell.
+        doing: the call that this is part of, in words.
 
     Raises:
         RuntimeError: a rank did not take part.
+        PipelineError: a rank is in another call.
     """
-    data = _packed(value if dist.get_rank() == source else None, _CPU)
+    data = _packed(value if dist.get_rank() == source else None, doing, _CPU)
     size = torch.tensor([len(data)], device=_CPU)
     dist.broadcast(size, source, group=group)
     if dist.get_rank() != source:
         data = torch.empty(int(size), dtype=torch.uint8, device=_CPU)
     dist.broadcast(data, source, group=group)
-    return _unpacked(data)
+    theirs, heard = _unpacked(data)
+    _check_calls({source: theirs, dist.get_rank(): doing})
+    return heard
 
 
 def gather_in(
-    value: object, group: dist.ProcessGroup | None, device: torch.device = _CPU
+    value: object,
+    group: dist.ProcessGroup | None,
+    device: torch.device = _CPU,
+    doing: str = "",
 ) -> list[Any]:
     """``value`` of every rank of a group, by rank, on all of them; None for the default group.
 
     Arguments and errors are those of ``tell_in``; messages lie on ``device``.
     """
-    data = _packed(value, device)
+    data = _packed(value, doing, device)
     count = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(count)]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
     longest = max(map(int, sizes))
     rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(count)]
     dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
-    return [_unpacked(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+    heard = [_unpacked(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+    members = dist.get_process_group_ranks(group)
+    _check_calls({rank: call for rank, (call, _) in zip(members, heard, strict=True)})
+    return [each for _, each in heard]
 
 
-def _packed(value: object, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(written(value)), dtype=torch.uint8).to(device)
+def _packed(value: object, doing: str, device: torch.device) -> Tensor:
+    data = doing.encode() + b"\0" + written(value)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-def _unpacked(data: Tensor) -> Any:
-    return read(data.cpu().numpy().tobytes())
+def _unpacked(data: Tensor) -> tuple[str, Any]:
+    call, _, value = data.cpu().numpy().tobytes().partition(b"\0")
+    return call.decode(errors="replace"), read(value)
+
+
+def _check_calls(calls: Mapping[int, str]) -> None:
+    """What ranks in different calls tell each other would be taken for something else."""
+    if len({*calls.values()}) > 1:
+        ranks: dict[str, list[str]] = {}
+        for rank, call in sorted(calls.items()):
+            ranks.setdefault(call, []).append(f"rank {rank}")
+        told = "; ".join(f"{few(at, 8)} in {call}" for call, at in ranks.items())
+        raise PipelineError(
+            f"ranks are in different calls of one trainer: {told}. Every rank makes the same calls "
+            "in the same order: let none stand under a condition such as `if rank == 0`"
+        )
 
 
 OTHERS = "the other ranks"
@@ -164,6 +190,7 @@ class Control:
         own: this rank's number in the default process group.
         group: connects them over Gloo; None for a single one.
         losing: waits for them.
+        doing: the call that this rank is in, in words.
 
     Attributes:
         rank: this rank's number here.
@@ -173,12 +200,17 @@ class Control:
     """
 
     def __init__(
-        self, members: Sequence[int], own: int, group: dist.ProcessGroup | None, losing: Losing
+        self,
+        members: Sequence[int],
+        own: int,
+        group: dist.ProcessGroup | None,
+        losing: Losing,
+        doing: Callable[[], str] = str,
     ) -> None:
         self.members = tuple(members)
         self.rank = self.members.index(own)
         self.ranks = len(self.members)
-        self._group = group
+        self._group, self._doing = group, doing
         self.losing = losing
 
     @property
@@ -237,11 +269,12 @@ class Control:
 
         Raises:
             LostPeerError: some rank did not take part.
+            PipelineError: a rank is in another call.
         """
         if self.ranks > 1:
             origin = self.members[source]
             with self.losing(OTHERS if source == self.rank else f"rank {origin}"):
-                value = tell_in(value, origin, self.group)
+                value = tell_in(value, origin, self.group, self._doing())
         return value or ""
 
     def gather(self, value: Any) -> list[Any]:
@@ -249,10 +282,11 @@ class Control:
 
         Raises:
             LostPeerError: some rank did not take part.
+            PipelineError: a rank is in another call.
         """
         if self.ranks == 1:
             return [value]
         with self.losing(OTHERS):
-            rows = gather_in(value, self.group)
+            rows = gather_in(value, self.group, doing=self._doing())
         # The members of a group are in the order of their numbers in the default one.
         return [rows[sorted(self.members).index(each)] for each in self.members]

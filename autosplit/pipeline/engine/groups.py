@@ -125,16 +125,19 @@ class Groups(Control):
         self._owned: list[dist.ProcessGroup] = []
         self._lent: list[dist.ProcessGroup] = []
         self._lanes: dict[str, dist.ProcessGroup] = {}
-        super().__init__(layout.pipeline, self._own, None, self._lose)
+        super().__init__(layout.pipeline, self._own, None, self._lose, self._call)
         everyone = range(self.ranks)
         self._group = self.among(everyone, "gloo") if self.ranks > 1 else None
         self.everybody: Control = self
         if len(layout.pipelines) > 1:
             world = self._new(layout.ranks, "gloo")
-            self.everybody = Control(layout.ranks, self._own, world, self._lose)
+            self.everybody = Control(layout.ranks, self._own, world, self._lose, self._call)
         for lane in ("up", "down") if self.ranks > 1 and not self.pairwise else ():
             if (group := self.among(everyone, "gloo")) is not None:
                 self._lanes[lane] = group
+
+    def _call(self) -> str:
+        return self.place.phase
 
     def named(self, peer: int) -> str:
         """What a rank of this pipeline is called in errors."""

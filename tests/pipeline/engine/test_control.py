@@ -128,7 +128,7 @@ def test_whoever_announces_loses_the_others(monkeypatch: pytest.MonkeyPatch) -> 
         lost.append(whom)
         yield
 
-    monkeypatch.setattr(control, "tell_in", lambda value, source, group: value)
+    monkeypatch.setattr(control, "tell_in", lambda value, source, group, doing: value)
     group = cast("Any", object())
     for source in (0, 1):
         assert Control([3, 5], 5, group, losing).announce("plan", source) == "plan"

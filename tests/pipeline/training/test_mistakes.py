@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
-from autosplit.errors import AutosplitError
+from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline import PipelineTrainer
+from tests.ranks import ranks
 
 X, Y = torch.randn(4, 8), torch.randn(4, 8)
 
@@ -77,3 +80,17 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
 def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
     with pytest.raises(AutosplitError, match=text):
         mistake()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@ranks(2)
+def test_calls_that_only_one_rank_makes(replicas: int) -> None:
+    """What each then tells the other is not taken for a part of its own call."""
+    rank, stages = dist.get_rank(), 2 // replicas
+    mesh = init_device_mesh("cpu", (stages, replicas), mesh_dim_names=("pp", "dp_replicate"))
+    with trainer(model=[nn.Linear(8, 8)] * stages, ranks=None, mesh=mesh) as engine:
+        engine.step((X, Y))
+        call = engine.step if rank else engine.evaluate
+        with pytest.raises(PipelineError) as caught:
+            call((X, Y))
+    assert "rank 0 in the evaluation; rank 1 in the forward and backward." in str(caught.value)
