@@ -4,6 +4,7 @@ from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.memory.measures import balance, offload, recompute
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
@@ -12,6 +13,7 @@ from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.validation.torch_csv import read_csv, write_csv
 from autosplit.pipeline.validation.validate import validate
 
 from .trainer import PipelineTrainer
@@ -20,6 +22,7 @@ from .training.options import RunOptions, StageOptions
 __all__ = [
     "SCHEDULES",
     "WEIGHTS",
+    "Action",
     "Costs",
     "LimitError",
     "PipelineTrainer",
@@ -37,9 +40,11 @@ __all__ = [
     "offload",
     "peak_memory",
     "process_group",
+    "read_csv",
     "recompute",
     "search",
     "search_within",
     "simulate",
     "validate",
+    "write_csv",
 ]

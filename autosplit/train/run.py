@@ -13,6 +13,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -39,6 +40,8 @@ from autosplit.text.figures import size_text
 from autosplit.text.files import read_text, writing
 from autosplit.train.language_model import TrainSettings, load_model, next_token_loss
 from autosplit.train.preparation import Prepared, prepare, read_content
+
+_EVERY = 30.0  # seconds between two lines about steps, where no terminal shows the bar
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,9 @@ class StepLog:
     def __init__(self, file: Path | None, start: int, steps: int, *, speaks: bool) -> None:
         # None: shown on a terminal, not in a file.
         self._bar = tqdm(total=steps, initial=start, unit="step", disable=None if speaks else True)
+        # Where no terminal shows the bar, a line now and then.
+        self._lines = speaks and self._bar.disable
+        self._steps, self._next = steps, 0.0
         self._stream: IO[str] | None = None
         if file is not None and speaks:
             kept = _lines_up_to(start, file)
@@ -93,6 +99,9 @@ class StepLog:
         """Show a step and write it down."""
         self._bar.update(record.step - self._bar.n)
         self._bar.set_postfix_str(in_words(record))
+        if self._lines and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _EVERY
+            print(f"step {record.step} of {self._steps}: {in_words(record)}", file=sys.stderr)
         if self._stream is not None:
             self._stream.write(json.dumps(asdict(record)) + "\n")
             self._stream.flush()

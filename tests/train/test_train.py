@@ -156,3 +156,13 @@ def test_another_world_than_torchrun_started(monkeypatch: pytest.MonkeyPatch, te
     monkeypatch.setenv("WORLD_SIZE", "3")
     result = run("tests.train.models:causal", text)
     assert "torchrun started 3 processes, and --pp 2 is for 2: say --pp 3" in result.output
+
+
+def test_where_no_terminal_shows_a_bar_steps_are_told_in_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with autosplit.train.run.StepLog(None, 0, 3, speaks=True) as log:
+        for step in (1, 2):
+            log.tell(autosplit.train.run.StepRecord(step, 2.5, 1.0, 0.1, 80.0, 0.25))
+    told = "step 1 of 3: loss 2.5000, 80 tokens/s, bubble 25%\n"  # the next is due in 30 s
+    assert capsys.readouterr().err == told

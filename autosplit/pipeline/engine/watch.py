@@ -392,13 +392,10 @@ class PeerWatch:
                 f"rank {self._rank} is in {own}, and every rank makes the same calls of a trainer "
                 f"(one under `if rank == 0:` has no partner); or {cause}"
             )
-        return Fault(
-            rank,
-            pulse.place,
-            f"has been in {pulse.place} for {pulse.seconds:.3g} s: {cause}; "
-            f"rank {self._rank} {waited}",
-            ended=True,
-        )
+        # One that waits, too, has begun its last wait anew a moment ago.
+        so_long = f"has been in {pulse.place} for {pulse.seconds:.3g} s"
+        what = so_long if rank in busy else f"is in {pulse.place}"
+        return Fault(rank, pulse.place, f"{what}: {cause}; rank {self._rank} {waited}", ended=True)
 
     def _silent(self, rank: int, pulse: Pulse | None, waited: str) -> Fault:
         """A rank that does not beat, or never did: it was stopped before it came to that."""

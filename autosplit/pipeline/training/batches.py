@@ -96,7 +96,8 @@ class BatchSplitter:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise PipelineError(
                 f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part may be a "
-                "tensor or a tuple of tensors: step((x, y)), or step(x, target=y)"
+                "tensor or a tuple of tensors: step((x, y)), or step(x, target=y); of a model that "
+                "computes its own loss, step({...}, target=())"
             )
         return {
             name: self._tensors(name, self._by_path(name, part))

@@ -200,8 +200,8 @@ def test_ranks_that_wait_in_different_calls_are_told_both(ranks: Ranks) -> None:
     time.sleep(0.3)
     fault = watch.explain(TIMEOUT)
     assert fault is not None
-    assert fault.headline.startswith("rank 1 has been in saving a checkpoint for ")
-    assert "rank 0 is in the forward and backward, and every rank makes" in fault.headline
+    assert fault.headline.startswith("rank 1 is in saving a checkpoint: rank 0 is in the forward")
+    assert "and backward, and every rank makes the same calls" in fault.headline
 
 
 def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
