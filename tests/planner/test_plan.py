@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.errors import AutosplitError, OutputError, PlanError, ScheduleError
-from autosplit.pipeline import RunOptions
+from autosplit.errors import AutosplitError, OutputError, PipelineError, PlanError, ScheduleError
+from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.planner import Plan, partition
 from autosplit.planner.costs import Limits
 from autosplit.planner.cuts import CapError
@@ -126,6 +126,22 @@ def test_a_plan_for_other_processes_says_for_how_many(plan: Plan) -> None:
         plan.trainer(loss, sgd)
     assert str(caught.value).startswith("the plan is for 2 processes and there is one: run under ")
     assert "--nproc-per-node 2" in str(caught.value)
+
+
+def test_stages_of_a_plan_that_are_given_as_they_are_stay_tied() -> None:
+    model = net()
+    one = partition(model, tokens(), stages=2, ranks=1, microbatches=2, costs=costs(model))
+    options: dict[str, Any] = {"stages": 2, "microbatches": 2, "ranks": 1}
+    with pytest.raises(PipelineError, match=r"is tied to .*shared_parameters=plan.shared"):
+        PipelineTrainer(one.build, loss, sgd, **options)
+    tied = StageOptions(shared_parameters=one.shared)  # as it says
+    batch = tokens(4)
+    with (
+        PipelineTrainer(one.build, loss, sgd, stage_options=tied, **options) as engine,
+        one.trainer(loss, sgd) as whole,
+    ):
+        for _ in range(2):
+            assert torch.equal(engine.step((batch, batch)), whole.step((batch, batch)))
 
 
 def test_one_process_trains_as_without_a_plan(plan: Plan) -> None:

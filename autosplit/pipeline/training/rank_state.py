@@ -71,6 +71,7 @@ class RankState:
                 raise PipelineError(
                     f"stage {index} must be an nn.Module; got a {type(module).__name__}"
                 )
+            _check_tied(index, module, shared)
             self.modules[index] = module.to(device)
         layout, modules = groups.layout, self.modules
         sharded = ShardedStages(modules, groups)
@@ -193,6 +194,17 @@ class RankState:
             yield
         if self.parts is not None:
             self.parts.lay_gradients_out(self.parameters)
+
+
+def _check_tied(index: int, module: nn.Module, shared: Sequence[Sequence[Holder]]) -> None:
+    """Of a model that was cut, parameters of several stages are not to train apart."""
+    named = {holder for group in shared for holder in group}
+    for name in getattr(module, "tied", ()):
+        if (index, name) not in named:
+            raise PipelineError(
+                f"{name!r} of stage {index} is tied to a parameter of another stage: train by "
+                "plan.trainer(...), or pass StageOptions(shared_parameters=plan.shared)"
+            )
 
 
 def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
