@@ -129,8 +129,10 @@ def test_a_plan_for_other_processes_says_for_how_many(plan: Plan) -> None:
 
 
 def test_stages_of_a_plan_that_are_given_as_they_are_stay_tied() -> None:
-    model = net()
-    one = partition(model, tokens(), stages=2, ranks=1, microbatches=2, costs=costs(model))
+    one, other = (
+        partition(model, tokens(), stages=2, ranks=1, microbatches=2, costs=costs(model))
+        for model in (net(), net())
+    )
     options: dict[str, Any] = {"stages": 2, "microbatches": 2, "ranks": 1}
     with pytest.raises(PipelineError, match=r"is tied to .*shared_parameters=plan.shared"):
         PipelineTrainer(one.build, loss, sgd, **options)
@@ -138,7 +140,7 @@ def test_stages_of_a_plan_that_are_given_as_they_are_stay_tied() -> None:
     batch = tokens(4)
     with (
         PipelineTrainer(one.build, loss, sgd, stage_options=tied, **options) as engine,
-        one.trainer(loss, sgd) as whole,
+        other.trainer(loss, sgd) as whole,
     ):
         for _ in range(2):
             assert torch.equal(engine.step((batch, batch)), whole.step((batch, batch)))
