@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -168,10 +167,7 @@ class SplitModule(ModuleProxy):
             sharding=sharded,
             dynamic=dynamic,
         )
-        own["_anchor"] = WeightAnchor(own["_queue"], deliver, sharded)
-        # Parameters hold what is pending for them, also when this is gone, and may go with it only
-        # if no node of autograd's holds them.
-        weakref.finalize(self, deliver.leaves.forget)
+        own["_anchor"] = WeightAnchor(own["_queue"], sharded)
 
     @ProxiedForward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +201,7 @@ class SplitModule(ModuleProxy):
         parallel = data_parallel()
         unsplit = parallel is not None and synchronises()
         if parallel is not None:
-            self._anchor.deliver.reduced = True
+            self._queue.deliver.reduced = True
         if unsplit:
             self.backward_weight()
         fallback = self._fallback
@@ -271,9 +267,8 @@ class SplitModule(ModuleProxy):
             microbatches: how many, the oldest ``backward()`` first; all where None.
 
         Raises:
-            SplitError: fewer than asked for are pending; a deferred tensor was written in
-                place since; or another thread computes them, and this is
-                inside a ``backward()``.
+            SplitError: fewer than asked for are pending, or a deferred tensor was written in
+                place since.
         """
         self._queue.compute(microbatches)
 

@@ -1,18 +1,17 @@
-"""``Delivery``: runs W of pending microbatches and accumulates into ``.grad``.
+"""``Delivery``: runs W of pending microbatches and adds the gradients to their parameters'.
 
-Directly where that is the same as what autograd's engine would do, through the engine elsewhere;
-and in place, while W runs, where it may. ``ShardedDelivery``: of a module that ``fully_shard`` has
-sharded, whose gradients are then reduced.
+As autograd's engine would; and in place, while W runs, where it may. ``ShardedDelivery``: of a
+module that ``fully_shard`` has sharded, whose gradients are then reduced.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import weakref
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,47 +21,45 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import EXACT, Accumulation
 from autosplit.runtime.residuals import State, TensorSpec
 from autosplit.torch_internals.autograd import (
-    KnownLeaves,
-    Leaves,
     add_gradients,
-    has_gradient_hooks,
+    refuse_nan,
+    visit_leaves,
     without_autocast,
 )
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
+from .lazy_gradient import ADDING, GradientSlot
 from .pending import PendingBound, PendingQueue, PendingWork, summed_gradients
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
 
+Slots = Mapping[int, GradientSlot]
+"""``id`` of a parameter -> where the sum of its gradients grows, before it is in ``.grad``."""
+
 
 class Delivery:
-    """Computes weight gradients and accumulates them as an ordinary ``backward()`` would.
+    """Computes weight gradients and adds them up as an ordinary ``backward()`` would.
 
-    Hooks do not fire: a parameter had none when the backward ran, which would have computed its
-    gradient itself. Where data parallelism looks on, or several calls share one backward,
-    autograd's engine hands them over; otherwise they are added to ``.grad`` directly, which is
-    the same and spares the engine's time for every parameter.
+    Hooks on parameters do not fire: a parameter had none when the backward ran, which would have
+    computed its gradient itself.
 
     Args:
-        accumulation: how they are added. In any form but the exact one W adds into ``.grad``
+        accumulation: how they are added. In any form but the exact one W adds into the sums
             itself where it may (see ``inplace_sums``), one thread at a time. In the concatenated
             one, W of several microbatches runs in one call.
 
     Attributes:
         accumulation: as given.
-        leaves: the parameters.
         reduced: whether data parallelism looks on: set once a forward was inside of it.
     """
 
     def __init__(self, accumulation: Accumulation = EXACT) -> None:
         self.accumulation = accumulation
-        self.leaves = KnownLeaves()
         self.reduced = False
-        self._lock = threading.Lock()  # two threads must not both find .grad empty
 
-    def __call__(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
-        """Compute and deliver what some ``backward()`` left, in their order.
+    def __call__(self, microbatches: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
+        """Compute and add what some ``backward()`` left, in their order.
 
         With concatenated accumulation, those that follow each other and ran the same graph on the
         same parameters and buffers go through one W.
@@ -71,65 +68,93 @@ class Delivery:
             SplitError: a deferred tensor was written in place since I.
         """
         waiting = list(microbatches)
-        while waiting:
-            works = waiting.pop(0)
-            leaves = self.added_directly(works)
-            if leaves is None:
-                self._deliver_through_engine(works)
-                continue
-            group = [*works]
-            while self.accumulation.concatenated and waiting and _fit(works, waiting[0]):
-                group += waiting.pop(0)
-            self._add(group, leaves)
+        with torch.no_grad(), without_autocast():
+            while waiting:
+                works = waiting.pop(0)
+                calls = [[work] for work in works]
+                while self.accumulation.concatenated and waiting and _fit(works, waiting[0]):
+                    calls[0] += waiting.pop(0)
+                self._add(calls, slots)
 
-    def added_directly(self, works: Sequence[PendingWork]) -> Leaves | None:
-        """The parameters, where their gradients may be added to ``.grad`` directly."""
-        work = works[0]
-        graph = work.graph
+    def announce(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
+        """Have autograd's engine come by the nodes of the parameters, once for each microbatch,
+        where somebody may wait for that: the reducer of data parallelism, or hooks on nodes, which
+        a backward of a graph of ``torch.compile`` does not look for.
+        """
+        for works in microbatches:
+            seen = [w for w in works if self.reduced or not isinstance(w.graph, SplitFunctions)]
+            visit_leaves({id(leaf): leaf for work in seen for _, leaf in work.named_leaves()})
+
+    def _add(self, calls: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
+        """What one ``backward()`` left, or several in one call of W."""
+        if self.accumulation.exact or len(calls) > 1 or not self._add_inside(calls[0], slots):
+            made = _gradients(calls)
+            homes = [slots.get(id(leaf), leaf) for leaf in made.leaves]
+            with ADDING:
+                add_gradients(made.leaves, made.grads, made.borrowed, homes)
+
+    def _add_inside(self, works: Sequence[PendingWork], slots: Slots) -> bool:
+        """Have W add into the sums, and add the gradients that I made; False where W must not."""
+        graph, state = works[0].graph, works[0].state
         if (
-            len(works) > 1
-            or self.reduced
-            or work.skipped
+            self.reduced
+            or works[0].skipped
             or not isinstance(graph, SplitFunctions)
             or not graph.dependence.dense
+            or torch.is_anomaly_enabled()
         ):
-            return None
-        leaves = self._leaves_of(work)
-        return leaves if leaves.allows_direct_add() else None
-
-    def _leaves_of(self, work: PendingWork) -> Leaves:
-        return self.leaves.of(work.graph.parameter_names, work.state)
-
-    def _deliver_through_engine(self, works: Sequence[PendingWork]) -> None:
-        whole = [work for work in works if isinstance(work.graph, SplitFunctions)]
-        hooked = any(self._leaves_of(work).has_hooks() for work in whole)
-        deliver_through_engine(works, hooked=hooked)
-
-    def _add(self, works: Sequence[PendingWork], leaves: Leaves) -> None:
-        """One microbatch, or several in one W."""
-        with torch.no_grad(), without_autocast():
-            if self.accumulation.exact or not self._add_inside(works):
-                grads = summed_gradients(works)
-                with self._lock:
-                    add_gradients(leaves.parameters, grads, works[0].graph.borrowed)
-
-    def _add_inside(self, works: Sequence[PendingWork]) -> bool:
-        """Have W add into ``.grad``, and add the gradients that I made; False where W must not."""
-        graph, state = works[0].graph, works[0].state
-        early = graph.early_parameters
+            return False
         # Not held while W lets go of it.
         read = (tensor for work in works for tensor in (*work.deferred.read, *work.early))
-        with self._lock:
-            sums = inplace_sums(graph, graph.late_parameters, state, read)
+        with ADDING:
+            sums = inplace_sums(graph, graph.late_parameters, state, read, slots)
             if sums is None:
                 return False
             handed = [work.deferred for work in works]
             graph.backward_weight_together(handed, sums, self.accumulation)
             note_written(sums)
-            borrowed = [name in graph.dependence.borrowed for name in early]
+            early = [state[name] for name in graph.early_parameters]
+            borrowed = [name in graph.dependence.borrowed for name in graph.early_parameters]
+            homes = [slots.get(id(leaf), leaf) for leaf in early]
             for work in works if early else ():
-                add_gradients([state[name] for name in early], work.early, borrowed)
+                add_gradients(early, work.early, borrowed, homes)
         return True
+
+
+class _Gradients(NamedTuple):
+    """Weight gradients.
+
+    Attributes:
+        leaves: what they are of, each once.
+        grads: one for each.
+        borrowed: which of them are not tensors of their own.
+    """
+
+    leaves: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    borrowed: Sequence[bool]
+
+
+def _gradients(calls: Sequence[Sequence[PendingWork]]) -> _Gradients:
+    """Run W. Several calls are of one ``backward()``: of a parameter that they share autograd adds
+    up what comes, in their order, before it adds that to ``.grad``.
+    """
+    found: dict[int, tuple[Tensor, Tensor, bool]] = {}
+    for works in calls:
+        work, made = works[0], summed_gradients(works)
+        names, borrowed = work.graph.parameter_names, work.graph.dependence.borrowed
+        if torch.is_anomaly_enabled():
+            refuse_nan(dict(zip(names, made, strict=True)))
+        for name, grad in zip(names, made, strict=True):
+            leaf = None if name in work.skipped else work.state.get(name)
+            if leaf is None:
+                continue
+            if id(leaf) in found:
+                before = found[id(leaf)][1]
+                found[id(leaf)] = leaf, grad + before if before.is_sparse else before + grad, False
+            else:
+                found[id(leaf)] = leaf, grad, name in borrowed
+    return _Gradients(*zip(*found.values(), strict=True)) if found else _Gradients((), (), ())
 
 
 def weight_gradients(work: PendingWork) -> list[Tensor | None]:
@@ -154,65 +179,12 @@ def run_together(one: PendingWork, other: PendingWork) -> bool:
     return same and bool(graph.concatenates(one.deferred, other.deferred))
 
 
-def deliver_through_engine(works: Sequence[PendingWork], *, hooked: bool = False) -> None:
-    """Compute and accumulate in one pass of autograd's engine, as of one ``backward()``: a
-    parameter that several of the works have a gradient for gets one sum. No hook of a tensor fires.
-
-    A parameter may have been frozen since the backward that its gradient is of, or have got a hook,
-    which is to see the gradients of later backwards only. So where it was, the engine accumulates
-    into a leaf in its place, which has its memory and its ``.grad``.
-
-    Args:
-        works: of one backward.
-        hooked: whether autograd's nodes of their parameters may have hooks, which are not to fire.
-    """
-    # The engine runs the newest node first: gradients add up in the order of the works.
-    targets = [(work, dict(work.named_leaves())) for work in reversed(works)]
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def leaf_for(parameter: Tensor) -> Tensor:
-        if parameter.requires_grad and not hooked and not has_gradient_hooks([parameter]):
-            return parameter
-        if id(parameter) not in replaced:
-            leaf = parameter.detach().requires_grad_()
-            kind = getattr(parameter, "grad_dtype", leaf.dtype)
-            if kind is not leaf.dtype:
-                leaf.grad_dtype = kind
-            leaf.grad = parameter.grad
-            replaced[id(parameter)] = parameter, leaf
-        return replaced[id(parameter)][1]
-
-    with torch.enable_grad():
-        roots = [
-            _WeightGradients.apply(work, list(named), *map(leaf_for, named.values()))  # type: ignore[no-untyped-call]
-            for work, named in targets
-            if named
-        ]
-        if roots:
-            try:
-                torch.autograd.backward(roots)
-            finally:
-                for parameter, leaf in replaced.values():
-                    parameter.grad = leaf.grad
-
-
-class _WeightGradients(torch.autograd.Function):
-    """A root whose backward is W: the engine hands the gradients straight to the parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, work: PendingWork, names: list[str], *parameters: Tensor) -> Tensor:
-        ctx.work, ctx.names = work, names
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        work, ctx.work = ctx.work, None
-        gradients = work.named_gradients()
-        return (None, None, *(gradients[name] for name in ctx.names))
-
-
 def inplace_sums(
-    graph: SplitFunctions, names: Sequence[str], state: State, read: Iterable[Tensor | None]
+    graph: SplitFunctions,
+    names: Sequence[str],
+    state: State,
+    read: Iterable[Tensor | None],
+    slots: Slots | None = None,
 ) -> list[Tensor] | None:
     """The parameters' ``.grad`` as accumulators; None where W must not add into them.
 
@@ -226,12 +198,14 @@ def inplace_sums(
         names: of the parameters; dense ones, that do not overlap themselves.
         state: has them.
         read: what the graph reads; storages are compared whole.
+        slots: where the sums of some parameters are before they are in ``.grad``.
     """
+    slots = slots or {}
     sums: list[Tensor] = []
     specs, lying = graph.dependence.gradient_specs, graph.gradient_shardings
     for name in names:
         parameter = state[name]
-        total = parameter.grad
+        total = slots.get(id(parameter), parameter).grad
         if total is None or not _lies(total, lying.get(name)):
             return None
         if not _fits(local_tensor(total), local_tensor(parameter), specs[name]):
@@ -318,21 +292,18 @@ class ShardedDelivery(Delivery):
         self.sharded = sharded
         self.queue: weakref.ref[ShardedQueue] | None = None
 
-    def __call__(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
+    def __call__(self, microbatches: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
         queue = self.queue() if self.queue is not None else None
         ends = queue is not None and not queue.pending
-        super().__call__(microbatches)
+        super().__call__(microbatches, slots)
         if ends:
-            self.sharded.reduce()
+            with _sums_in_grad(slots.values()):
+                self.sharded.reduce()
 
-    def _deliver_through_engine(self, works: Sequence[PendingWork]) -> None:
-        self._check(works)
-        super()._deliver_through_engine(works)
-        self.sharded.accumulate()
-
-    def _add(self, works: Sequence[PendingWork], leaves: Leaves) -> None:
-        self._check(works)
-        super()._add(works, leaves)
+    def _add(self, calls: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
+        for works in calls:
+            self._check(works)
+        super()._add(calls, slots)
         self.sharded.accumulate()
 
     def _check(self, works: Sequence[PendingWork]) -> None:
@@ -344,3 +315,19 @@ class ShardedDelivery(Delivery):
     def _reads_parameters(self, work: PendingWork) -> bool:
         deferred = work.deferred
         return bool(deferred.state) or self.sharded.lies_in_parameters(deferred.tensors)
+
+
+@contextlib.contextmanager
+def _sums_in_grad(slots: Collection[GradientSlot]) -> Iterator[None]:
+    """``.grad`` is the sum inside, for what reads and sets that itself."""
+    found = [(slot, slot.parameter()) for slot in slots]
+    there = [
+        (slot, parameter, parameter.grad) for slot, parameter in found if parameter is not None
+    ]
+    for slot, parameter, _ in there:
+        parameter.grad = slot.grad
+    try:
+        yield
+    finally:
+        for slot, parameter, before in there:
+            slot.grad, parameter.grad = parameter.grad, before

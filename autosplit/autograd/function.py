@@ -21,6 +21,7 @@ from autosplit.runtime.functions import ForwardResult, SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.text.figures import few
 from autosplit.torch_internals.autograd import (
+    KnownLeaves,
     Leaves,
     at_end_of_backward,
     current_backward,
@@ -36,7 +37,7 @@ from autosplit.torch_internals.autograd import (
 )
 from autosplit.torch_internals.distributed import asked_by_pipelining
 
-from .delivery import Delivery, weight_gradients
+from .delivery import weight_gradients
 from .pending import PendingQueue, PendingWork
 
 if TYPE_CHECKING:
@@ -67,17 +68,16 @@ class WeightAnchor:
 
     Attributes:
         queue: where a backward leaves its deferred weight gradients.
-        deliver: delivers at once.
+        leaves: the parameters.
         sharded: gathers the parameters, where they are sharded.
         leaf: requires a gradient and never gets one.
         node: its gradient accumulator. A backward that accumulates into whatever it finds comes to
             it; ``torch.autograd.grad`` and ``backward(inputs=...)`` do not.
     """
 
-    def __init__(
-        self, queue: PendingQueue, deliver: Delivery, sharded: ShardedModule | None = None
-    ) -> None:
-        self.queue, self.deliver, self.sharded = queue, deliver, sharded
+    def __init__(self, queue: PendingQueue, sharded: ShardedModule | None = None) -> None:
+        self.queue, self.sharded = queue, sharded
+        self.leaves = KnownLeaves()
         with torch.inference_mode(False):
             self.leaf = torch.zeros((), requires_grad=True)
             self.node = get_gradient_edge(self.leaf).node
@@ -96,7 +96,7 @@ def run_split(
     where a parameter has hooks: they fire in ``backward()``, and an optimizer may step in one.
     ``counted``: whether data parallelism counts how often the engine comes by a parameter.
     """
-    known = anchor.deliver.leaves.of(functions.parameter_names, state)
+    known = anchor.leaves.of(functions.parameter_names, state)
     parameters = known.parameters
     if not unsplit and known.has_hooks():
         unsplit = True

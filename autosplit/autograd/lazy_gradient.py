@@ -8,7 +8,7 @@ State of one parameter's ``.grad`` while a part of the gradient is pending.
 
 from __future__ import annotations
 
-import enum
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from sys import getrefcount
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import (
+    add_gradient,
     in_compiler,
     in_transform,
     memoryless_tensor,
     outside_dispatch,
-    own_gradient,
     tensor_users,
 )
 from autosplit.torch_internals.dtensor import dtensor_class, is_dtensor
@@ -101,25 +101,26 @@ class LazyGradient(Tensor):
         Raises:
             SplitError: it cannot be computed, or not any more, or not here.
         """
+        inside = False
+        while self._real is None and not inside:  # another thread may leave more to compute
+            found = pending(self)
+            if found is None:
+                break
+            inside = found[0].compute()
         if self._real is not None:
             return self._real
-        found = pending(self)
-        if found is None:
+        if inside:
             raise SplitError(
-                "a gradient that was taken from .grad while a part of it was pending, and never "
-                "used: what was pending has been discarded since, a hook has taken it, or its "
-                "parameter is gone. Call backward_weight() before that, or read .grad again"
+                "a gradient that was taken from .grad while a part of it was pending was used by "
+                "what computes that part"
             )
-        slot, _ = found
-        slot.compute()
-        if self._real is None:
-            raise SplitError(
-                "a gradient that was taken from .grad while a part of it was pending was used "
-                "while that part is being computed, by a hook, say; read .grad in the hook "
-                "instead. Those of a module of fully_shard are not there before they are reduced, "
-                "which set_requires_gradient_sync(False) puts off"
-            )
-        return self._real
+        raise SplitError(
+            "a gradient that was taken from .grad while a part of it was pending, and never used: "
+            "what was pending has been discarded since, a hook has taken it, or its parameter is "
+            "gone. Call backward_weight() before that, or read .grad again. Those of a module of "
+            "fully_shard are not there before they are reduced, which "
+            "set_requires_gradient_sync(False) puts off"
+        )
 
 
 def pending(lazy: LazyGradient) -> tuple[GradientSlot, Tensor] | None:
@@ -138,16 +139,15 @@ def _computed(tree: Any) -> Any:
     return tree_unflatten(found, spec)
 
 
-class SlotState(enum.Enum):
-    """Whether ``.grad`` holds the lazy gradient."""
+NOTING = threading.RLock()
+"""Held while slots, which queues share, and queues are looked at or changed; never while anything
+is computed.
+"""
 
-    IDLE = enum.auto()
-    ARMED = enum.auto()
-    COMPUTING = enum.auto()  # ``.grad`` is the sum so far
-
-
-# Looked up in an enumeration, they take longer than all the rest.
-IDLE, ARMED, COMPUTING = SlotState
+ADDING = threading.RLock()
+"""Held while a gradient is added to a slot's: two threads must not both find that there is none.
+Taken behind ``NOTING`` where both are held.
+"""
 
 
 class GradientSlot:
@@ -156,40 +156,43 @@ class GradientSlot:
     The lazy gradient must not hold its slot, which holds what is pending: what ``.grad`` refers to
     is hidden from Python's garbage collector.
 
+    ``.grad`` goes from the lazy gradient to the real one in one step: another thread that reads it
+    finds either. The sum grows in ``grad`` here meanwhile, named as a parameter's, in whose place
+    gradients are added to it.
+
     Attributes:
         parameter: whose, while it lives.
         key: its ``id``.
-        state: whether ``.grad`` holds the lazy gradient.
+        armed: whether the lazy gradient stands for a part that is pending.
         lazy: the lazy gradient, kept to be used again, as making one takes longer than all else.
-        base: what ``.grad`` was before, to which the pending part will be added.
-        aside: what ``.grad`` is meanwhile, while a gradient is computed that somebody holds though
-            it is not in ``.grad`` any more.
+        grad: what ``.grad`` was before, to which the pending part is added.
         sources: queues with gradients pending, in the order in which they began.
+        computing: how many computations of pending parts are under way.
         failure: why a part of the gradient is lost.
         hidden: whether it is kept out of ``.grad``, see ``LazyGradients.hide``.
     """
 
     __slots__ = (
         "__weakref__",
-        "aside",
-        "base",
+        "armed",
+        "computing",
         "failure",
+        "grad",
         "hidden",
         "key",
         "lazy",
         "parameter",
         "sources",
-        "state",
     )
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = weakref.ref(parameter)
         self.key = id(parameter)
-        self.state = IDLE
+        self.armed = False
         self.lazy: LazyGradient | None = None
-        self.base: Tensor | None = None
-        self.aside: list[Tensor | None] | None = None
+        self.grad: Tensor | None = None
         self.sources: tuple[PendingQueue, ...] = ()
+        self.computing = 0
         self.failure: BaseException | None = None
         self.hidden = False
 
@@ -202,15 +205,15 @@ class GradientSlot:
 
     def awaited_by(self, lazy: LazyGradient) -> Tensor | None:
         """The parameter, where a part of the gradient that ``lazy`` stands for is pending."""
-        return None if self.lazy is not lazy or self.state is IDLE else self.parameter()
+        return self.parameter() if self.armed and self.lazy is lazy else None
 
     def installed(self, parameter: Tensor) -> bool:
         """Whether the lazy gradient is in ``.grad``."""
         return self.hidden or (self.lazy is not None and parameter.grad is self.lazy)
 
-    def arm(self, parameter: Tensor, base: Tensor | None) -> None:
-        """Put the lazy gradient into ``.grad``, in the place of ``base``."""
-        self.base, self.state = base, ARMED
+    def arm(self, parameter: Tensor, grad: Tensor | None) -> None:
+        """Put the lazy gradient into ``.grad``, in the place of ``grad``."""
+        self.grad, self.armed = grad, True
         if self.lazy is not None:
             try:
                 parameter.grad = self.lazy
@@ -222,18 +225,28 @@ class GradientSlot:
         lazy._slot = weakref.ref(self)
         parameter.grad = lazy
 
-    def hand_over(self, real: Tensor) -> None:
-        """Have the lazy gradient, which is referenced elsewhere, stand for the real one from now
-        on; the next one is another object.
+    def hand_over(self) -> None:
+        """Put the gradient, of which nothing is pending any more, where the lazy one stands: into
+        ``.grad``, and where somebody else refers to it; the next one is another object then.
         """
-        lazy, self.lazy = self.lazy, None
-        if lazy is not None:
-            lazy._real = real
+        parameter = self.parameter()
+        try:
+            # No other thread runs between the two: nothing in here lets Python change threads.
+            if parameter is not None and (self.hidden or parameter.grad is self.lazy):
+                parameter.grad = self.grad
+        except RuntimeError as error:  # it has another shape, dtype or device by now
+            self.failure = error
+            return
+        if self.held():
+            self.lazy._real = self.grad  # type: ignore[union-attr]
+            self.lazy = None
+        self.disarm()
 
     def disarm(self) -> None:
         """Note that nothing is pending any more."""
-        self.state = IDLE
-        self.base = self.failure = None
+        self.armed = False
+        self.sources = ()
+        self.grad = self.failure = None
 
     def held(self) -> bool:
         """Whether the lazy gradient, which is not in ``.grad``, is referenced elsewhere."""
@@ -241,8 +254,11 @@ class GradientSlot:
             return False
         return getrefcount(self.lazy) > OURS or tensor_users(self.lazy) > 1
 
-    def compute(self) -> None:
+    def compute(self) -> bool:
         """Have all sources compute their pending gradients.
+
+        Returns:
+            Whether this thread is at it already.
 
         Raises:
             SplitError: a part is lost.
@@ -251,10 +267,11 @@ class GradientSlot:
         # What tracing and torch.func set up for this thread is not meant for W.
         if in_compiler() or in_transform():
             with ThreadPoolExecutor(1) as pool:
-                pool.submit(self._compute).result()
+                inside = pool.submit(self._compute).result()
         else:
-            self._compute()
+            inside = self._compute()
         self._refuse_failed()
+        return inside
 
     def _refuse_failed(self) -> None:
         if self.failure is not None:
@@ -263,25 +280,18 @@ class GradientSlot:
                 "Call optimizer.zero_grad() and repeat the step"
             ) from self.failure
 
-    def _compute(self) -> None:
-        parameter = self.parameter()
+    def _compute(self) -> bool:
+        parameter, sources, thread = self.parameter(), self.sources, threading.get_ident()
         if parameter is not None:
-            for source in self.sources:
-                source.compute_for(parameter)
+            for source in sources:
+                source.compute_for(parameter, sources)
+        return any(source.thread == thread for source in sources)
 
-    def add(self, parameter: Tensor, gradient: Tensor, **how: Any) -> None:
+    def add(self, parameter: Tensor, gradient: Tensor, alpha: float = 1) -> None:
         """Accumulate a gradient that was not deferred."""
-        base = self.base if self.state is ARMED else parameter.grad
-        if base is not None:
-            base.add_(gradient, **how)
-            return
-        gradient = gradient.mul(how["alpha"]) if "alpha" in how else gradient
-        strided = gradient.layout is torch.strided
-        found = own_gradient(parameter, gradient, True) if strided else gradient.clone()
-        if self.state is ARMED:
-            self.base = found
-        else:
-            parameter.grad = found
+        gradient = gradient if alpha == 1 else gradient.mul(alpha)
+        with ADDING:
+            add_gradient(parameter, self if self.armed else parameter, gradient, True)
 
 
 _slot = SimpleNamespace(lazy=object())

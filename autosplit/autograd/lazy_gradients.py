@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autosplit.torch_internals.autograd import UNHELD, is_held, tensor_users
+from autosplit.torch_internals.autograd import UNHELD, is_held
 
-from .lazy_gradient import ARMED, COMPUTING, IDLE, OURS, GradientSlot, LazyGradient
+from .lazy_gradient import ADDING, GradientSlot, LazyGradient, pending
 
 if TYPE_CHECKING:
     from .pending import PendingQueue
@@ -27,8 +27,7 @@ class LazyGradients:
     """Installs lazy gradients in ``.grad``, replaces them by real ones, and drops what is pending
     for those that are neither there nor anywhere else any more, as ``.grad`` was cleared.
 
-    The caller guards every call by one lock, which the owner's ``sweep`` and
-    ``drop`` take too.
+    The caller holds ``NOTING`` around every call.
 
     Args:
         owner: whose work waits.
@@ -68,7 +67,7 @@ class LazyGradients:
             slot, parameter, lazy = self._hidden.pop()
             slot.hidden = False
             # Another thread may have computed it.
-            if slot.state is ARMED and slot.lazy is lazy and parameter.grad is None:
+            if slot.armed and slot.lazy is lazy and parameter.grad is None:
                 parameter.grad = lazy
 
     def promise(self, parameters: Sequence[Tensor]) -> GradientSlot | None:
@@ -78,8 +77,9 @@ class LazyGradients:
             parameters: leaves.
 
         Returns:
-            None; or a slot to be computed first, and then promise again: the gradient that was
-            pending before is referenced elsewhere, and not in ``.grad``.
+            None; or a slot to be computed first, and then promise again: a gradient that was
+            pending before is referenced elsewhere, and not in its ``.grad``, or another thread
+            computes it.
         """
         owner = self._owner()
         if owner is None:
@@ -92,17 +92,18 @@ class LazyGradients:
                 slot = self._slot(parameter)
             lazy = slot.lazy
             if lazy is not None:  # as a rule: no calls
-                state, grad = slot.state, parameter.grad
-                if state is IDLE and type(grad) is not LazyGradient:
+                grad = parameter.grad
+                if slot.armed:
+                    if grad is lazy and slot.sources == sources:
+                        continue
+                elif type(grad) is not LazyGradient:
                     if grad is not None and not self.held:
                         self.held = getrefcount(grad) > UNHELD or is_held(grad)
-                    slot.sources, slot.base, slot.state = sources, grad, ARMED
+                    slot.sources, slot.grad, slot.armed = sources, grad, True
                     try:
                         parameter.grad = lazy
                     except RuntimeError:
                         slot.arm(parameter, grad)
-                    continue
-                if state is ARMED and grad is lazy and slot.sources == sources:
                     continue
             slot, blocked = self._promised(slot, parameter, owner)
             if blocked:
@@ -120,11 +121,11 @@ class LazyGradients:
         computed first.
         """
         sources = (owner,)
-        if slot.state is ARMED and not slot.installed(parameter):
+        if slot.armed and not slot.installed(parameter):
             self.sweep()
-            if slot.state is ARMED:
+            if slot.armed:
                 return slot, True
-        if slot.state is IDLE:
+        if not slot.armed:
             grad = parameter.grad
             if type(grad) is not LazyGradient:
                 if grad is not None and not self.held:
@@ -132,63 +133,78 @@ class LazyGradients:
                 slot.sources = sources
                 slot.arm(parameter, grad)
                 return slot, False
-            slot = self._joined(slot, parameter, grad)
+            found = pending(grad)
+            if found is None:  # that stands for a real one: of another parameter, or put back
+                slot.arm(parameter, grad.value())
+                self.held = True
+            elif found[1] is parameter:  # another owner's
+                slot = self._slots[slot.key] = found[0]
+            else:
+                return found[0], True
         if owner not in slot.sources:
             slot.sources = (*slot.sources, owner)
         return slot, False
 
-    def lift(self) -> list[GradientSlot]:
-        """Begin a computation: put the sums so far in the place of lazy gradients, and drop what is
-        pending for those that were freed.
+    def begin(self) -> list[GradientSlot]:
+        """Begin a computation, and drop what is pending for lazy gradients that were freed.
+
+        Returns:
+            The slots of the others.
         """
-        lifted, held = self._present()
-        for slot, parameter in held:
-            slot.aside = [parameter.grad]
-        lifted += held
-        for slot, parameter in lifted:
-            slot.state = COMPUTING
-            parameter.grad = slot.base
-            slot.base = None
-        return [slot for slot, _ in lifted]
+        begun = self._present()
+        for slot in begun:
+            slot.computing += 1
+        return begun
 
     def discard(self) -> None:
         """Restore every ``.grad`` as it was; the owner has forgotten all works."""
-        lifted = self.lift()
-        for slot in lifted:
+        begun = self.begin()
+        for slot in begun:
+            parameter = slot.parameter()
+            there = parameter is not None and parameter.grad is slot.lazy
             slot.lazy = None
-        self.settle(lifted)
+            if there:  # what others hold is not to become the real one
+                slot.arm(parameter, slot.grad)  # type: ignore[arg-type]
+        self.settle(begun)
 
-    def settle(self, lifted: Iterable[GradientSlot], failure: BaseException | None = None) -> None:
-        """End a computation: what was lifted has been computed.
+    def settle(self, begun: Iterable[GradientSlot], failure: BaseException | None = None) -> None:
+        """End a computation: what was pending when it began has been computed.
 
         Args:
-            lifted: the slots.
+            begun: the slots.
             failure: why it could not be computed.
         """
         owner = self._owner()
         works = () if owner is None else owner.works()
         simply = not works and failure is None
         waiting: dict[PendingQueue, Collection[int]] = {}
-        for slot in lifted:
-            if simply and len(slot.sources) == 1 and slot.aside is None and slot.failure is None:
-                slot.sources, slot.state = (), IDLE
-                # As ``GradientSlot.held``, without a call for each.
-                if getrefcount(slot.lazy) > OURS or tensor_users(slot.lazy) > 1:
-                    self._hand_over(slot)
-                continue
-            if failure is not None:
-                slot.failure = failure
-            for source in slot.sources:
-                if source not in waiting:
-                    waiting[source] = source.waiting()
-            slot.sources = tuple([each for each in slot.sources if slot.key in waiting[each]])
-            self._settle_kept(slot)
+        with ADDING:
+            for slot in begun:
+                slot.computing -= 1
+                if failure is not None:
+                    slot.failure = failure
+                if slot.computing:  # by another thread, for another queue
+                    continue
+                if not simply or len(slot.sources) > 1 or slot.failure is not None:
+                    for source in slot.sources:
+                        if source not in waiting:
+                            waiting[source] = source.waiting()
+                    left = tuple([each for each in slot.sources if slot.key in waiting[each]])
+                    if left or slot.failure is not None:
+                        slot.sources = left
+                        continue
+                slot.hand_over()
         if not works:
             self._release()
 
     def sweep(self) -> None:
         """Drop what is pending for every lazy gradient that was freed."""
         self._present()
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters of which a gradient is pending, or being computed."""
+        found = [slot.parameter() for slot in self._slots.values() if slot.armed]
+        return [parameter for parameter in found if parameter is not None]
 
     def drop(self, parameters: Collection[int]) -> None:
         """Drop the pending gradients of these parameters (their ``id``)."""
@@ -204,33 +220,29 @@ class LazyGradients:
         if not owner.works():
             self._release()
 
-    def _present(
-        self,
-    ) -> tuple[list[tuple[GradientSlot, Tensor]], list[tuple[GradientSlot, Tensor]]]:
+    def _present(self) -> list[GradientSlot]:
         """Drop what is pending for every lazy gradient that was freed.
 
         Returns:
-            The slots of the others with their parameters: those in ``.grad``, and those that are
-            not but that are referenced elsewhere.
+            The slots of the others: in ``.grad``, being computed, or referenced elsewhere.
         """
-        there: list[tuple[GradientSlot, Tensor]] = []
-        held: list[tuple[GradientSlot, Tensor]] = []
+        present: list[GradientSlot] = []
         gone: list[GradientSlot] = []
         for slot in self._slots.values():
-            if slot.state is not ARMED:
+            if not slot.armed:
                 continue
             parameter = slot.parameter()
-            if parameter is None:
-                gone.append(slot)
-                continue
-            if parameter.grad is slot.lazy or slot.hidden:
-                there.append((slot, parameter))
-            elif slot.failure is None and slot.held():
-                held.append((slot, parameter))
+            if parameter is not None and (
+                parameter.grad is slot.lazy
+                or slot.hidden
+                or slot.computing
+                or (slot.failure is None and slot.held())
+            ):
+                present.append(slot)
             else:
                 gone.append(slot)
         _drop(gone)
-        return there, held
+        return present
 
     def _slot(self, parameter: Tensor) -> GradientSlot:
         """The slot that another owner has made, or a new one."""
@@ -239,41 +251,6 @@ class LazyGradients:
             self._slots, self._limit = live, 2 * len(live) + _FEW
         slot = self._slots[id(parameter)] = GradientSlot.of(parameter) or GradientSlot(parameter)
         return slot
-
-    def _joined(self, slot: GradientSlot, parameter: Tensor, grad: LazyGradient) -> GradientSlot:
-        """The slot to use where ``.grad`` holds the lazy gradient of another slot."""
-        found = GradientSlot.of(parameter)
-        if found is not None:  # another owner's
-            self._slots[id(parameter)] = found
-            return found
-        slot.sources = ()
-        slot.arm(parameter, grad.value())  # another parameter's, or one that was put back
-        self.held = True
-        return slot
-
-    def _settle_kept(self, slot: GradientSlot) -> None:
-        """Settle a slot that is pending still, or whose gradient is not in ``.grad``."""
-        parameter = slot.parameter()
-        if parameter is None:
-            return
-        aside, slot.aside = slot.aside, None
-        if slot.sources or slot.failure:
-            slot.arm(parameter, parameter.grad)
-        else:
-            slot.disarm()
-            if slot.held():
-                self._hand_over(slot)
-        if aside is not None:
-            (parameter.grad,) = aside
-
-    def _hand_over(self, slot: GradientSlot) -> None:
-        """Let the lazy gradient, which is referenced elsewhere, stand for the real one."""
-        parameter = slot.parameter()
-        real = None if parameter is None else parameter.grad
-        if real is None:
-            slot.lazy = None
-        else:
-            slot.hand_over(real)
 
     def _keep(self, parameter: Tensor, owner: PendingQueue) -> None:
         """Let the owner live at least as long as the parameter."""
@@ -303,7 +280,6 @@ def _drop(gone: Iterable[GradientSlot]) -> None:
     for slot in gone:
         for source in slot.sources:
             dropped.setdefault(source, set()).add(slot.key)
-        slot.sources = ()
         slot.disarm()
         if slot.held():
             slot.lazy = None

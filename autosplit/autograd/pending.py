@@ -10,9 +10,9 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from autosplit.torch_internals.autograd import (
 )
 from autosplit.torch_internals.state import distinct_storage_bytes
 
-from .lazy_gradient import GradientSlot
+from .lazy_gradient import NOTING, GradientSlot
 from .lazy_gradients import LazyGradients
 
 
@@ -153,12 +153,19 @@ class PendingBound:
             f"because {self.limit} may wait; max_pending= lets more."
         ]
 
-    def checked(self, microbatches: int, pending: int) -> int:
-        """Validate a number of microbatches to compute, of those that are pending.
+    def count(self, microbatches: int | None, leave: float, pending: int) -> int:
+        """How many microbatches to compute, of those that are pending.
+
+        Args:
+            microbatches: how many are asked for; None: all,
+            leave: but for so many.
+            pending: so many are.
 
         Raises:
-            SplitError: fewer are pending.
+            SplitError: fewer than asked for are pending.
         """
+        if microbatches is None:
+            return int(max(0, pending - leave))
         if not 1 <= microbatches <= pending:
             ask = f"ask for 1 to {pending}, or for all, without a number"
             if not pending:
@@ -174,8 +181,24 @@ class PendingBound:
         return microbatches
 
 
-Deliver = Callable[[Sequence[Sequence[PendingWork]]], None]
-"""Computes the gradients of microbatches, in their order, and adds them to ``.grad``."""
+class Deliver(Protocol):
+    """Computes weight gradients.
+
+    Attributes:
+        reduced: whether data parallelism looks on.
+    """
+
+    reduced: bool
+
+    def __call__(
+        self, microbatches: Sequence[Sequence[PendingWork]], slots: Mapping[int, GradientSlot]
+    ) -> None:
+        """Compute the gradients of microbatches, in their order, and add them to the slots' of
+        their parameters (by ``id``); of others, to ``.grad``.
+        """
+
+    def announce(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
+        """Tell who waits for it at nodes of autograd that gradients of these have come."""
 
 
 class PendingQueue:
@@ -187,15 +210,17 @@ class PendingQueue:
         bound: how many may wait.
 
     Attributes:
+        deliver: as given.
         bound: as given.
         microbatches: what ``backward()`` left of each; some of it may not be wanted any more.
+        thread: which thread computes; None where none does.
     """
 
     def __init__(self, deliver: Deliver, bound: PendingBound) -> None:
-        self._deliver = deliver
+        self.deliver = deliver
         self.bound = bound
-        self._lock = threading.RLock()  # never held while anything is computed
         self._computing = threading.RLock()
+        self.thread: int | None = None
         self.microbatches: dict[Hashable, list[PendingWork]] = {}
         self._guarded = False
         self.lazies = LazyGradients(self)
@@ -215,17 +240,18 @@ class PendingQueue:
 
     def works(self) -> list[PendingWork]:
         """All pending work, oldest first."""
-        with self._lock:
+        with NOTING:
             return [each for works in self.microbatches.values() for each in works]
 
     def parameters(self) -> list[Tensor]:
-        """The parameters that gradients are pending for."""
-        return [*{id(p): p for each in self.works() for p in each.parameters}.values()]
+        """The parameters that gradients are pending for, or being computed."""
+        with NOTING:
+            return self.lazies.parameters()
 
     def add(self, microbatch: Hashable, work: PendingWork) -> None:
         """Queue work, after earlier work of this microbatch."""
         while True:
-            with self._lock:
+            with NOTING:
                 blocking = self.lazies.promise(work.parameters)
                 if blocking is None:
                     self.microbatches.setdefault(microbatch, []).append(work)
@@ -250,7 +276,7 @@ class PendingQueue:
         @untraced
         def compute(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             queue = reference()
-            if queue is not None and queue.pending:
+            if queue is not None and (queue.thread or queue.pending):
                 stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 if not stepped.isdisjoint(map(id, queue.parameters())):
                     queue.compute()
@@ -264,37 +290,48 @@ class PendingQueue:
 
     def _leave(self, waiting: float) -> None:
         """Compute the oldest microbatches until so many wait, unless another thread computes."""
-        if self._computing.acquire(blocking=False):
-            try:
-                excess = self.pending - waiting
-                if excess > 0:
-                    self.compute(int(excess))
-                    self.bound.early += int(excess)
-            finally:
-                self._computing.release()
+        if self.thread is None and self.pending > waiting:
+            self.bound.early += self.compute(leave=waiting)
 
-    def compute(self, microbatches: int | None = None) -> None:
-        """Compute the oldest microbatches, all where None, and accumulate them into ``.grad``.
+    def compute(self, microbatches: int | None = None, *, leave: float = 0) -> int:
+        """Compute the oldest microbatches, and accumulate them into ``.grad``; behind another
+        thread that is at it.
+
+        Args:
+            microbatches: how many; None: all,
+            leave: but for the latest ones, so many.
+
+        Returns:
+            how many.
 
         Raises:
-            SplitError: fewer than asked for are pending; they cannot be computed; or another
-                thread is at it, and waiting for it from inside a ``backward()`` could block both.
+            SplitError: fewer than asked for are pending; or they cannot be computed.
         """
-        compute_pending([self], lambda: self._take(microbatches), self._deliver)
+        return compute_pending([self], lambda: self._take(microbatches, leave), self.deliver)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute inside, one thread at a time."""
+        with self._computing:
+            before, self.thread = self.thread, threading.get_ident()
+            try:
+                yield
+            finally:
+                self.thread = before
 
     @contextlib.contextmanager
     def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Take lazy gradients out of ``.grad`` while parameters are traced."""
-        with self._lock:
+        with NOTING:
             self.lazies.hide()
             self.lazies.conceal(parameters)
         try:
             yield
         finally:
-            with self._lock:
+            with NOTING:
                 self.lazies.show()
 
-    def compute_for(self, parameter: Tensor) -> None:
+    def compute_for(self, parameter: Tensor, sources: Iterable[PendingQueue]) -> None:
         """Compute everything: hooks and sums then see microbatches in their order."""
         self.compute()
 
@@ -304,23 +341,23 @@ class PendingQueue:
 
     def discard(self) -> None:
         """Forget all pending work and restore every ``.grad``."""
-        with self._lock:
+        with self._computing, NOTING:
             self.microbatches.clear()
             self.lazies.discard()
 
     def sweep(self) -> None:
         """Drop what is pending for every lazy gradient that was freed."""
-        with self._lock:
+        with NOTING:
             self.lazies.sweep()
 
     def drop(self, parameters: Collection[int]) -> None:
         """Drop the pending gradients of these parameters (their ``id``)."""
-        with self._lock:
+        with NOTING:
             self.lazies.drop(parameters)
 
     def forget(self, works: Collection[PendingWork]) -> None:
         """Remove work of which no gradient is wanted any more."""
-        with self._lock:
+        with NOTING:
             for key, queued in [*self.microbatches.items()]:
                 left = [each for each in queued if each not in works]
                 if left:
@@ -328,60 +365,58 @@ class PendingQueue:
                 else:
                     del self.microbatches[key]
 
-    def _take(self, microbatches: int | None) -> list[list[PendingWork]]:
-        """The oldest microbatches, all where None; they are not pending any more.
+    def _take(self, microbatches: int | None, leave: float) -> list[list[PendingWork]]:
+        """The oldest microbatches; they are not pending any more.
 
         Raises:
             SplitError: fewer than asked for are pending.
         """
-        with self._lock:
-            keys = list(self.microbatches)
-            if microbatches is not None:
-                keys = keys[: self.bound.checked(microbatches, len(keys))]
-            return [self.microbatches.pop(key) for key in keys]
+        keys = list(self.microbatches)
+        return [
+            self.microbatches.pop(key)
+            for key in keys[: self.bound.count(microbatches, leave, len(keys))]
+        ]
 
 
 def compute_pending(
     queues: Sequence[PendingQueue], take: Callable[[], list[list[PendingWork]]], deliver: Deliver
-) -> None:
+) -> int:
     """Compute microbatches of some queues, one thread at a time. Where that fails, ``.grad`` raises
     when it is used.
+
+    Nothing in here waits for autograd's engine, so that whoever waits for this may be one of its
+    threads.
 
     Args:
         queues: in which they may wait.
         take: removes them from there.
         deliver: computes.
 
+    Returns:
+        how many.
+
     Raises:
-        SplitError: another thread computes, and this is inside a ``backward()``; or as the others.
+        SplitError: fewer than asked for are pending; or they cannot be computed.
     """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return compute_pending(queues, take, deliver)
-    entered: list[PendingQueue] = []
-    lifted: list[list[GradientSlot]] = []
-    begun, failure = False, None
-    try:
-        for queue in queues:
-            if not queue._computing.acquire(blocking=current_backward() < 0):
-                raise SplitError(
-                    "a pending weight gradient is used inside a backward() while another thread "
-                    "computes it; call backward_weight() before the threads part"
-                )
-            entered.append(queue)
-        for queue in queues:
-            with queue._lock:
-                lifted.append(queue.lazies.lift())
-        taken = take()
-        begun = True
-        deliver(taken)
-    except BaseException as error:
-        failure = error if begun else None
-        raise
-    finally:
-        for queue, slots in zip(entered, lifted, strict=False):
-            with queue._lock:
-                queue.lazies.settle(slots, failure)
-        for queue in entered:
-            queue._computing.release()
-    return None
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        for queue in sorted(queues, key=id):  # in one order, or two threads wait for each other
+            stack.enter_context(queue.computing())
+        begun: list[tuple[PendingQueue, list[GradientSlot]]] = []
+        started, failure = False, None
+        try:
+            with NOTING:
+                begun += [(queue, queue.lazies.begin()) for queue in queues]
+                taken = take()
+            started = True
+            deliver(taken, {slot.key: slot for _, slots in begun for slot in slots})
+        except BaseException as error:
+            failure = error if started else None
+            raise
+        finally:
+            with NOTING:
+                for queue, slots in begun:
+                    queue.lazies.settle(slots, failure)
+    deliver.announce(taken)
+    return len(taken)

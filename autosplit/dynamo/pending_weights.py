@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from autosplit.autograd.delivery import deliver_through_engine
+from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.lazy_gradient import GradientSlot
 from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork, compute_pending
 from autosplit.errors import SplitError
@@ -47,7 +47,7 @@ class PendingOnParameters(PendingQueue):
     """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
 
     def __init__(self, bound: PendingBound) -> None:
-        super().__init__(_deliver, bound)
+        super().__init__(Delivery(), bound)
 
     def name_of(self, parameter: nn.Parameter) -> None:
         """No name: parameters are known by Dynamo's source only."""
@@ -70,13 +70,13 @@ class PendingOnParameters(PendingQueue):
     def deferred(self, work: PendingWork, call: ForwardCall) -> None:
         self.add(work.backward, work)
 
-    def compute(self, microbatches: int | None = None) -> None:
+    def compute(self, microbatches: int | None = None, *, leave: float = 0) -> int:
         """Compute pending work of these parameters, that of other graphs too."""
-        Deferral(self.parameters()).backward_weight(microbatches)
+        return Deferral(self.parameters()).compute(microbatches, leave)
 
-    def compute_for(self, parameter: Tensor) -> None:
+    def compute_for(self, parameter: Tensor, sources: Iterable[PendingQueue]) -> None:
         """Compute all pending work of a parameter, of any graph."""
-        Deferral(parameter).backward_weight()
+        Deferral(parameter, sources).compute()
 
 
 class Deferral:
@@ -87,13 +87,19 @@ class Deferral:
 
     Args:
         model_or_parameters: the model, compiled or not, or some of its parameters.
+        sources: where work may wait, beside those that ``.grad`` of the parameters tells.
 
     Raises:
         SplitError: it is something else.
         ShardedError: FSDP manages the model or a part of it.
     """
 
-    def __init__(self, model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+        sources: Iterable[PendingQueue] = (),
+    ) -> None:
+        self._sources = tuple(sources)
         given = model_or_parameters
         if isinstance(given, Tensor):
             given = [given]
@@ -128,20 +134,23 @@ class Deferral:
         Raises:
             SplitError: fewer than asked for are pending.
         """
+        self.compute(microbatches)
+
+    def compute(self, microbatches: int | None = None, leave: float = 0) -> int:
+        """As ``PendingQueue.compute``."""
         owners = self._owners()
 
         def take() -> list[list[PendingWork]]:
             waiting = self._microbatches(owners)
-            if microbatches is not None:
-                bounds = [owner.bound for owner in owners] or [PendingBound(math.inf)]
-                max(bounds, key=lambda each: each.early).checked(microbatches, len(waiting))
-            taken = waiting[:microbatches]
+            bounds = [owner.bound for owner in owners] or [PendingBound(math.inf)]
+            bound = max(bounds, key=lambda each: each.early)
+            taken = waiting[: bound.count(microbatches, leave, len(waiting))]
             works = list(chain.from_iterable(taken))
             for owner in owners:
                 owner.forget(works)
             return taken
 
-        compute_pending(owners, take, _deliver)
+        return compute_pending(owners, take, Delivery())
 
     def discard(self) -> None:
         """Forget what is pending, as ``SplitModule.discard`` does, for these parameters and others
@@ -153,7 +162,8 @@ class Deferral:
     def _owners(self) -> list[PendingOnParameters]:
         """Owners of pending work for the parameters."""
         slots = [GradientSlot.of(parameter) for parameter in self._parameters]
-        found = dict.fromkeys(each for slot in slots if slot for each in slot.sources)
+        sources = chain(self._sources, *[slot.sources for slot in slots if slot])
+        found = dict.fromkeys(sources)
         owners = [each for each in found if isinstance(each, PendingOnParameters)]
         for owner in owners:
             owner.sweep()
@@ -166,12 +176,6 @@ class Deferral:
         found = [work for work in works if wanted.intersection(map(id, work.parameters))]
         found.sort(key=lambda work: (work.backward, -work.sequence))
         return [list(group) for _, group in groupby(found, lambda work: work.backward)]
-
-
-def _deliver(microbatches: Iterable[Sequence[PendingWork]]) -> None:
-    """Without a ``Delivery``, as Dynamo keeps the graph, and would keep the parameters with it."""
-    for works in microbatches:
-        deliver_through_engine(works)
 
 
 def backward_weight(

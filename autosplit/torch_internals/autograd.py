@@ -39,14 +39,15 @@ current_backward = torch._C._current_graph_task_id
 """Number of the backward that is under way on this thread; later ones have higher numbers."""
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
+def at_end_of_backward(function: Callable[[], object]) -> None:
     """Have a function called when the backward under way has come to its end, and before whoever
     asked for it goes on; now, where there is none.
     """
     if current_backward() < 0:
         function()
     else:
-        torch.autograd.Variable._execution_engine.queue_callback(function)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(function)
 
 
 def has_saved_tensors_hooks() -> bool:
@@ -181,10 +182,6 @@ class KnownLeaves:
             known = self._by_number[len(parameters)] = Leaves(parameters)
         return known
 
-    def forget(self) -> None:
-        """Drop references to parameters and their autograd nodes."""
-        self._by_number.clear()
-
 
 def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:
     """Whether one of them has a hook of ``register_hook``."""
@@ -224,7 +221,10 @@ def hooks_put_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def add_gradients(
-    parameters: Sequence[Tensor], grads: Sequence[Tensor], borrowed: Sequence[bool]
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    borrowed: Sequence[bool],
+    homes: Sequence[Any] | None = None,
 ) -> None:
     """Add to every ``.grad`` as AccumulateGrad does; call it without grad mode.
 
@@ -232,20 +232,62 @@ def add_gradients(
         parameters: whose; leaves.
         grads: one for each.
         borrowed: which of them are not tensors of their own, and are copied.
+        homes: what has the ``.grad`` of each; None: the parameters themselves.
     """
-    sums = [parameter.grad for parameter in parameters]
+    homes = parameters if homes is None else homes
+    sums = [home.grad for home in homes]
     present = [total for total in sums if total is not None]
     together = present and len(present) == len(sums) and not any(map(_IS_SPARSE, present))
     if together and (_PLAIN.issuperset(map(type, grads)) or not any(map(is_dtensor, grads))):
         torch._foreach_add_(present, list(grads))
         return
-    for parameter, total, grad, copied in zip(parameters, sums, grads, borrowed, strict=True):
-        if total is None:
-            parameter.grad = own_gradient(parameter, grad, copied)
-        elif total.is_sparse:
-            parameter.grad = grad + total
-        else:
-            total.add_(grad)
+    for each in zip(parameters, homes, grads, borrowed, strict=True):
+        add_gradient(*each)
+
+
+def add_gradient(parameter: Tensor, home: Any, grad: Tensor, borrowed: bool) -> None:
+    """The same for one."""
+    total = home.grad
+    if total is None:
+        home.grad = own_gradient(parameter, grad, borrowed)
+    elif total.is_sparse and not grad.is_sparse:
+        home.grad = grad + total
+    else:
+        total.add_(grad)
+
+
+def refuse_nan(named: Mapping[str, Tensor]) -> None:
+    """As the engine does under anomaly detection.
+
+    Raises:
+        RuntimeError: a gradient has a NaN; says whose.
+    """
+    for name, grad in named.items() if torch.is_anomaly_check_nan_enabled() else ():
+        if grad.isnan().any():
+            raise RuntimeError(f"W returned nan values in the gradient of {name}")
+
+
+class _Visit(torch.autograd.Function):
+    """A root that the engine comes from to leaves, and brings them nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
+        ctx.count = len(leaves)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (None,) * ctx.count
+
+
+def visit_leaves(leaves: Mapping[int, Tensor]) -> None:
+    """Have the engine come by the nodes of leaves that need a gradient: hooks on nodes fire, those
+    of data parallelism, too; hooks on tensors do not.
+    """
+    found = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    if found:
+        with torch.inference_mode(False), torch.enable_grad(), hooks_put_aside(found):
+            _Visit.apply(*found).backward()  # type: ignore[no-untyped-call]
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -285,6 +327,8 @@ def own_gradient(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
 
 
 def _owned(layout: Tensor, grad: Tensor, borrowed: bool, dtype: torch.dtype) -> Tensor:
+    if grad.layout is not torch.strided:
+        return grad.clone() if borrowed else grad
     if borrowed or grad.stride() != layout.stride() or grad.dtype is not dtype:
         return torch.empty_like(layout, dtype=dtype, requires_grad=False).copy_(grad)
     return grad.detach() if grad._base is not None else grad  # a view would keep its base

@@ -337,13 +337,15 @@ def test_only_the_parameters_of_one_optimizer_are_dropped(pair: Pair) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("dropped", [True, False])
-def test_gradient_that_somebody_holds(dropped: bool, pair: Pair) -> None:
+def test_gradient_that_somebody_holds(dropped: bool, face: str) -> None:
     """It stays that of its batch, or goes on accumulating, as autograd's would."""
-    split, model, plain = pair
+    model = model_for(face)
+    plain = copy.deepcopy(model)
     one, two = batches()
     held = []
-    for module, under in ((split, model), (plain, plain)):
+    for module, under in ((FACES[face](model), model), (plain, plain)):
         backward(module, one)
         held.append(under.a.weight.grad)
         if dropped:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import autosplit
 from tests.autograd.faces import FACES, Net, model_for
@@ -94,6 +95,21 @@ def test_gradient_from_elsewhere_in_the_same_backward_is_one_with_it() -> None:
             (module(x).square().sum() + penalty).backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_hooks_behind_nodes_of_a_model_in_parts() -> None:
+    """They fire when W has run, and find what it made."""
+    model = model_for("parts")
+    module, seen = FACES["parts"](model), dict[str, Tensor]()
+    nodes = []
+    for name, parameter in model.named_parameters():
+        nodes.append(get_gradient_edge(parameter).node)
+        nodes[-1].register_hook(lambda *_, n=name, p=parameter: seen.update({n: p.grad}))
+    module(torch.randn(2, 4)).square().sum().backward()
+    seen.clear()
+    module.backward_weight()
+    assert seen.keys() == dict(model.named_parameters()).keys()
+    assert all(seen[name] is parameter.grad for name, parameter in model.named_parameters())
 
 
 def test_deferred_again_without_hooks() -> None:

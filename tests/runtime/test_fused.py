@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autosplit
 from autosplit import SplitError, SplitModule
+from autosplit.autograd.delivery import Delivery
 from tests.gradients import assert_rounded
 from tests.operators import Operators
 from tests.zoo import CASES, Case
@@ -259,17 +260,17 @@ def test_what_w_has_read_dies_while_it_runs() -> None:
             return func(*args, **(kwargs or {}))
 
     references: list[weakref.ref[Tensor]] = []
-    deliver = split._queue._deliver
 
-    def watched(microbatches: Sequence[Any]) -> None:
-        ((work,),) = microbatches
-        references[:] = [weakref.ref(each) for each in work.deferred.tensors]
-        del work
-        alive.clear()
-        with Watch():
-            deliver(microbatches)
+    class Watched(Delivery):
+        def __call__(self, microbatches: Sequence[Any], slots: Any) -> None:
+            ((work,),) = microbatches
+            references[:] = [weakref.ref(each) for each in work.deferred.tensors]
+            del work
+            alive.clear()
+            with Watch():
+                super().__call__(microbatches, slots)
 
-    split._queue._deliver = watched
+    split._queue.deliver = Watched(split._accumulation)
     for _ in range(2):
         split(torch.randn(5, 8)).square().sum().backward()
         split.backward_weight()

@@ -1,0 +1,310 @@
+"""``.grad`` read, stepped on, cleared and added to by one thread while another computes W."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autosplit
+from tests.autograd.faces import FACES, Net, model_for
+from tests.gradients import assert_same_gradients
+
+PATIENCE = 60.0
+SOON = 0.05  # in which whatever does not wait would have come through
+
+
+def backward(module: Any, *inputs: Tensor) -> None:
+    for x in inputs:
+        module(x).square().sum().backward()
+
+
+class Thread(threading.Thread):
+    """Runs a function; ``ended`` gives what it returned, or raises what it raised."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._function = function
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:
+            self._error = error
+
+    def waits(self) -> bool:
+        self.join(SOON)
+        return self.is_alive()
+
+    def ended(self) -> Any:
+        self.join(PATIENCE)
+        assert not self.is_alive(), "it hangs"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Gate:
+    """Holds the thread that computes before W, or behind it and before it is in ``.grad``."""
+
+    def __init__(self, deliver: Any, behind: bool) -> None:
+        self._deliver, self._behind = deliver, behind
+        self.reached, self._opened = threading.Event(), threading.Event()
+        self.reduced = False
+
+    def __call__(self, *args: Any) -> None:
+        if self._behind:
+            self._deliver(*args)
+        self.reached.set()
+        assert self._opened.wait(PATIENCE)
+        if not self._behind:
+            self._deliver(*args)
+
+    def announce(self, microbatches: Any) -> None:
+        self._deliver.announce(microbatches)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+@contextmanager
+def computing(split: Any, behind: bool) -> Iterator[tuple[Gate, Thread]]:
+    """A thread has read a gradient's values, and computes all that is pending until the gate is
+    opened. Its reading is right then.
+    """
+    queue, parameter = split._queue, next(split.parameters())
+    gate = Gate(queue.deliver, behind)
+    queue.deliver = gate
+    try:
+        logger = Thread(lambda: parameter.grad.norm())
+        assert gate.reached.wait(PATIENCE)
+        queue.deliver = gate._deliver
+        yield gate, logger
+    finally:
+        gate.open()
+        logger.ended()
+
+
+def sgd(module: nn.Module, **how: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, **how)
+
+
+def clip(module: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    sgd(module).step()
+
+
+def by_hand(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter -= parameter.grad
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "step": lambda module: sgd(module).step(),
+    "fused step": lambda module: sgd(module, fused=True).step(),
+    "clip": clip,
+    "by hand": by_hand,
+}
+
+
+@pytest.fixture(params=[False, True], ids=["before W", "behind W"])
+def behind(request: pytest.FixtureRequest) -> bool:
+    found: bool = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def captured() -> Any:
+    return autosplit.split(Net(), max_pending=4)
+
+
+@pytest.fixture
+def split(captured: Any) -> Any:
+    captured.zero_grad()
+    assert captured.pending == 0
+    return captured
+
+
+@pytest.mark.parametrize("name", USES)
+def test_whoever_uses_gradients_waits(name: str, behind: bool, split: Any) -> None:
+    plain = copy.deepcopy(split.unsplit)
+    x, y = torch.randn(2, 3, 4)
+    backward(split, x, y)
+    backward(plain, x, y)
+    with computing(split, behind) as (gate, _):
+        stepping = Thread(lambda: USES[name](split))
+        assert stepping.waits()
+        gate.open()
+        stepping.ended()
+    USES[name](plain)
+    assert all(map(torch.equal, split.parameters(), plain.parameters()))
+
+
+def test_backward_weight_waits(behind: bool, split: Any) -> None:
+    x = torch.randn(3, 4)
+    backward(split, x)
+    with computing(split, behind) as (gate, _):
+        waiting = Thread(split.backward_weight)
+        assert waiting.waits()
+        gate.open()
+        waiting.ended()
+        assert type(next(split.parameters()).grad) is Tensor
+
+
+def test_what_is_read_meanwhile_is_the_gradient(behind: bool, split: Any) -> None:
+    plain = copy.deepcopy(split.unsplit)
+    x = torch.randn(3, 4)
+    backward(split, x)
+    backward(plain, x)
+    with computing(split, behind) as (gate, _):
+        read = [parameter.grad for parameter in split.parameters()]
+        gate.open()
+        for mine, theirs in zip(read, plain.parameters(), strict=True):
+            assert torch.equal(mine * 1, theirs.grad)
+    assert_same_gradients(split.unsplit, plain)
+
+
+def test_gradients_that_are_cleared_meanwhile_stay_so(behind: bool, split: Any) -> None:
+    plain = copy.deepcopy(split.unsplit)
+    x, y = torch.randn(2, 3, 4)
+    backward(split, x)
+    with computing(split, behind) as (gate, logger):
+        split.zero_grad()
+        gate.open()
+        logger.ended()
+        assert all(parameter.grad is None for parameter in split.parameters())
+        backward(split, y)
+    backward(plain, y)
+    assert_same_gradients(split.unsplit, plain)
+
+
+@pytest.mark.parametrize("cleared", [False, True], ids=["added to", "cleared"])
+def test_backward_meanwhile(cleared: bool, behind: bool, split: Any) -> None:
+    """Its microbatch waits. Where ``.grad`` was cleared before, the backward itself has to wait for
+    the other thread, which refers to the gradient that it had.
+    """
+    plain = copy.deepcopy(split.unsplit)
+    x, y = torch.randn(2, 3, 4)
+    backward(split, x)
+    backward(plain, x)
+    with computing(split, behind) as (gate, _):
+        for module in (split, plain) if cleared else ():
+            module.zero_grad()
+        training = Thread(lambda: backward(split, y))
+        if cleared:
+            assert training.waits()
+            gate.open()
+        training.ended()
+        assert split.pending == 1
+    backward(plain, y)
+    assert_same_gradients(split.unsplit, plain)
+
+
+def test_gradient_from_elsewhere_meanwhile(behind: bool, split: Any) -> None:
+    plain = copy.deepcopy(split.unsplit)
+    x = torch.randn(3, 4)
+
+    def penalise(module: nn.Module) -> None:
+        sum(parameter.square().sum() for parameter in module.parameters()).backward()  # type: ignore[union-attr]
+
+    backward(split, x)
+    backward(plain, x)
+    with computing(split, behind):
+        Thread(lambda: penalise(split)).ended()
+    penalise(plain)
+    assert_same_gradients(split.unsplit, plain, exact=False)
+
+
+def test_two_models_with_a_parameter_in_common() -> None:
+    """Both threads add to one gradient, and the last to end puts it into ``.grad``."""
+    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
+    two.weight = one.weight
+    plain = copy.deepcopy(nn.ModuleList([one, two]))
+    splits = autosplit.split(one), autosplit.split(two)
+    x = torch.randn(4, 3)
+    for module in (*splits, *plain):
+        backward(module, x)
+    with computing(splits[0], behind=False) as (first, _):
+        gate = Gate(splits[1]._queue.deliver, behind=False)
+        splits[1]._queue.deliver = gate
+        second = Thread(splits[1].backward_weight)
+        assert gate.reached.wait(PATIENCE)
+        first.open()
+        gate.open()
+        second.ended()
+    assert_same_gradients(nn.ModuleList([one, two]), plain, exact=False)
+
+
+def test_step_while_another_thread_captures(split: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing has gradients that are pending out of its way; an optimizer finds them all the
+    same.
+    """
+    from autosplit.runtime import specializations
+
+    trace = specializations.trace
+    reached, opened = threading.Event(), threading.Event()
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        reached.set()
+        assert opened.wait(PATIENCE)
+        return trace(*args, **kwargs)
+
+    monkeypatch.setattr(specializations, "trace", held)
+    plain = copy.deepcopy(split.unsplit)
+    x = torch.randn(3, 4)
+    backward(split, x)
+    backward(plain, x)
+    other = torch.randn(5, 1, 4)
+    capturing = Thread(lambda: split.capture(other))
+    try:
+        assert reached.wait(PATIENCE)
+        Thread(lambda: sgd(split).step()).ended()
+    finally:
+        opened.set()
+        capturing.ended()
+    sgd(plain).step()
+    assert all(map(torch.equal, split.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_training_beside_a_logger(face: str) -> None:
+    """The logger does not read while ``.grad`` is cleared: torch itself crashes there."""
+    model = model_for(face)
+    plain = copy.deepcopy(model)
+    module = FACES[face](model)
+    backward(module, torch.randn(3, 4))
+    model.zero_grad()
+    clearing, over = threading.Lock(), threading.Event()
+
+    def log() -> int:
+        read = 0
+        while not over.is_set():
+            with clearing:
+                found = [parameter.grad for parameter in model.parameters()]
+            read += sum(bool(grad.norm() >= 0) for grad in found if grad is not None)
+        return read
+
+    logger = Thread(log)
+    try:
+        for x in torch.randn(60, 3, 4):
+            for each, under in ((module, model), (plain, plain)):
+                backward(each, x)
+                nn.utils.clip_grad_norm_(under.parameters(), 1.0)
+                sgd(under).step()
+                with clearing:
+                    under.zero_grad()
+            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    finally:
+        over.set()
+        assert logger.ended() > 0
