@@ -21,10 +21,16 @@ import torch._dynamo
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, SkipFrame
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    InternalTorchDynamoError,
+    RestartAnalysis,
+    SkipFrame,
+)
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
 from autosplit.capture.workarounds.dynamo import (
     inline_compile_regions,
@@ -102,12 +108,24 @@ def compile_dynamo_graph(
     try:
         with as_eager(module, splitter.decompositions):
             compiled: Callable[..., Any] = compiler(module, example_inputs)
+    except RestartAnalysis:  # Dynamo traces once more, with what was learned
+        raise
     except (_GivenUpError, RuntimeError, AssertionError) as error:
         # AOTAutograd refuses some graphs that run well (operators that return their argument,
         # writes into one of two inputs that share their memory).
         splitter.give_up(str(error).strip().partition("\n")[0])
-        return module
+        return unsplit(module)
     return compiled
+
+
+def unsplit(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph to be run as Dynamo found it, under ordinary autograd. Dynamo runs the function as
+    ordinary Python instead where it calls ``torch.utils.checkpoint``: in a graph, that keeps no
+    state of generators for when it computes again.
+    """
+    if any(node.target is tag_activation_checkpoint for node in module.graph.nodes):
+        raise SkipFrame("its graph cannot be split, and checkpoints what it computes")
+    return module
 
 
 def compile_model(

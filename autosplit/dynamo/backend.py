@@ -27,6 +27,7 @@ from autosplit.capture.aot_session import (
     input_sources,
     refuse_thawed,
     traced_modules,
+    unsplit,
 )
 from autosplit.dynamo.compiled_backward import (
     Call,
@@ -108,10 +109,11 @@ class Compilation:
             infer=self._infer,
             decompositions=self._backend.decompositions,
         )
-        self._run: Callable[..., Any] = module
+        self._run: Callable[..., Any]
         if any(map(is_dtensor, example_inputs)):
             # AOTAutograd puts every gradient of a DTensor together when the backward returns.
             self._part.give_up("AOTAutograd wants the gradients of DTensors from the backward")
+            self._run = unsplit(module)
         else:
             self._run = compile_dynamo_graph(module, example_inputs, roles, splitter)
         owner.compiled(self._part)
