@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autosplit.errors import PipelineError
+from autosplit.errors import PipelineError, ShardedError
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.stages import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -174,6 +174,7 @@ def _cut(
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
         PlanError: it cannot be cut so; says why.
+        ShardedError: its stages would have to be sharded.
     """
     # Training stages that are there needs no planner, which takes long to import.
     from autosplit.planner.cutting import Planning, cut_model
@@ -184,6 +185,12 @@ def _cut(
             f"a {type(model).__name__} is one module, to be cut into stages: say how many, "
             "stages=N, and give the inputs of one microbatch as example=...; a module whose "
             "children are the stages is given as a list, [*module]"
+        )
+    if options.of_mesh is not None and options.of_mesh.shards > 1:
+        raise ShardedError(
+            "the mesh has 'dp_shard', and a whole model that is cut here is not sharded: give a "
+            "function that builds stage number index and calls fully_shard(stage, "
+            "mesh=mesh['dp_shard']), or take a mesh with 'dp_replicate' instead"
         )
     how = Planning.of(options.stages.planning or {})
     request = options.schedule

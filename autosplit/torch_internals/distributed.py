@@ -101,8 +101,9 @@ def refuse_sharded(module: nn.Module) -> None:
             f"FSDP (fully_shard or FullyShardedDataParallel) manages {where}, whose parameters are "
             "not whole here. A whole module that fully_shard was called with goes into "
             "autosplit.split, and into autosplit.pipelining.SplitPipelineStage for torch's "
-            "schedules; elsewhere build the model without FSDP, and wrap a split module in "
-            "DistributedDataParallel"
+            "schedules; PipelineTrainer takes a function that builds and shards each stage, beside "
+            "a mesh with 'dp_shard'; elsewhere build the model without FSDP, and wrap a split "
+            "module in DistributedDataParallel"
         )
 
 

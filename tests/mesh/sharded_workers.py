@@ -326,6 +326,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     return {
         "plain": built(uneven),
         "partly": built(partly),
+        "whole": built(nn.Linear(6, 6), example=own[0][:2]),
         "along pp": built(wrongly(mesh["pp"])),
         "all ranks": built(wrongly(None)),
         "no dimension": built(wrongly(pairs["dp_replicate"]), pairs),

@@ -15,6 +15,7 @@ Results = list[dict[str, Any]]
 
 SAID = {
     "plain": "the mesh has 'dp_shard', and parameter '0.0.weight' of stage",
+    "whole": "the mesh has 'dp_shard', and a whole model that is cut here is not sharded: give a",
     "partly": "is not sharded: let the function that builds stages call fully_shard(module, mesh=",
     "along pp": "along the trainer's mesh these are [",
     "all ranks": "are sharded over the ranks [0, 1, 2, 3]; along the trainer's mesh these are [",

@@ -287,7 +287,7 @@ class StageTrainer:
     def evaluate(self, batch: Batch | Inputs | None = None, target: Part | None = None) -> Tensor:
         """The loss of each microbatch in eval mode, without gradients.
 
-        Batches may be of another shape than in training.
+        Batches may be of another shape than in training, but not for stages that the trainer cut.
         Arguments, result and errors are those of ``step``.
         """
         with self._guard("the evaluation"), eval_mode(self.modules.values()):
