@@ -10,6 +10,7 @@ import os
 import pathlib
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -19,6 +20,9 @@ from tqdm import tqdm
 from .results import Results, Rows, describe
 
 S = TypeVar("S")
+
+HERE = pathlib.Path(__file__).parent
+_SECONDS = 20.0
 
 KEEPING = {
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
@@ -73,11 +77,13 @@ class Page(Generic[S]):
 
     Attributes:
         name: of its folder.
-        text: the page, with places for ``environment``, ``sections`` and ``commands``.
+        text: the page, with places for ``environment``, ``head``, ``sections`` and ``commands``.
         parts: its sections by name, in order.
         settings: a dataclass of ``option``s. Where it has a ``device``, what was measured on
             another than the CPU has sections of its own.
         keeping: whether memory that was freed is kept, see ``KEEPING``.
+        head: of all results together.
+        also: other files that are made of the results, and of what was there.
     """
 
     name: str
@@ -85,6 +91,10 @@ class Page(Generic[S]):
     parts: Mapping[str, Part[S]]
     settings: type[S]
     keeping: bool = False
+    head: Callable[[Results], str] = lambda results: ""
+    also: Mapping[pathlib.Path, Callable[[Results, str], str]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def render(self, results: Results) -> str:
         """Of the parts that were measured, each with the command of its last run."""
@@ -92,6 +102,7 @@ class Page(Generic[S]):
         environment = next((results.parts[key]["environment"] for key in keys), "")
         return self.text.format(
             environment=environment,
+            head=self.head(results),
             sections="".join(self._section(key, results.parts[key], environment) for key in keys),
             commands="\n".join(results.parts[key]["commands"][-1] for key in keys),
         )
@@ -108,8 +119,11 @@ class Page(Generic[S]):
         return "\n\n".join([title, *own, part.about, part.render(found["rows"])]) + "\n"
 
     def write(self, results: Results) -> None:
-        """The page beside the results."""
+        """The page beside the results, and what else is made of these."""
         (results.path.parent / "README.md").write_text(self.render(results))
+        if results.path.parent == HERE / self.name:
+            for path, render in self.also.items():
+                path.write_text(render(results, path.read_text()))
 
     @quiet()
     def main(self, arguments: Sequence[str] | None = None) -> None:
@@ -125,8 +139,9 @@ class Page(Generic[S]):
         for name in options.parts or self.parts:
             key = name if device == "cpu" else f"{name} on {device}"
             words = ["python", "-m", f"benchmarks.{self.name}", name, *self._words(settings)]
-            for row in tqdm(self.parts[name].measure(settings), desc=name, mininterval=5):
-                results.update(key, [row], shlex.join(words), describe(settings))
+            found = tqdm(self.parts[name].measure(settings), desc=name, mininterval=5)
+            for rows in _now_and_then(found):
+                results.update(key, rows, shlex.join(words), describe(settings))
                 self.write(results)
             tqdm.write(
                 f"\n{self.parts[name].title}\n\n{self.parts[name].render(results.rows(key))}"
@@ -143,8 +158,9 @@ class Page(Generic[S]):
             else:
                 kind["type"] = type(each.default)
             parser.add_argument(_flag(each), **kind)
-        here = pathlib.Path(__file__).parent / self.name
-        parser.add_argument("--output", type=pathlib.Path, default=here, help="folder to write to")
+        parser.add_argument(
+            "--output", type=pathlib.Path, default=HERE / self.name, help="folder to write to"
+        )
         options = parse(parser, self.parts, arguments=arguments)
         found = {each.name: getattr(options, each.name) for each in self._fields()}
         found = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
@@ -161,6 +177,21 @@ class Page(Generic[S]):
                 yield _flag(each)
                 if not isinstance(value, bool):
                     yield from map(str, value if isinstance(value, tuple) else [value])
+
+
+def _now_and_then(found: Iterable[dict[str, Any]]) -> Iterator[Rows]:
+    """Rows as they come, those of some seconds together: all of them, whatever ends the run."""
+    rows: Rows = []
+    last = -_SECONDS
+    try:
+        for each in found:
+            rows.append(each)
+            if time.monotonic() - last > _SECONDS:
+                yield rows
+                rows, last = [], time.monotonic()
+    finally:
+        if rows:
+            yield rows
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:

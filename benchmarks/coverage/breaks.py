@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,160 +13,138 @@ from torch import Tensor, nn
 
 from .subject import Call, Subject
 
+Between = Callable[[Any, Tensor], Any]
+
 
 class Broken(nn.Module):
-    """Two layers with room for something in between."""
+    """Two layers with something in between."""
 
-    def __init__(self) -> None:
+    last: Tensor | None = None
+    cached: Tensor | None = None
+
+    def __init__(self, between: Between) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.second = nn.Linear(8, 8)
         self.calls = 0
         self.seen: list[float] = []
         self.scale = 1.0
+        self.between = between
 
     def forward(self, x: Tensor) -> Any:
-        return self.second(self.between(torch.tanh(self.first(x))))
-
-    def between(self, h: Tensor) -> Tensor:
-        return h
+        return self.second(self.between(self, torch.tanh(self.first(x))))
 
 
-class ExplicitBreak(Broken):
-    def between(self, h: Tensor) -> Tensor:
-        torch.compiler.disable(lambda: None)()
-        return h
+def explicit_break(own: Any, h: Tensor) -> Tensor:
+    torch.compiler.disable(lambda: None)()
+    return h
 
 
-class Branch(Broken):
+def loop(own: Any, h: Tensor) -> Any:
+    """Repeats a layer as often as the data says."""
+    for _ in range(int(h.detach().abs().sum()) % 3 + 1):
+        h = torch.tanh(own.second(h))
+    return h
+
+
+def printed(own: Any, h: Tensor) -> Tensor:
+    print("mean", end="\r")
+    return h
+
+
+def warn(own: Any, h: Tensor) -> Tensor:
+    warnings.warn("in the forward", stacklevel=2)
+    return h
+
+
+def log(own: Any, h: Tensor) -> Tensor:
+    logging.getLogger("a model").debug("in the forward")
+    return h
+
+
+def count_calls(own: Any, h: Tensor) -> Any:
+    """Python state that is written and read."""
+    own.calls += 1
+    return h * own.calls
+
+
+def keep_numbers(own: Any, h: Tensor) -> Any:
+    own.seen.append(float(h.detach().mean()))
+    return h * len(own.seen)
+
+
+def keep_output(own: Any, h: Tensor) -> Any:
+    """Adds what the last call left behind."""
+    found = h if own.last is None else h + own.last
+    own.last = h.detach()
+    return found
+
+
+def cache_once(own: Any, h: Tensor) -> Any:
+    if own.cached is None:
+        own.cached = torch.arange(8.0)
+    return h * own.cached
+
+
+def anneal(own: Any, h: Tensor) -> Any:
+    """Reads an attribute that it changes."""
+    own.scale *= 0.5
+    return h * own.scale
+
+
+def try_except(own: Any, h: Tensor) -> Any:
+    try:
+        if h.sum().item() > -1e9:
+            raise ValueError("always")
+    except ValueError:
+        h = h * 2
+    return h
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def callback(own: Any, h: Tensor) -> Any:
+    """A function that Dynamo is told not to look into."""
+    return h.sin()
+
+
+BETWEEN: dict[str, Between] = {
+    "ExplicitBreak": explicit_break,
+    "Item": lambda own, h: h * float(h.detach().abs().max()),
+    "Loop": loop,
+    "ToList": lambda own, h: h * max(h.detach()[0].tolist()),
+    "ToNumpy": lambda own, h: h + float(h.detach().numpy().std()),
+    "Nonzero": lambda own, h: h[h[:, 0] > 0],  # how many rows is not known before
+    "Print": printed,
+    "Warn": warn,
+    "Log": log,
+    "CountCalls": count_calls,
+    "KeepNumbers": keep_numbers,
+    "KeepOutput": keep_output,
+    "CacheOnce": cache_once,
+    "Anneal": anneal,
+    "TryExcept": try_except,
+    "Callback": callback,
+}
+
+
+class Branch(nn.Module):
     """Takes one of two layers by the data."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
     def forward(self, x: Tensor) -> Any:
-        h = torch.tanh(self.first(x))
+        h = nn.functional.dropout(torch.tanh(self.first(x)), 0.5)
         return self.second(h) if h.sum() > 0 else self.first(h)
 
 
-class EarlyReturn(Broken):
+class EarlyReturn(Branch):
     def forward(self, x: Tensor) -> Any:
         h = self.first(x)
         if h.abs().max() > 1e6:
             return h
         return self.second(h)
-
-
-class Item(Broken):
-    def between(self, h: Tensor) -> Tensor:
-        return h * float(h.detach().abs().max())
-
-
-class Loop(Broken):
-    """Repeats a layer as often as the data says."""
-
-    def between(self, h: Tensor) -> Tensor:
-        for _ in range(int(h.detach().abs().sum()) % 3 + 1):
-            h = torch.tanh(self.second(h))
-        return h
-
-
-class ToList(Broken):
-    def between(self, h: Tensor) -> Tensor:
-        values: list[float] = h.detach()[0].tolist()
-        return h * max(values)
-
-
-class ToNumpy(Broken):
-    def between(self, h: Tensor) -> Tensor:
-        return h + float(h.detach().numpy().std())
-
-
-class Nonzero(Broken):
-    """Picks rows by the data: how many is not known before."""
-
-    def between(self, h: Tensor) -> Tensor:
-        return h[h[:, 0] > 0]
-
-
-class Print(Broken):
-    def between(self, h: Tensor) -> Tensor:
-        print("mean", end="\r")
-        return h
-
-
-class Warn(Broken):
-    def between(self, h: Tensor) -> Tensor:
-        warnings.warn("in the forward", stacklevel=2)
-        return h
-
-
-class Log(Broken):
-    def between(self, h: Tensor) -> Tensor:
-        logging.getLogger("a model").debug("in the forward")
-        return h
-
-
-class CountCalls(Broken):
-    """Python state that is written and read."""
-
-    def between(self, h: Tensor) -> Tensor:
-        self.calls += 1
-        return h * self.calls
-
-
-class KeepNumbers(Broken):
-    def between(self, h: Tensor) -> Tensor:
-        self.seen.append(float(h.detach().mean()))
-        return h * len(self.seen)
-
-
-class KeepOutput(Broken):
-    """Adds what the last call left behind."""
-
-    last: Tensor | None = None
-
-    def between(self, h: Tensor) -> Tensor:
-        found = h if self.last is None else h + self.last
-        self.last = h.detach()
-        return found
-
-
-class CacheOnce(Broken):
-    cached: Tensor | None = None
-
-    def between(self, h: Tensor) -> Tensor:
-        if self.cached is None:
-            self.cached = torch.arange(8.0)
-        return h * self.cached
-
-
-class Anneal(Broken):
-    """Reads an attribute that it changes."""
-
-    def between(self, h: Tensor) -> Tensor:
-        self.scale *= 0.5
-        return h * self.scale
-
-
-class TryExcept(Broken):
-    def between(self, h: Tensor) -> Tensor:
-        try:
-            if h.sum().item() > -1e9:
-                raise ValueError("always")
-        except ValueError:
-            h = h * 2
-        return h
-
-
-class Callback(Broken):
-    """Calls a function that Dynamo is told not to look into."""
-
-    def between(self, h: Tensor) -> Tensor:
-        found: Tensor = _outside(h)
-        return found
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside(h: Tensor) -> Tensor:
-    return h.sin()
 
 
 class InLayer(nn.Module):
@@ -177,11 +156,6 @@ class InLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.layers(x)
-
-
-class WithDropout(Branch):
-    def between(self, h: Tensor) -> Tensor:
-        return nn.functional.dropout(h, 0.5)
 
 
 class WithBuffer(nn.Module):
@@ -217,38 +191,17 @@ class Experts(nn.Module):
         return out
 
 
-MODELS: tuple[Callable[[], nn.Module], ...] = (
-    ExplicitBreak,
-    Branch,
-    EarlyReturn,
-    Item,
-    Loop,
-    ToList,
-    ToNumpy,
-    Nonzero,
-    Print,
-    Warn,
-    Log,
-    CountCalls,
-    KeepNumbers,
-    KeepOutput,
-    CacheOnce,
-    Anneal,
-    TryExcept,
-    Callback,
-    InLayer,
-    WithDropout,
-    WithBuffer,
-    Experts,
-)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: partial(Broken, between) for name, between in BETWEEN.items()},
+    **{each.__name__: each for each in (Branch, EarlyReturn, InLayer, WithBuffer, Experts)},
+}
 
 
 def subjects() -> Iterator[Subject]:
     """Every model in train and eval mode."""
-    for model in MODELS:
+    for name, model in MODELS.items():
         for training in (True, False):
             mode = "train" if training else "eval"
-            name = getattr(model, "__name__", "model")
             yield Subject(f"{name} {mode}", _builder(model, training), _call)
 
 

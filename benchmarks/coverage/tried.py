@@ -7,7 +7,7 @@ from typing import Any
 from ..results import Results, Rows, table
 from .examine import Verdict
 from .pieces import PIECES
-from .results import group
+from .rows import group
 
 TEMPLATE = """\
 # What was tried
@@ -38,7 +38,8 @@ Small programs, in `benchmarks/coverage/pieces`. {environment}.
 SAID = {Verdict.EQUAL.value: "bit for bit", Verdict.CLOSE.value: "within rounding"}
 
 
-def render(results: Results) -> str:
+def render(results: Results, _: str = "") -> str:
+    """The page, whatever it was."""
     found = results.parts.get("pieces", {})
     return TEMPLATE.format(
         environment=found.get("environment", "Not run"),

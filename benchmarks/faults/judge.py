@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autosplit.errors import PipelineError
@@ -157,3 +157,20 @@ def _behind(before: set[str], pids: list[int]) -> list[str]:
 def _answers(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def row(cell: Cell, timeout: float) -> dict[str, Any]:
+    """What came of a cell, as it is written."""
+    finding = judge(cell, timeout)
+    return {
+        "name": cell.name,
+        "ranks": cell.ranks,
+        "waits": cell.fault in SILENT,
+        "timeout": timeout,
+        "good": finding.good,
+        **asdict(finding),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(row(Cell(**json.loads(sys.argv[1])), float(sys.argv[2]))))

@@ -6,7 +6,6 @@ from ..page import Page, Part
 from . import (
     balance,
     budgets,
-    lean,
     limit,
     offload,
     prediction,
@@ -42,16 +41,6 @@ parameters, gradients and optimizer state at any time of a step, from the alloca
 takes, makes and needs itself.""",
         prediction.measure,
         prediction.render,
-    ),
-    "lean": Part(
-        "Lean splits beside torch's fused 1F1B",
-        """\
-The decoder of [benchmarks/pipeline](../pipeline/README.md) on two ranks with one thread each, in
-one run; contenders take turns, in another order in each round. *Activations*: of the larger rank,
-the most that a step allocates, less its gradients. Times are forward and backward until both ranks
-are done; a ratio is the median over turns of the same round, with its quartiles.""",
-        lean.measure,
-        lean.render,
     ),
     "budgets": Part(
         "Checkpointing of intermediate derivatives",

@@ -81,10 +81,10 @@ class KnownProducts:
     def _mm_out(self, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
         return self._product(a, b, out)
 
-    def _addmm(self, bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
+    def _addmm(self, _bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Tensor:
         return self._product(a, b, a.new_empty(*a.shape[:-1], b.shape[-1]))
 
-    def _addmm_out(self, bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, **_: Any) -> Tensor:
+    def _addmm_out(self, _bias: Tensor, a: Tensor, b: Tensor, *, out: Tensor, **_: Any) -> Tensor:
         return self._product(a, b, out)
 
     def _product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:

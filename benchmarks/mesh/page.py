@@ -49,31 +49,14 @@ PARTS: dict[str, Part[Settings]] = {
         collectives.render,
     ),
     "exchanges": Part(
-        "Dispatch and combine behind weight gradients, timed",
+        "Dispatch and combine behind weight gradients",
         "The same of a mixture of three attention and three expert layers on two ranks along ep, "
         "whose all-to-alls are delayed and whose products sleep likewise (2 ms for a weight "
         "gradient of a rank's experts). Attention has no collectives: its weight gradients, which "
         "run as one, fill waits outside of it. Estimates take these links for much faster ones, "
         "over which nothing of such a size would hide.",
-        lambda settings: experts.timed(settings.steps, settings.only),
+        lambda settings: experts.measure(settings.steps, settings.only),
         collectives.render,
-    ),
-    "experts": Part(
-        "Dispatch and combine behind weight gradients, counted",
-        "The same model, whose all-to-alls end 1, 2 and 4 ms after they began, one after "
-        "another, where a weight gradient's product of a rank's experts takes 2 ms. Counted, "
-        "not measured: graphs are those that run, their operators take what their "
-        "floating-point operations do at that rate, and nothing else takes time. Hidden is all "
-        "of the collectives' time in a backward (I and W) without the waits that are left; what "
-        "can be hidden is by a bound as above. Overlap is none; `collectives`, by estimates of "
-        "a link that is much faster than these; or known, these costs, as `schedule='auto'` "
-        "measures them. F, I, W and B are of one microbatch and have their waits in them. The "
-        "steps are of two such stages and four microbatches, simulated: of 1f1b, and of the "
-        "order that is searched for these times, in which the simulator decides where W waits "
-        "for gaps of the pipeline and where it runs beside the collectives of its own backward "
-        "(B). The goal is 90 % for known costs; what misses it is bold.",
-        lambda settings: experts.measure(settings.only),
-        experts.render,
     ),
     "beside": Part(
         "Beside torch's stages",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,9 @@ from autosplit.compare import settings as comparison
 from autosplit.compare.run import compare
 from autosplit.errors import PipelineError
 
-from ..results import Rows
+from ..results import Rows, table
 from .settings import Settings
-from .theory import BY_LABEL, SCHEDULES
+from .theory import BY_LABEL, PUBLISHED_MEMORY, PUBLISHED_THROUGHPUT, SCHEDULES, verdict
 
 RANKS = 2
 
@@ -91,3 +92,42 @@ def pair(rows: Rows) -> list[Cell]:
         for each in SCHEDULES
         if (family, each.label, True) in found
     ]
+
+
+def render(rows: Rows) -> str:
+    """A row for each family and schedule, and the paper's figures beside."""
+    cells, found = [], pair(rows)
+    for cell in found:
+        both = cell.fused, cell.split
+        speedup, ratio = cell.split["speedup"], cell.memory_ratio
+        cells.append(
+            [
+                cell.family,
+                cell.label,
+                str(cell.split["microbatches"]),
+                *(f"{1e3 * row['median_s']:.0f} ± {1e3 * row['spread_s']:.0f}" for row in both),
+                f"{speedup:.3f}x" if speedup > 1.0 else f"**{speedup:.3f}x**",
+                f"{cell.split['ideal_speedup']:.3f}x",
+                f"{float(BY_LABEL[cell.label].ideal_speedup(RANKS)):.3f}x",
+                *(f"{row['bubble']:.3f}" for row in both),
+                *(f"{max(row['peak_bytes']) / 2**20:.1f}" for row in both),
+                f"{ratio:.3f}x",
+            ]
+        )
+    headers = ["family", "schedule", "M", "fused ms", "split ms", "speed-up", "ideal"]
+    headers += ["ideal, F = I = W", "bubble, fused", "split", "peak MiB, fused", "split"]
+    speedups = [cell.split["speedup"] for cell in found]
+    ratios = [cell.memory_ratio for cell in found]
+    low, high = PUBLISHED_THROUGHPUT
+    least, most = PUBLISHED_MEMORY
+    return f"""\
+{table([*headers, "split / fused"], cells)}
+
+Split is faster in {sum(each > 1.0 for each in speedups)} of {len(speedups)} cells; geometric mean
+{statistics.geometric_mean(speedups):.3f}x, from {min(speedups):.3f}x to {max(speedups):.3f}x; the \
+paper has {low:.2f}x to {high:.2f}x on 4 GPUs.
+{verdict()}
+
+Peaks are {min(ratios):.3f}x to {max(ratios):.3f}x of fused ones, geometric mean
+{statistics.geometric_mean(ratios):.3f}x; the paper: {least:.2f}x to {most:.2f}x, where all that
+forward keeps stays until W. Here I hands W only what W needs."""

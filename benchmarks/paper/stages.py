@@ -1,11 +1,8 @@
-"""The middle one of three stages by itself: seconds of F, I and W, and what it keeps.
-
-The cuts are by measured cost.
-"""
+"""The middle one of three stages by itself: seconds of F, I and W, and what it keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +12,14 @@ import autosplit
 from autosplit.pipeline.engine.stages import footprint
 from examples.families import FAMILIES
 
+from ..results import Rows, table
 from ..split.clock import interleave
 from ..split.contenders import Contender, eager
 from ..split.models import Subject
 from .settings import Settings
+
+PUBLISHED = ((18.5, 18.1, 9.3), (29.7, 29.4, 19.9))
+"""Milliseconds of F, I and W of a stage on an A100 (Qi et al., 1.5B and 6.2B parameters)."""
 
 # The second of so many has an input gradient, and neither embedding nor head.
 STAGES = 3
@@ -69,3 +70,26 @@ class Single(nn.Module):
         y: Tensor
         (y,) = self.stage(x)
         return y
+
+
+def render(rows: Rows) -> str:
+    """A row for each family."""
+    cells = [
+        [
+            row["name"],
+            *(f"{row['ms'][kind]:.1f}" for kind in "FIW"),
+            _shares(row["ms"]),
+            f"{row['ms']['W'] / row['ms']['F']:.2f}",
+            f"{(row['ms']['I'] + row['ms']['W']) / row['backward_ms']:.3f}",
+            f"{row['deferred'] / row['saved']:.2f}",
+        ]
+        for row in rows
+    ]
+    published = "; ".join(_shares(dict(zip("FIW", each, strict=True))) for each in PUBLISHED)
+    headers = ["family", "F ms", "I ms", "W ms", "shares", "W / F", "(I + W) / backward"]
+    return f"{table([*headers, 'deferred / saved'], cells)}\n\nOn A100s (Qi et al.): {published}."
+
+
+def _shares(ms: Mapping[str, float]) -> str:
+    total = sum(ms[kind] for kind in "FIW")
+    return " : ".join(f"{ms[kind] / total:.0%}" for kind in "FIW")

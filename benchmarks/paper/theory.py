@@ -20,7 +20,6 @@ class PaperSchedule:
         microbatches: how many a step has, by N.
         fused_bubble: bubble ratio by N without split, the backward taking I + W.
         split_bubble: bubble ratio by N with every W after the cool-down, as in the paper.
-        torch: torch.distributed.pipelining's class for it, where there is one.
     """
 
     label: str
@@ -28,7 +27,6 @@ class PaperSchedule:
     microbatches: Callable[[int], int]
     fused_bubble: Callable[[int], Fraction]
     split_bubble: Callable[[int], Fraction]
-    torch: str = ""
 
     def ideal_speedup(self, ranks: int) -> Fraction:
         """Fused step over split step: both do the same work, so their busy shares say it."""
@@ -54,7 +52,6 @@ SCHEDULES = (
         lambda n: n,
         lambda n: Fraction(n - 1, 2 * n - 1),
         lambda n: Fraction(2 * (n - 1), 5 * n - 2),
-        "ScheduleGPipe",
     ),
     PaperSchedule(
         "1F1B-1",
@@ -62,7 +59,6 @@ SCHEDULES = (
         lambda n: n,
         lambda n: Fraction(n - 1, 2 * n - 1),
         lambda n: Fraction(n - 1, 4 * n - 1),
-        "Schedule1F1B",
     ),
     PaperSchedule(
         "1F1B-2",
@@ -70,7 +66,6 @@ SCHEDULES = (
         lambda n: 2 * n,
         lambda n: Fraction(n - 1, 3 * n - 1),
         lambda n: Fraction(n - 1, 7 * n - 1),
-        "Schedule1F1B",
     ),
 )
 

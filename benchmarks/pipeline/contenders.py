@@ -30,7 +30,6 @@ class Contender:
         split_backward: whether I and W are separate actions.
         match: of one by torch, the name of the same schedule by autosplit.
         accumulation: how autosplit adds up weight gradients.
-        memory: what autosplit holds of a microbatch.
         compiled: whether it also runs compiled, which takes a while to build.
         in_flight: whether steps follow each other, optimizer included, without all ranks meeting.
     """
@@ -43,7 +42,6 @@ class Contender:
     split_backward: bool = True
     match: str = ""
     accumulation: str = "exact"
-    memory: str = "balanced"
     compiled: bool = True
     in_flight: bool = False
 
@@ -55,7 +53,6 @@ def _flying(contender: Contender) -> Contender:
 
 
 _1F1B = Contender("1f1b", True, "1f1b")
-GPIPE = Contender("gpipe", True, "gpipe")
 _MANY = Contender("interleaved, 4 stages a rank", True, "interleaved", 4)
 _ZB_V = Contender("zb-v", True, "zb-v", 2, v_shaped=True)
 _DUAL = Contender("dualpipe-v", True, "dualpipe-v", 2, v_shaped=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..page import Page, Part, option
-from . import engine, fused, memory, peers, standin
+from ..page import HERE, Page, Part, option
+from . import engine, fused, memory, overview, peers, standin
 
 TEMPLATE = """\
 # Pipelines: measured against their ideal and against torch's
@@ -97,4 +97,5 @@ one rank and with messages between two; and a soak of steps that watches the mem
 }
 
 
-PAGE = Page("pipeline", TEMPLATE, PARTS, Settings)
+README = HERE.parent / "README.md"
+PAGE = Page("pipeline", TEMPLATE, PARTS, Settings, also={README: overview.written})

@@ -103,7 +103,7 @@ class Turns:
         self._workload = workload
         self._backend = backend
         self._modules: dict[tuple[bool, int, int], nn.Module] = {}
-        self._stages: dict[tuple[str, str, int, int], TrainableStage] = {}
+        self._stages: dict[tuple[str, int, int], TrainableStage] = {}
         self._trainers: list[PipelineTrainer] = []
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
@@ -198,11 +198,10 @@ class Turns:
 
     def _factory(self, contender: Contender, total: int) -> StageFactory:
         """Makes a stage of a module or finds the one that was made of it before."""
-        memory, accumulation = contender.memory, contender.accumulation
-        make = SplitStage(self._backend, memory, accumulation)
+        make = SplitStage(self._backend, "balanced", contender.accumulation)
 
         def factory(module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
-            key = (memory, accumulation, total, index)
+            key = (contender.accumulation, total, index)
             if key not in self._stages:
                 self._stages[key] = make(module, args, index=index)
             return self._stages[key]

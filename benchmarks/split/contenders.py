@@ -1,6 +1,4 @@
-"""Ways to run one microbatch, action by action: plain autograd, autosplit, torch's eager split, and
-by hand.
-"""
+"""Ways to run one microbatch, action by action: plain autograd, autosplit, torch's eager split."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import autosplit
 from autosplit.runtime.split_options import BACKENDS
 
-from .deferral import defer_by_hand
 from .models import Subject
 
 Forward = Callable[[Tensor], Tensor]
@@ -96,22 +93,6 @@ class Autograd:
         self._module.zero_grad(set_to_none=True)
 
 
-class ByHand(Autograd):
-    """Layers written to queue their weight gradient."""
-
-    def __init__(
-        self, module: nn.Module, wrap: Callable[[nn.Module], Forward] = lambda module: module
-    ) -> None:
-        replaced, self._queue = defer_by_hand(module)
-        super().__init__(replaced, wrap(replaced))
-
-    def backward_weight(self) -> None:
-        with torch.no_grad():
-            for call in self._queue:
-                call()
-        self._queue.clear()
-
-
 class TorchSplit(Autograd):
     """``torch.distributed.pipelining``'s eager split, as its zero-bubble schedules call it."""
 
@@ -166,7 +147,6 @@ def eager(subject: Subject, memory: str | int = "balanced") -> dict[str, Callabl
         "autograd": lambda: Autograd(module),
         "autosplit": lambda: Autosplit(module, subject.x, "eager", memory),
         "torch split": lambda: TorchSplit(module),
-        "by hand": lambda: ByHand(module),
     }
 
 
@@ -179,17 +159,13 @@ def compiled(subject: Subject) -> dict[str, Callable[[], Contender]]:
     def split(backend: str) -> Callable[[], Contender]:
         return lambda: Autosplit(module, subject.x, backend, "balanced")
 
-    def apart(option: str) -> Callable[[nn.Module], Forward]:
-        # A contender must not run what was compiled for another, but Dynamo keeps that by function
-        # and by backend, and these are the same functions. An option, though it says what is the
-        # default, makes another backend. Layers by hand above all: they break the graph, and what
-        # is left of a forward before its first break fits every contender.
-        return lambda module: torch.compile(module, options={option: False})
-
     def undonated() -> Contender:
         # The first forward compiles the backward too.
         with torch._functorch.config.patch(donated_buffer=False):
-            contender = TorchSplit(module, apart("trace.enabled")(module))
+            # A contender must not run what was compiled for another, but Dynamo keeps that by
+            # function and by backend. An option, though this is the default, makes another one.
+            compiled = torch.compile(module, options={"trace.enabled": False})
+            contender = TorchSplit(module, compiled)
             contender.forward(subject.x.clone())
         return contender
 
@@ -201,5 +177,4 @@ def compiled(subject: Subject) -> dict[str, Callable[[], Contender]]:
         **{f"autosplit {name}": make for name, make in more.items()},
         "torch split": lambda: TorchSplit(module, torch.compile(module)),
         "torch split, donated_buffer=False": undonated,
-        "by hand": lambda: ByHand(module, apart("trace.debug_log")),
     }

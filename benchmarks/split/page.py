@@ -23,8 +23,6 @@ of its output are made inside, as if just received. **Bold** figures miss their 
 - *autograd*: plain forward and `backward()`.
 - *torch split*: `stage_backward_input` and `stage_backward_weight`, which
   `torch.distributed.pipelining`'s zero-bubble schedules call.
-- *by hand*: `Linear` and `Conv2d` replaced by layers that queue their weight gradient
-  ([deferral.py](deferral.py)), as Megatron-style code does.
 
 On the CPU, processes keep what was freed (`MALLOC_TRIM_THRESHOLD_` and its like, see
 [page.py](../page.py)), as allocators made for training do.

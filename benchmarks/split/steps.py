@@ -1,8 +1,7 @@
-"""Time of one microbatch: autosplit, torch's eager split and layers by hand, over autograd."""
+"""Time of one microbatch: autosplit and torch's eager split, over autograd."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -35,19 +34,7 @@ def measure_inductor(settings: Settings) -> Iterator[dict[str, Any]]:
             torch.set_num_threads(threads)
             torch.compiler.reset()
             subject = settings.subject(model)
-            with _unlimited():
-                yield from _measure(subject, compiled(subject), settings, (threads,))
-
-
-@contextlib.contextmanager
-def _unlimited() -> Iterator[None]:
-    """Every contender stays compiled.
-
-    Layers by hand break the graph at each layer, and what is left of a forward is compiled anew for
-    each kind of layer. Beyond Dynamo's limit, those forwards would run eagerly from then on.
-    """
-    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024):
-        yield
+            yield from _measure(subject, compiled(subject), settings, (threads,))
 
 
 def _measure(

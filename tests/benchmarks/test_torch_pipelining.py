@@ -11,15 +11,7 @@ from torch import nn
 from autosplit.torch_internals import version
 from benchmarks.torch_pipelining import page
 from benchmarks.torch_pipelining.activations import activation_peak
-from benchmarks.torch_pipelining.contenders import (
-    COMPILED,
-    CONTENDERS,
-    ENGINE,
-    INDUCTOR,
-    OURS,
-    TORCH,
-    UNDONATED,
-)
+from benchmarks.torch_pipelining.contenders import ENGINE, OURS, TORCH, UNDONATED
 from benchmarks.torch_pipelining.measure import Settings, measure
 
 TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "4", "seq": "8"}
@@ -40,9 +32,8 @@ def test_contenders_take_turns_and_what_a_schedule_refuses_is_said() -> None:
     assert {each.schedule for each in ran} == {"ZBVZeroBubble"}
     assert [each.contender for each in ran] == [TORCH, OURS, ENGINE]
     assert all(len(each.rounds) == 1 and each.peak > 0 for each in ran)
-    assert {each.difference for each in ran} == {0.0}
     text = page.render([{**dataclasses.asdict(each), "settings": "tiny"} for each in found])
-    assert "No schedule in which ours fails. Met in all 1 rows" in text
+    assert "fastest eager over ours, Inductor: at least 1x" in text
     assert f"DualPipeV, M=2: {TORCH}; DualPipeV, M=2: {OURS}" in text
     assert "ValueError: DualPipeV requires at least as many microbatches as stages" in text
 
@@ -59,10 +50,3 @@ def test_what_is_left_as_gradients_is_no_activation() -> None:
         del more
 
     assert activation_peak(step, [module]) == 4 * 90_000
-
-
-@pytest.mark.parametrize(
-    ("contender", "lines"), [(TORCH, 0), (COMPILED, 1), (UNDONATED, 3), (OURS, 2), (INDUCTOR, 3)]
-)
-def test_lines_that_a_user_changes(contender: str, lines: int) -> None:
-    assert CONTENDERS[contender].lines_changed() == lines

@@ -66,7 +66,7 @@ class Int8(Tensor):
 
 class _Int8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any = None) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Any, _bias: Any = None) -> Any:
         ctx.save_for_backward(weight)
         return (x @ weight.codes.to(x.dtype).t()) * weight.scales.view(-1)
 

@@ -14,10 +14,10 @@ from ...kept_ranks import HungError, KeptRanks
 from ..examine import Verdict
 from ..judge import differences, out_of_tolerance
 from ..observe import Observed
+from ..rows import HUNG
 from .lesson import Lesson, subjects
 from .on_rank import Trained, train_on_rank
 from .reference import taught
-from .render import HUNG
 
 _CALLS = 20  # architectures for the same processes
 

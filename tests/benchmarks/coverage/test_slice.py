@@ -17,7 +17,7 @@ from benchmarks.coverage.generated.functions import BINARY
 from benchmarks.coverage.generated.plan import Plan
 from benchmarks.coverage.generated.strategies import plans
 from benchmarks.coverage.generated.sweep import sweep
-from benchmarks.coverage.results import tally
+from benchmarks.coverage.rows import tally
 from benchmarks.coverage.subject import Subject
 
 GOOD = {Verdict.EQUAL, Verdict.CLOSE}
@@ -55,7 +55,15 @@ def test_module_database(name: str) -> None:
 
 PIECES = ["mask of documents", "packed, plain object", "batch, dataclass"]
 PIECES += ["losses in a new list", "losses in one list", "scales on modules"]
-PIECES += ["prepare_qat", "int8 base", "NF4 base", "int8 products", "autograd in a backward"]
+PIECES += [
+    "grouped products, float32",
+    "grouped products, bfloat16",
+    "prepare_qat",
+    "int8 base",
+    "NF4 base",
+    "int8 products",
+    "autograd in a backward",
+]
 IN_PARTS = ("mask of documents", "autograd in a backward") if TORCH < (2, 12) else ()
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.launch import launch
+from autosplit.pipeline.simulation.simulate import simulate
 
-from ...pipeline.standin import Case, Times, batch_of, makespans, trainer_of
-from ...results import Rows, table
-from ..settings import Settings
-from ..theory import BY_LABEL, PUBLISHED_RANKS, PUBLISHED_THROUGHPUT, PaperSchedule
+from ..pipeline.standin import Case, Times, batch_of, makespans, trainer_of
+from ..results import Rows, table
+from .settings import Settings
+from .theory import BY_LABEL, PUBLISHED_RANKS, PUBLISHED_THROUGHPUT, SCHEDULES, PaperSchedule
 
 EQUAL = "F = I = W"
 TIMEOUT = 900.0
@@ -81,22 +82,23 @@ def _on_rank(cases: list[Case], steps: int) -> list[list[float]]:
     return found
 
 
-def render(rows: Mapping[str, Rows]) -> str:
-    """Speed-ups of split over fused by N, and how near the engine comes to its simulation."""
-    mine = rows["scaling"]
-    found = {(row["ranks"], row["family"], row["label"], row["variant"]): row for row in mine}
-    counts = sorted({row["ranks"] for row in mine})
+def render(rows: Rows) -> str:
+    """Speed-ups of split over fused by N, how near the engine comes to its simulation, and bubbles
+    beside the paper's formulas.
+    """
+    found = {(row["ranks"], row["family"], row["label"], row["variant"]): row for row in rows}
+    counts = sorted({row["ranks"] for row in rows})
     cells = []
-    for family, label in dict.fromkeys((row["family"], row["label"]) for row in mine):
+    for family, label in dict.fromkeys((row["family"], row["label"]) for row in rows):
         pairs = [
             (found.get((count, family, label, "fused")), found.get((count, family, label, "split")))
             for count in counts
         ]
         ratios = [_ratio(fused, split, key) for key in KEYS for fused, split in pairs]
         cells.append([family, label, *ratios])
-    worst = max(row["measured"] / row["simulated"] for row in mine)
-    spread = max(row["spread"] / row["measured"] for row in mine)
-    units = sorted({round(1e3 * sum(row["times"])) for row in mine})
+    worst = max(row["measured"] / row["simulated"] for row in rows)
+    spread = max(row["spread"] / row["measured"] for row in rows)
+    units = sorted({round(1e3 * sum(row["times"])) for row in rows})
     headers = [f"{kind}N={count}" for kind in ("", "simulated, ") for count in counts]
     ideal = BY_LABEL["1F1B-1"].ideal_speedup(PUBLISHED_RANKS)
     return f"""\
@@ -105,7 +107,30 @@ def render(rows: Mapping[str, Rows]) -> str:
 F + I + W of a stage takes {" or ".join(map(str, units))} ms. Measured steps take {worst:.3f} times
 their simulation at most; the largest spread of a median is {spread:.1%}. The paper's
 {PUBLISHED_THROUGHPUT[1]:.2f}x at N = {PUBLISHED_RANKS} under 1F1B-1 has {float(ideal):.2f}x as its
-ideal with Ws where the paper puts them."""
+ideal with Ws where the paper puts them.
+
+Bubble ratios for F = I = W. *Formula* is that of the schedule as the paper places its Ws,
+*simulated* the same from the engine's own action lists, *measured* the engine over stages that
+sleep, and *ours* autosplit's placement of Ws, which the trainer takes.
+
+{_bubbles(rows)}"""
+
+
+def _bubbles(rows: Rows) -> str:
+    found = {(r["ranks"], r["label"], r["variant"]): r for r in rows if r["family"] == EQUAL}
+    cells = []
+    for count in sorted({row["ranks"] for row in rows}):
+        for each in (each for each in SCHEDULES if (count, each.label, "fused") in found):
+            for split in (False, True):
+                formula = float((each.split_bubble if split else each.fused_bubble)(count))
+                schedule = each.build(count, split=split, weights="2bp" if split else None)
+                simulated = simulate(schedule, lambda a: 2.0 if a.kind.value == "B" else 1.0)
+                measured = bubble_of(found[count, each.label, "2bp" if split else "fused"])
+                ours = f"{bubble_of(found[count, each.label, 'split']):.3f}" if split else ""
+                start = [str(count), each.label, "split" if split else "fused", f"{formula:.3f}"]
+                figures = [f"{simulated.bubble_ratio():.3f}", f"{measured:.3f}", ours]
+                cells.append([*start, *figures])
+    return table(["N", "schedule", "backward", "formula", "simulated", "measured", "ours"], cells)
 
 
 def _ratio(fused: Mapping[str, Any] | None, split: Mapping[str, Any] | None, key: str) -> str:

@@ -1,20 +1,14 @@
-"""README's table of steps and memory, from the results of ``benchmarks.pipeline``.
-
-Run as ``python -m benchmarks.overview``; a test holds README to it.
-"""
+"""README's table of steps and memory, from the results of ``benchmarks.pipeline``."""
 
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 from tabulate import tabulate
 
-from .results import Results, Rows
+from ..results import Results, Rows
 
-HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
-START = "<!-- written by python -m benchmarks.overview -->\n"
+START = "<!-- written by python -m benchmarks.pipeline -->\n"
 END = "<!-- end -->\n"
 _TWO = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zb-v": "ZBVZeroBubble"}
 _MORE = ("zb-h1", "zb-v", "v-half")
@@ -58,12 +52,7 @@ def _more_ranks(results: Results) -> list[list[str]]:
     return table
 
 
-def written(text: str, results: Results) -> str:
+def written(results: Results, text: str) -> str:
     """README with the table as the results have it."""
     before, _, rest = text.partition(START)
     return before + START + "\n" + overview(results) + "\n" + END + rest.partition(END)[2]
-
-
-if __name__ == "__main__":
-    found = Results.read(HERE / "pipeline" / "results.json")
-    README.write_text(written(README.read_text(), found))
