@@ -43,19 +43,6 @@ class _Scaled(_Function):
         return g * scale, None
 
 
-class _Averaged(_Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, calls: Tensor) -> Tensor:
-        ctx.mean, ctx.calls = mean, calls
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        ctx.mean.mul_(0.9).add_(g.abs().mean())
-        ctx.calls.add_(1)
-        return g, None, None
-
-
 class _Both(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, history: Tensor) -> Tensor:
@@ -108,8 +95,6 @@ class Writer(nn.Module):
         self.weight = nn.Parameter(torch.randn(8, 8))
         self.register_buffer("total", torch.zeros(8, 8))
         self.register_buffer("history", torch.zeros(3))
-        self.register_buffer("mean", torch.zeros(()))
-        self.register_buffer("calls", torch.zeros(()))
         self.breaks = breaks
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,11 +120,6 @@ class Twice(Writer):
 class Scaled(Writer):
     def inner(self, h: Tensor) -> Tensor:
         return _Scaled.apply(h, self.history)
-
-
-class Averaged(Writer):
-    def inner(self, h: Tensor) -> Tensor:
-        return _Averaged.apply(h, self.mean, self.calls)
 
 
 class ByOperator(Writer):
@@ -168,7 +148,7 @@ class OfAttribute(Writer):
         return _IntoSum.apply(h, self.weight, self.weight.main_grad)
 
 
-WRITERS = (IntoSum, Twice, Scaled, Averaged, ByOperator)
+WRITERS = (IntoSum, Twice, Scaled, ByOperator)
 
 
 def trained(kind: type[Writer], **options: Any) -> dict[str, bool]:

@@ -20,7 +20,6 @@ from tests.ranks import Ranks
 from tests.semantics.against_autograd import assert_equals_autograd
 from tests.semantics.backward_writers import (
     WRITERS,
-    Averaged,
     Both,
     Descending,
     IntoSum,
@@ -146,7 +145,7 @@ def test_with_inductor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(IntoSum, {"schedule": "gpipe"}), (Averaged, {"weights": "fill"})]
+    ("kind", "options"), [(IntoSum, {"schedule": "gpipe"}), (IntoSum, {"weights": "fill"})]
 )
 def test_two_ranks(on_ranks: Ranks, kind: type[Writer], options: dict[str, Any]) -> None:
     for found in on_ranks(partial(trained, **options), 2, (kind,), timeout=60):

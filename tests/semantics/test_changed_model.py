@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError, Stage
-from tests.semantics.against_autograd import assert_equals_autograd
+from tests.semantics.against_autograd import assert_equals_autograd, leaves
 
 FACTOR = 1.0
 
@@ -110,7 +110,7 @@ def test_converted() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     for each in (torch.float32, torch.bfloat16, torch.float32):
         model.to(each)
-        batch = [(torch.randn(3, 4, dtype=each).requires_grad_(),) for _ in range(2)]
+        batch = leaves(3, 4, dtype=each)
         assert_equals_autograd(model, batch)
 
 
@@ -225,7 +225,7 @@ def test_constant_written_between_forward_and_backward() -> None:
     split.backward_weight()
     with pytest.raises(SplitError, match=WRITTEN):
         outputs[1].sum().backward()
-    assert_equals_autograd(split.model, [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)])
+    assert_equals_autograd(split.model, leaves(3, 4))
     assert torch.equal(split(x), split.model(x))
     assert len(split.functions) == 1
 
@@ -269,7 +269,7 @@ def test_tensors_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written into one, or put in its place, the next call knows."""
     monkeypatch.setattr(Scales, "scale", torch.full((4,), 2.0))
     monkeypatch.setattr(WithClassTensors, "shift", torch.ones(4))
-    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    batch = leaves(3, 4)
     split = assert_equals_autograd(WithClassTensors(), batch)
     assert len(split.functions) == 1
     (x,) = batch[0]

@@ -153,14 +153,6 @@ def test_classes() -> None:
         assert repr(made).startswith("SplitModule(Model(")
 
 
-def test_compiled_with_all_around_it() -> None:
-    """torch.compile calls what it finds on the class, which must not be the model's."""
-    split = autosplit.split(nn.Sequential(nn.Linear(4, 2)))
-    compiled = torch.compile(nn.Sequential(split, nn.ReLU()), backend="eager")
-    compiled(_x()).sum().backward()
-    assert split.pending == 1
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(strict: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autosplit
 from autosplit import CaptureError
-from autosplit.torch_internals.version import TORCH
 from tests.gradients import assert_same_gradients
-from tests.semantics.against_autograd import assert_equals_autograd, assert_same, within
+from tests.semantics.against_autograd import assert_equals_autograd, assert_same, leaves, within
 
 # --- forwards and backwards that ask autograd for gradients are one graph -------------------------
 
@@ -66,42 +65,10 @@ class InnerStep(Energy):
         return self.outer(learnt.tanh())
 
 
-class Recomputing(torch.autograd.Function):
-    """Keeps inputs, and runs the module again in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Any:
-        ctx.module = module
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return module(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            again = x.detach().requires_grad_()
-            result = ctx.module(again)
-            wanted: Sequence[Tensor] = [again, *ctx.module.parameters()]
-            return None, *torch.autograd.grad(result, wanted, grad)
-
-
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Any:
-        return Recomputing.apply(self.inner, self.first(x), *self.inner.parameters())
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch 2.11 does
-@pytest.mark.parametrize("model", [Forces, Penalty, InnerStep, Recomputed])
+@pytest.mark.parametrize("model", [Forces, Penalty, InnerStep])
 def test_gradients_inside_are_part_of_the_graph(model: type[nn.Module]) -> None:
     split = assert_equals_autograd(model(), [(torch.randn(4, 8).requires_grad_(),)] * 2)
-    if TORCH >= (2, 12) or model is not Recomputed:  # which runs in parts there
-        assert len(split.functions) == 1
+    assert len(split.functions) == 1
 
 
 # --- ``torch.utils.checkpoint`` inside a model: same gradients, same random numbers ---------------
@@ -125,7 +92,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_equals_autograd(reentrant: bool) -> None:
-    batch = [(torch.randn(5, 4).requires_grad_(),) for _ in range(2)]
+    batch = leaves(5, 4)
     # Reentrant checkpoints add to .grad one by one: the same terms in another order.
     compare = within(1e-6) if reentrant else assert_same
     model = Checkpointed(reentrant)
@@ -144,10 +111,6 @@ class Model(nn.Module):
         return self.last(self.first(x))
 
 
-def batches() -> list[tuple[Tensor]]:
-    return [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-
-
 def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * 2
 
@@ -164,7 +127,7 @@ def test_forward_hooks(name: str, pre: bool) -> None:
         module.register_forward_pre_hook(double_input)
     else:
         module.register_forward_hook(double)
-    assert_equals_autograd(model, batches())
+    assert_equals_autograd(model, leaves(3, 4))
 
 
 def test_forward_hook_added_and_removed_after_the_capture() -> None:

@@ -18,18 +18,16 @@ from torch.nn.utils import parametrize
 import autosplit
 from autosplit import CaptureError, SplitModule
 from tests.semantics.against_autograd import (
+    Made,
     assert_equals_autograd,
     assert_same,
     assert_same_state,
+    leaves,
     mean_square,
     one_by_one,
 )
 
 # --- tied, repeated, frozen and unused parameters; inputs with and without gradients --------------
-
-
-def floats(*shape: int) -> list[tuple[Tensor]]:
-    return [(torch.randn(shape).requires_grad_(),) for _ in range(3)]
 
 
 class Recurrent(nn.Module):
@@ -62,7 +60,7 @@ class TwoNames(nn.Module):
 
 
 def test_one_module_under_two_names() -> None:
-    assert_equals_autograd(TwoNames(), floats(2, 4))
+    assert_equals_autograd(TwoNames(), leaves(2, 4, count=3))
 
 
 def test_inputs_that_need_no_gradient_and_keyword_inputs() -> None:
@@ -99,12 +97,12 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     ("name", "training"), [*((name, True) for name in CASES), ("spectral norm", False)]
 )
 def test_parametrized(name: str, training: bool) -> None:
-    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    batch = leaves(3, 4)
     assert_equals_autograd(CASES[name]().train(training), batch)
 
 
 def test_registered_and_removed_after_the_capture() -> None:
-    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
+    batch = leaves(3, 4)
     model = nn.Sequential(nn.Linear(4, 4))
     assert_equals_autograd(model, batch)
     p.weight_norm(model[0])
@@ -114,22 +112,6 @@ def test_registered_and_removed_after_the_capture() -> None:
 
 
 # --- buffers that the forward reads and writes, as each microbatch saw them -----------------------
-
-
-class Buffered(nn.Module):
-    def __init__(self, make: Callable[[Any, Tensor], Tensor], **buffers: Tensor) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        for name, value in buffers.items():
-            self.register_buffer(name, value)
-        self.make = make
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.make(self, x)
-
-
-def batches() -> list[tuple[Tensor]]:
-    return [(torch.randn(2, 4).requires_grad_(),) for _ in range(3)]
 
 
 def counter_last(module: Any, x: Tensor) -> Tensor:
@@ -161,23 +143,23 @@ def running_mean(module: Any, x: Tensor) -> Tensor:
 def test_buffers_are_as_after_autograd(
     make: Callable[[Any, Tensor], Tensor], buffers: dict[str, Tensor]
 ) -> None:
-    model = Buffered(make, **{name: value.clone() for name, value in buffers.items()})
-    assert_equals_autograd(model, batches())
+    model = Made(make, **buffers)
+    assert_equals_autograd(model, leaves(2, 4, count=3))
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_running_statistics(training: bool) -> None:
     model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True))
-    batch = [(torch.randn(3, 2, 5).requires_grad_(),) for _ in range(2)]
+    batch = leaves(3, 2, 5)
     assert_equals_autograd(model.train(training), batch)
 
 
 def test_a_backward_reads_the_value_of_its_own_forward() -> None:
     """Autograd refuses to go back once the buffer was written; the graph kept a copy."""
-    model = Buffered(lambda m, x: m.linear(x) * m.count.add_(1.0), count=torch.zeros(()))
+    model = Made(lambda m, x: m.linear(x) * m.count.add_(1.0), count=torch.zeros(()))
     plain = copy.deepcopy(model)
     split = autosplit.split(model)
-    inputs = batches()
+    inputs = leaves(2, 4, count=3)
     losses = [mean_square(split(*batch)) for batch in inputs]
     for loss in losses:
         loss.backward()
@@ -203,7 +185,7 @@ class Twice(nn.Module):
 
 
 def test_one_buffer_under_two_names() -> None:
-    assert_equals_autograd(Twice(), batches())
+    assert_equals_autograd(Twice(), leaves(2, 4, count=3))
 
 
 class Aliasing(nn.Module):

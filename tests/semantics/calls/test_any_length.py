@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
-from autosplit.passes.analysis.operator_cost import graph_flops
-from autosplit.passes.partition.multiplier_search import memory_tradeoff
 from autosplit.torch_internals.version import TORCH
 from tests.semantics.against_autograd import assert_equals_autograd
 from tests.zoo import Attention, llama
@@ -188,12 +186,7 @@ def test_a_language_model_called_as_people_call_it() -> None:
         llama(), [{"input_ids": each, "labels": each} for each in tokens], lambda out: out.loss
     )
     assert len(split.functions) == 2
-    for functions in split.functions:
-        graphs = functions.graphs
-        assert memory_tradeoff(graphs.joint.graph, graphs.memory).early_flops == 0
-        assert graphs.backward_weight is not None
-        assert graph_flops(graphs.backward_weight.graph) > 0
-        assert not functions.dependence.inseparable
+    assert "Deferred: 100.0 %" in split.report()
 
 
 class Positions(nn.Module):

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import autosplit
 from autosplit import SplitError, Stage
 from autosplit.dynamo.partial_model import Partial
-from tests.semantics.against_autograd import assert_equals_autograd
+from tests.semantics.against_autograd import Made, assert_equals_autograd, leaves
 
 # --- autocast, other precisions, complex numbers, memory formats ----------------------------------
 
@@ -29,23 +29,18 @@ def mlp(dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.complex64], ids=str)
 def test_precisions(dtype: torch.dtype) -> None:
-    batch = [(torch.randn(3, 4, dtype=dtype).requires_grad_(),) for _ in range(2)]
+    batch = leaves(3, 4, dtype=dtype)
     assert_equals_autograd(mlp(dtype), batch)
 
 
-class Spectrum(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        spectrum = torch.fft.fft(self.linear(x))
-        return torch.fft.rfft(self.linear(x)), spectrum.conj() * torch.fft.fft(x)
+def spectrum(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    found = torch.fft.fft(module.linear(x))
+    return torch.fft.rfft(module.linear(x)), found.conj() * torch.fft.fft(x)
 
 
 def test_real_to_complex_and_conjugates() -> None:
-    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-    assert_equals_autograd(Spectrum(), batch)
+    batch = leaves(3, 4)
+    assert_equals_autograd(Made(spectrum), batch)
 
 
 @pytest.mark.parametrize(("dtype", "training"), [(torch.float32, True), (torch.bfloat16, False)])
@@ -154,14 +149,8 @@ FORWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Reading(nn.Module):
-    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.function = forward
-
-    def forward(self, x: Tensor, n: Tensor) -> Tensor:
-        return self.function(self.layer(x), n)
+def reading(name: str) -> nn.Module:
+    return Made(lambda m, x, n: FORWARDS[name](m.linear(x), n))
 
 
 def batch(*numbers: float) -> list[tuple[Tensor, Tensor]]:
@@ -170,12 +159,12 @@ def batch(*numbers: float) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_integer(name: str) -> None:
-    split = assert_equals_autograd(Reading(FORWARDS[name]), batch(3, 1, 2), fullgraph=True)
+    split = assert_equals_autograd(reading(name), batch(3, 1, 2), fullgraph=True)
     assert len(split.functions) == 1
 
 
 def test_float() -> None:
-    split = assert_equals_autograd(Reading(FORWARDS["times"]), batch(3.5, -1.25), fullgraph=True)
+    split = assert_equals_autograd(reading("times"), batch(3.5, -1.25), fullgraph=True)
     assert len(split.functions) == 1
 
 
@@ -183,12 +172,12 @@ def test_compiled() -> None:
     def close(what: str, ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(ours, theirs, msg=what)
 
-    model = Reading(FORWARDS["roll"])
+    model = reading("roll")
     assert_equals_autograd(model, batch(3, 1), backend="inductor", compare=close)
 
 
 def test_under_hooks_for_saved_tensors_and_twice() -> None:
-    model, plain = Reading(FORWARDS["times"]), Reading(FORWARDS["times"])
+    model, plain = reading("times"), reading("times")
     plain.load_state_dict(model.state_dict())
     split = autosplit.split(model, fullgraph=True)
     for module in (split, plain):
@@ -200,11 +189,11 @@ def test_under_hooks_for_saved_tensors_and_twice() -> None:
             loss.backward()
     assert split.pending_bytes > 0
     split.backward_weight()
-    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
+    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
 
 
 def test_microbatches_with_numbers_of_their_own_are_not_concatenated() -> None:
-    model = Reading(FORWARDS["times"])
+    model = reading("times")
     inputs = batch(3, 2)
     stage = Stage(model, inputs[0], accumulation="concatenated")
     for index, (x, n) in enumerate(inputs):
@@ -212,4 +201,4 @@ def test_microbatches_with_numbers_of_their_own_are_not_concatenated() -> None:
         stage.backward_input(index, [torch.ones_like(found)])
     stage.backward_weight([0, 1])
     expected = sum(n * torch.ones(4, 5) @ x.detach() for x, n in inputs)
-    torch.testing.assert_close(stage.gradients["layer.weight"], expected)
+    torch.testing.assert_close(stage.gradients["linear.weight"], expected)

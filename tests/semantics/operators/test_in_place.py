@@ -16,22 +16,14 @@ import autosplit
 from autosplit import CaptureError, SplitError
 from autosplit.dynamo.partial_model import Partial
 from tests.semantics.against_autograd import (
+    Made,
     assert_equals_autograd,
     assert_same,
     assert_same_state,
+    leaves,
 )
 
 # --- in-place operators on activations and on inputs ----------------------------------------------
-
-
-class Module(nn.Module):
-    def __init__(self, make: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.make = make
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.make(self, *args)
 
 
 def writes_activation(module: Any, x: Tensor) -> Tensor:
@@ -55,12 +47,12 @@ def writes_input(module: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("make", [writes_activation, writes_view])
 def test_activations(make: Callable[..., Tensor]) -> None:
-    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-    assert_equals_autograd(Module(make), batch)
+    batch = leaves(3, 4)
+    assert_equals_autograd(Made(make), batch)
 
 
 def test_input_that_needs_no_gradient() -> None:
-    assert_equals_autograd(Module(writes_input), [(torch.randn(3, 4),) for _ in range(2)])
+    assert_equals_autograd(Made(writes_input), [(torch.randn(3, 4),) for _ in range(2)])
 
 
 def relu_first(module: Any, x: Tensor) -> Tensor:
@@ -81,7 +73,7 @@ def nobody_reads(module: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("make", [writes_input, relu_first, writes_a_part, nobody_reads])
 def test_computed_input(make: Callable[..., Tensor]) -> None:
     """Written into where it needs a gradient, which autograd allows for what was computed."""
-    plain = Module(make)
+    plain = Made(make)
     split = autosplit.split(copy.deepcopy(plain), fullgraph=True, max_pending=math.inf)
     leaves = [torch.randn(3, 4).requires_grad_() for _ in range(2)]
     expected = _overwritten(plain, leaves)
@@ -106,7 +98,7 @@ def _overwritten(module: nn.Module, leaves: list[Tensor]) -> list[Any]:
 @pytest.mark.parametrize("view", [False, True])
 def test_leaf_is_refused(view: bool) -> None:
     """By autograd itself, also where the graph is there already."""
-    split = autosplit.split(Module(writes_input))
+    split = autosplit.split(Made(writes_input))
     split(torch.ones(3, 4).requires_grad_() * 1.0)
     leaf = torch.ones(3, 4).requires_grad_()
     with pytest.raises(RuntimeError, match=r"a (view of a )?leaf Variable that requires grad"):
@@ -114,7 +106,7 @@ def test_leaf_is_refused(view: bool) -> None:
 
 
 def test_the_input_has_its_new_value() -> None:
-    split = autosplit.split(Module(writes_input))
+    split = autosplit.split(Made(writes_input))
     x = torch.ones(2, 4)
     split(x)
     split(x)
@@ -123,7 +115,7 @@ def test_the_input_has_its_new_value() -> None:
 
 def test_input_that_shares_memory() -> None:
     """The graph was captured for inputs apart from each other."""
-    split = autosplit.split(Module(lambda m, x, y: m.linear(x.add_(1.0)) * y))
+    split = autosplit.split(Made(lambda m, x, y: m.linear(x.add_(1.0)) * y))
     split(torch.zeros(3, 4), torch.zeros(3, 4))
     rows = torch.zeros(4, 4)
     expected = r"writes into args\[0\], which shares its memory with args\[1\]; pass a clone"
@@ -160,17 +152,6 @@ library.define("add_(Tensor(a!) self, Tensor x) -> Tensor(a!)")
 library.impl("add_", lambda y, x: y.add_(x), "CompositeExplicitAutograd")
 
 
-class Uses(nn.Module):
-    def __init__(self, make: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("counter", torch.zeros(4))
-        self.make = make
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.make(self, x)
-
-
 def fresh(module: Any, x: Tensor) -> Tensor:
     out = torch.empty(3, 4)
     write_sine(x.detach(), out)
@@ -205,18 +186,18 @@ CASES = [fresh, part_of_a_tensor, buffer, random]
 
 @pytest.mark.parametrize("make", CASES)
 def test_equals_autograd(make: Callable[[Any, Tensor], Tensor]) -> None:
-    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-    split = assert_equals_autograd(Uses(make), batch)
+    batch = leaves(3, 4)
+    split = assert_equals_autograd(Made(make, counter=torch.zeros(4)), batch)
     assert len(split.functions) == 1  # a whole graph, no parts
 
 
 def test_operator_that_returns_its_argument() -> None:
     """AOTAutograd refuses it; Dynamo's graph runs."""
-    batch = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-    split = assert_equals_autograd(Uses(returned), batch)
+    batch = leaves(3, 4)
+    split = assert_equals_autograd(Made(returned), batch)
     assert "whose output has alias annotations: autosplit_tests::add_" in split.report()
     with pytest.raises(CaptureError, match="whose output has alias annotations"):
-        autosplit.split(Uses(returned), fullgraph=True)(*batch[0])
+        autosplit.split(Made(returned), fullgraph=True)(*batch[0])
 
 
 # --- operators that address memory by strides -----------------------------------------------------
@@ -260,7 +241,7 @@ def test_kernel_with_other_strides_than_its_fake_is_refused(
 @pytest.mark.parametrize("make", [own_strides, windows])
 def test_what_the_error_advises(make: Callable[[Tensor], Tensor]) -> None:
     model = Addressing(lambda h: make(h.contiguous()))
-    batch = [(torch.randn(2, 6, 4).requires_grad_(),) for _ in range(2)]
+    batch = leaves(2, 6, 4)
     assert_equals_autograd(model, batch)
 
 

@@ -15,7 +15,7 @@ from autosplit import CaptureError, Stage
 from autosplit.dynamo.backend import SplittingBackend
 from autosplit.torch_internals.version import TORCH
 from tests.gradients import assert_same_gradients
-from tests.semantics.against_autograd import assert_equals_autograd, within
+from tests.semantics.against_autograd import assert_equals_autograd, leaves, within
 
 # --- linear algebra that checks whether it succeeded: split as anything else, and it still checks
 
@@ -45,7 +45,7 @@ class Algebra(nn.Module):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_split_in_one_graph(name: str) -> None:
-    batch = [(torch.randn(4, 4, requires_grad=True),) for _ in range(2)]
+    batch = leaves(4, 4)
     split = assert_equals_autograd(Algebra(FUNCTIONS[name]), batch, fullgraph=True)
     (functions,) = split.functions
     assert functions.late_parameters
@@ -87,32 +87,6 @@ def test_what_the_backward_checks_stays_in_the_backward() -> None:
 
 
 # --- products of groups of rows, each with a matrix of its own: what experts do -------------------
-
-
-GROUPED = torch.ops.aten._grouped_mm.default
-
-
-class Experts(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(3, 16, width) / 4)
-        self.down = nn.Parameter(torch.randn(3, 16, width) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = torch.tensor([4, 5, 12], dtype=torch.int32)
-        hidden = torch._grouped_mm(x, self.up, offs=ends).tanh()
-        return torch._grouped_mm(hidden, self.down.transpose(1, 2), offs=ends).tanh()
-
-
-@pytest.mark.parametrize(("width", "dtype"), [(8, torch.float32), (24, torch.bfloat16)])
-def test_all_weight_gradients_wait(width: int, dtype: torch.dtype) -> None:
-    x = torch.randn(12, 16, dtype=dtype).requires_grad_()
-    split = assert_equals_autograd(Experts(width).to(dtype), [(x,)] * 2)
-    # Twelve rows with a matrix of 16 x width, twice.
-    assert f"({2 * 2 * 12 * 16 * width / 1e9:.1e} of" in split.report()
-    weight = split.functions[0].graphs.backward_weight
-    assert weight is not None
-    assert len(weight.graph.find_nodes(op="call_function", target=GROUPED)) == 2
 
 
 def mixture(experts: str) -> nn.Module:
