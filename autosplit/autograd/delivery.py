@@ -139,6 +139,11 @@ def _gradients(calls: Sequence[Sequence[PendingWork]]) -> _Gradients:
     """Run W. Several calls are of one ``backward()``: of a parameter that they share autograd adds
     up what comes, in their order, before it adds that to ``.grad``.
     """
+    work = calls[0][0]
+    if len(calls) == 1 and type(work.state) is dict and not torch.is_anomaly_enabled():
+        leaves = [work.state[name] for name in work.graph.parameter_names]
+        if not work.skipped and len(set(map(id, leaves))) == len(leaves):  # as a rule
+            return _Gradients(leaves, summed_gradients(calls[0]), work.graph.borrowed)
     found: dict[int, tuple[Tensor, Tensor, bool]] = {}
     for works in calls:
         work, made = works[0], summed_gradients(works)

@@ -237,10 +237,10 @@ class GradientSlot:
         except RuntimeError as error:  # it has another shape, dtype or device by now
             self.failure = error
             return
-        if self.held():
-            self.lazy._real = self.grad  # type: ignore[union-attr]
-            self.lazy = None
-        self.disarm()
+        # As ``held`` and ``disarm``, without calls for each parameter of every step.
+        if self.lazy is not None and (getrefcount(self.lazy) > OURS or tensor_users(self.lazy) > 1):
+            self.lazy._real, self.lazy = self.grad, None
+        self.armed, self.sources, self.grad = False, (), None
 
     def disarm(self) -> None:
         """Note that nothing is pending any more."""

@@ -309,15 +309,20 @@ class PendingQueue:
         """
         return compute_pending([self], lambda: self._take(microbatches, leave), self.deliver)
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Compute inside, one thread at a time."""
-        with self._computing:
-            before, self.thread = self.thread, threading.get_ident()
-            try:
-                yield
-            finally:
-                self.thread = before
+    def enter(self) -> int | None:
+        """Begin to compute, one thread at a time.
+
+        Returns:
+            what is given back to ``leave``.
+        """
+        self._computing.acquire()
+        before, self.thread = self.thread, threading.get_ident()
+        return before
+
+    def leave(self, before: int | None) -> None:
+        """Have computed."""
+        self.thread = before
+        self._computing.release()
 
     @contextlib.contextmanager
     def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -398,25 +403,29 @@ def compute_pending(
     Raises:
         SplitError: fewer than asked for are pending; or they cannot be computed.
     """
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        for queue in sorted(queues, key=id):  # in one order, or two threads wait for each other
-            stack.enter_context(queue.computing())
-        begun: list[tuple[PendingQueue, list[GradientSlot]]] = []
-        started, failure = False, None
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return compute_pending(queues, take, deliver)
+    # In one order, or two threads wait for each other.
+    entered = [(queue, queue.enter()) for queue in sorted(queues, key=id)]
+    begun: list[tuple[PendingQueue, list[GradientSlot]]] = []
+    started, failure = False, None
+    try:
+        with NOTING:
+            begun += [(queue, queue.lazies.begin()) for queue in queues]
+            taken = take()
+        started = True
+        deliver(taken, {slot.key: slot for _, slots in begun for slot in slots})
+    except BaseException as error:
+        failure = error if started else None
+        raise
+    finally:
         try:
-            with NOTING:
-                begun += [(queue, queue.lazies.begin()) for queue in queues]
-                taken = take()
-            started = True
-            deliver(taken, {slot.key: slot for _, slots in begun for slot in slots})
-        except BaseException as error:
-            failure = error if started else None
-            raise
-        finally:
             with NOTING:
                 for queue, slots in begun:
                     queue.lazies.settle(slots, failure)
+        finally:
+            for queue, before in entered:
+                queue.leave(before)
     deliver.announce(taken)
     return len(taken)
