@@ -200,15 +200,9 @@ class SplitStage:
         return Stage(module, args, index=index, **vars(self))
 
 
-def traced(stage: TrainableStage) -> Stage | None:
-    """The stage whose graphs are run; None where it is of another class, and nothing is known."""
-    return stage if isinstance(stage, Stage) else None
-
-
-def all_traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage] | None:
-    """``traced`` of each; None where nothing is known of one."""
-    found = {index: known for index, each in stages.items() if (known := traced(each)) is not None}
-    return found if len(found) == len(stages) else None
+def traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage]:
+    """Those whose graphs are known; what a factory of the user's makes need not have any."""
+    return {index: stage for index, stage in stages.items() if isinstance(stage, Stage)}
 
 
 def footprint(stage: TrainableStage) -> tuple[float, float]:
@@ -216,10 +210,9 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
 
     A stage that does not say counts as 1 each, so that microbatches are counted.
     """
-    known = traced(stage)
-    if known is None:
+    if not isinstance(stage, Stage):
         return (1.0, 1.0)
-    graphs = known.functions.graphs
+    graphs = stage.functions.graphs
     if graphs.backward is None or graphs.backward_input is None or graphs.backward_weight is None:
         return (0.0, 0.0)
     saved = boundary_tensors(graphs.forward, graphs.backward, Kind.SAVED)
@@ -230,10 +223,9 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
 def stage_memory(stage: TrainableStage) -> StageMemory:
     """What a stage keeps of one microbatch, as ``footprint``, and how it would travel."""
     saved, deferred = footprint(stage)
-    known = traced(stage)
-    if known is None or not known.functions.has_backward:
+    if not isinstance(stage, Stage) or not stage.functions.has_backward:
         return StageMemory(saved, deferred)
-    forward = known.functions.graphs.forward
+    forward = stage.functions.graphs.forward
     count = len(graph_outputs(forward.graph, Kind.SAVED))
     taken = list(graph_inputs(forward.graph, Kind.INPUT).values())
     return StageMemory(
@@ -241,7 +233,7 @@ def stage_memory(stage: TrainableStage) -> StageMemory:
         deferred,
         float(distinct_bytes(taken)),
         tensors=max(count, 1),
-        pieces=_pieces(known),
+        pieces=_pieces(stage),
     )
 
 
@@ -363,11 +355,10 @@ _CALLS = {
 
 def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> None:
     """Compile what the schedule runs of each stage: in a step, other ranks would wait for it."""
-    for index, stage in stages.items():
-        if isinstance(stage, Stage):
-            row = join_adjacent_weights(schedule.ranks[schedule.placement[index]], stages)
-            mine = [action for action in row if action.stage == index and action.kind in _CALLS]
-            stage.compile([(_CALLS[each.kind], len(each.microbatches)) for each in mine])
+    for index, stage in traced(stages).items():
+        row = join_adjacent_weights(schedule.ranks[schedule.placement[index]], stages)
+        mine = [action for action in row if action.stage == index and action.kind in _CALLS]
+        stage.compile([(_CALLS[each.kind], len(each.microbatches)) for each in mine])
 
 
 def _examples(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.passes.analysis.operator_cost import graph_flops
+from autosplit.pipeline.engine.stages import traced
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.stage import Stage
 from autosplit.text.figures import size_text
@@ -78,7 +79,7 @@ class StepMetrics:
     def _flops_of_step(self) -> int:
         """Of the products in this rank's graphs; 0 where not all its stages have graphs."""
         stages = self._runner.stages
-        known = {at: each for at, each in stages.items() if isinstance(each, Stage)}
+        known = traced(stages)
         if len(known) < len(stages):
             return 0
         for stage in known.values():

@@ -14,7 +14,7 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.moves import Moves
-from autosplit.pipeline.engine.stages import all_traced, stage_memory
+from autosplit.pipeline.engine.stages import stage_memory, traced
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import BytesByOwner, MemoryRecorder, state_of
@@ -22,7 +22,6 @@ from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.stage import Stage
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes
 
@@ -95,8 +94,8 @@ class RankMemory:
         what all ranks of the pipeline evict under it; collective.
         """
         step, replay = self.step, None
-        stages = None if step is None else all_traced(step.stages)
-        if step is not None and stages is not None:
+        stages = {} if step is None else traced(step.stages)
+        if step is not None and len(stages) == len(step.stages):
             replay = RankReplay(
                 schedule, self._groups.rank, self._feeds, stages, step.negotiation, self._calls
             )
@@ -130,7 +129,7 @@ class RankMemory:
         """
         self.know(step, batch)
         (messages, moves), held = self._traffic, self._held
-        stages = [each for each in step.stages.values() if isinstance(each, Stage)]
+        stages = traced(step.stages).values()
         optimizer = held.optimizer_state
         holdings = BytesByOwner(
             {

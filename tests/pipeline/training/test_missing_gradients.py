@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.pipeline import workers
 from tests.ranks import ranks
@@ -128,6 +131,32 @@ def test_three_stages(options: dict[str, Any], used: int) -> None:
 @ranks(2)
 def test_a_stage_that_is_frozen_for_some_steps(options: dict[str, Any], frozen: int) -> None:
     trained_beside(of_stages(2, 2), options, frozen=[None, frozen, None])
+
+
+@pytest.mark.parametrize("along", ["dp_replicate", "dp_shard"])
+@ranks(2)
+def test_in_replicas(along: str) -> None:
+    """The mean of the gradients that there are, with two shares of the batch."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", along))
+    shares = [workers.data(ROWS, seed=seed) for seed in range(2)]
+    plain = nn.Sequential(*of_stages(3, 1))
+    for share in shares:
+        workers.single_process(Whole(plain), *share, 2)
+
+    def build(index: int) -> nn.Module:
+        module = of_stages(3, 1)[index]
+        return fully_shard(module, mesh=mesh[along]) if along == "dp_shard" else module
+
+    options = {"stages": 3, "microbatches": 2, "stage_factory": None, "mesh": mesh}
+    with workers.trainer(build, **options) as engine:
+        engine.forward_backward(shares[mesh.get_local_rank(along)])
+        grads = engine.gradients()
+    for index, module in enumerate(plain):
+        expected = {n: p.grad / 2 for n, p in module.named_parameters() if p.grad is not None}
+        assert grads[index].keys() == expected.keys()
+        for name, gradient in grads[index].items():
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-6)
 
 
 WAYS: dict[str, Any] = {
