@@ -210,12 +210,12 @@ class StageModule(nn.Module):
         evaluation: what it runs in evaluation.
 
     Attributes:
-        tied: the names of its parameters that other stages hold, too.
+        tied_elsewhere: the names of its parameters that other stages hold, too.
     """
 
     def __init__(self, index: int, training: Program, evaluation: Program) -> None:
         super().__init__()
-        self.tied: tuple[str, ...] = ()
+        self.tied_elsewhere: tuple[str, ...] = ()
         self._index = index
         self._programs = {True: training, False: evaluation}
         known = (each.device for each in self._programs.values() if isinstance(each, StageGraph))

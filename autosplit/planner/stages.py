@@ -219,7 +219,9 @@ class Partition:
         """
         self._check(index)
         module = self._module(index, self._other(index))
-        module.tied = tuple(name for held in self.shared for at, name in held if at == index)
+        module.tied_elsewhere = tuple(
+            name for held in self.shared for at, name in held if at == index
+        )
         module.enter(self.whole.model.training)  # what is inside has that of the model already
         return materialise_stage(module, self._values)
 

@@ -199,7 +199,7 @@ class RankState:
 def _check_tied(index: int, module: nn.Module, shared: Sequence[Sequence[Holder]]) -> None:
     """Of a model that was cut, parameters of several stages are not to train apart."""
     named = {holder for group in shared for holder in group}
-    for name in getattr(module, "tied", ()):
+    for name in getattr(module, "tied_elsewhere", ()):
         if (index, name) not in named:
             raise PipelineError(
                 f"{name!r} of stage {index} is tied to a parameter of another stage: train by "
