@@ -214,7 +214,6 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     line = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp_shard", "tp"))
     fewer = sharded(line, norms_apart(line), reshard_after_forward=2)
     return {
-        "not shared": built(sharded(mesh, lambda index: stage_of(index, 1))),
         "elsewhere": built(elsewhere),
         "fewer ranks": built(fewer, line),
         "on some ranks": refusal(lambda: trainer(some, 4, lambda index: stage_of(index, 4))),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -308,7 +307,6 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         return module
 
     tied = [((0, "2.scale"), (1, "2.scale"))]
-    half_of = tuple(each[:4] for each in own) if number_of(mesh) else own
 
     def failing(index: int) -> nn.Module:
         return nn.Sequential(Scale(), *[NoNaN()] * index)
@@ -333,12 +331,8 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "no mesh": built(wrongly(None), None, stages=4),
         "shared": built(sharded(mesh), shared_parameters=tied),
         "limit": built(sharded(mesh), memory_limit="1GiB"),
-        "built differently": built(
-            sharded(mesh, lambda i: uneven(i) if dist.get_rank() != 3 else nn.Sequential(Scale()))
-        ),
         "no sync": ran(unreduced),
         "factory": ran(sharded(mesh), **plain),
-        "shapes": ran(sharded(mesh), half_of),
         "failing": ran(sharded(mesh, failing), strange),
     }
 

@@ -239,7 +239,7 @@ def refused() -> dict[str, str]:
         mesh = new_mesh()  # a trainer that ends takes the waits on its mesh with it
 
         def act() -> None:
-            whose = None if given is None else mesh if given is new_mesh else given()
+            whose = mesh if given is new_mesh else given()
             with loss_parallel(), trainer(whose, 2, build(mesh), **options) as made:
                 made.step(batch(rank % batches))
 
@@ -277,7 +277,6 @@ def refused() -> dict[str, str]:
     return {
         "over the pipeline": ran(over_pipeline),
         "no tp": ran(ours, lambda: new_mesh("dp_replicate")),
-        "no mesh": ran(ours, None, ranks=1),
         "nothing shared": ran(lambda mesh: lambda index: stage_of(index, 2)),
         "other widths": ran(widened),
         "memory": ran(ours, memory="lean" if rank % 2 else "fast"),

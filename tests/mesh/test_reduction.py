@@ -16,15 +16,6 @@ from autosplit.mesh.reduction import ReductionQueue, fill_buckets
 # --- which gradients share a bucket, and in which order buckets leave -----------------------------
 
 
-def test_buckets_are_full_before_the_next_is_begun() -> None:
-    assert fill_buckets([("a", 3), ("a", 3), ("a", 3), ("a", 9), ("a", 1)], 6) == (
-        (0, 1),
-        (2,),
-        (3,),
-        (4,),
-    )
-
-
 def test_kinds_are_apart_and_the_first_complete_leaves_first() -> None:
     sizes = [("a", 1), ("b", 1), ("b", 1), ("a", 1), ("b", 9)]
     assert fill_buckets(sizes, 5) == ((1, 2), (0, 3), (4,))

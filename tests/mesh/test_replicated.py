@@ -29,8 +29,6 @@ SAID = {
     "shapes": "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give every rank",
     "any shape": "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give each",
     "built differently": "the ranks 2 and 3 hold replicas of the same stages, which must be built",
-    "failing": "rank 3 failed in 1F1: ValueError: bad weather",
-    "nan": "nan True",
 }
 
 
@@ -47,10 +45,10 @@ def test_losses_gradients_and_norm(four: Results, case: str) -> None:
         assert_all(found[case])
 
 
-@pytest.mark.parametrize("case", ["reductions", "training", "saved"])
+@pytest.mark.parametrize("case", ["reductions", "saved"])
 def test_what_all_ranks_find_right(four: Results, case: str) -> None:
-    """Each bucket is reduced once a step; clipped training is that of one process; a checkpoint is
-    taken up by the same mesh bit for bit, and by other ones.
+    """Each bucket is reduced once a step; a checkpoint is taken up by
+    the same mesh bit for bit, and by other ones.
     """
     for found in four:
         assert_all(found[case])

@@ -23,10 +23,8 @@ SAID = {
     "no mesh": "and PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device",
     "shared": "are shared by several stages (shared_parameters), whose gradients would have to be",
     "limit": "those that are sharded along 'dp_shard' are gathered in a step: leave one of the two",
-    "built differently": "hold replicas of the same stages, which must be built alike",
     "no sync": "are not to be reduced (set_requires_gradient_sync, set_requires_all_reduce): a",
     "factory": "is sharded, and stage_factory=ReferenceStage is to make it: only autosplit.Stage",
-    "shapes": "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give each",
     "failing": "rank 3 failed in 1F1: RuntimeError: INDICES element is out of DATA bounds",
 }
 

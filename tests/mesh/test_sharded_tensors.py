@@ -11,7 +11,6 @@ from tests.mesh import sharded_tensor_workers as workers
 from tests.ranks import Ranks
 
 SAID = {
-    "not shared": "the mesh has 2 ranks along 'tp', and no parameter of any stage is shared",
     "elsewhere": "along the trainer's mesh these are [",
     "on some ranks": "every rank must be given the same mesh, but rank 0 has none: its pipelines",
     "fewer ranks": "torch does not reshard to fewer ranks",

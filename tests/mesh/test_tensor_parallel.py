@@ -15,7 +15,6 @@ LIES = "is a DTensor over the ranks"
 SAID = {
     "over the pipeline": (LIES, "let each stage be parallelize_module(stage, mesh['tp'], plan),"),
     "no tp": (LIES, "the trainer has no mesh with 'tp' or 'ep': let each stage be parallelize_mod"),
-    "no mesh": (LIES, "the trainer has no mesh with 'tp' or 'ep'"),
     "nothing shared": ("the mesh has 2 ranks along 'tp', and no parameter of any stage is shared",),
     "other widths": ("hold parts of the same stages, which must be built alike",),
     "memory": ("every rank must build the same trainer, but memory is 'fast' on rank 0 and",),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
 import math
 import os
 import signal
@@ -258,25 +256,6 @@ EXACT: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-class Late(nn.Module):
-    """A block that fails in microbatch 1 of the forward where ``fails``."""
-
-    def __init__(self, index: int, fails: bool) -> None:
-        super().__init__()
-        self.block = block(index)
-        self._calls = itertools.count(-1)  # -1, because building the stage runs the module once
-        self._fails = fails
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Late:
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self._fails and next(self._calls) == 1:
-            raise ValueError("bad weather")
-        found: Tensor = self.block(x)
-        return found
-
-
 class Counting(nn.Module):
     """A block with a buffer that each forward writes."""
 
@@ -347,38 +326,6 @@ def under_way(mesh: DeviceMesh, **options: Any) -> list[str]:
     finally:
         Stage.backward_weight, Bucket.start = run, start  # type: ignore[method-assign]
     return found
-
-
-def training(mesh: DeviceMesh, **options: Any) -> dict[str, bool]:
-    """Three steps that clip, held against one process."""
-
-    def clipped(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.5)
-
-    replicas = 2
-    model = nn.Sequential(block(0), block(1))
-    optimizer = clipped(list(model.parameters()))
-    for _ in range(3):
-        reference, _, norm = by_hand(lambda i: copy.deepcopy(model[i]), 2, replicas)
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            mine.grad = theirs.grad
-        total = torch.tensor(norm)
-        torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.05, total)
-        optimizer.step()
-    own = share(replica_of(mesh))
-    with trainer(mesh, optimizer_fn=clipped, max_grad_norm=0.05, **REFERENCE, **options) as made:
-        for _ in range(3):
-            made.step(own)
-        made_norm = made.grad_norm
-        state = made.state_dict()
-    return {
-        "norm": made_norm == norm,
-        "weights": all(
-            torch.equal(value, model[stage].state_dict()[name])
-            for stage, own_state in state.items()
-            for name, value in own_state.items()
-        ),
-    }
 
 
 def also(mesh: DeviceMesh) -> dict[str, Any]:
@@ -508,8 +455,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "pp"))
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     half = tuple(each[:4] for each in own) if replica else own
-    nan = (own[0] * float("nan"), own[1]) if replica else own
-    found = {
+    return {
         "dp": built(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))),
         "nameless": built(init_device_mesh("cpu", (2, 2))),
         "tp": built(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))),
@@ -525,14 +471,7 @@ def refused(mesh: DeviceMesh) -> dict[str, str]:
         "built differently": ran(
             own, lambda index: nn.Linear(WIDTH, WIDTH, bias=dist.get_rank() != 3)
         ),
-        "failing": ran(own, lambda index: Late(index, dist.get_rank() == 3)),
     }
-    with trainer(mesh, max_grad_norm=1.0, **REFERENCE) as made:
-        made.forward_backward(nan)
-        grads = made.gradients()
-        all_nan = all(g.isnan().any() for each in grads.values() for g in each.values())
-        found["nan"] = f"{made.grad_norm} {bool(all_nan)}"
-    return found
 
 
 def saved(mesh: DeviceMesh, folder: Path) -> dict[str, bool]:
@@ -567,7 +506,6 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     found["no pipeline"] = {"losses": alone["losses"]}  # four numbers are added in some order
     found["reductions"] = once_each(mesh)
     found["under way"] = under_way(mesh)
-    found["training"] = training(mesh)
     found["also"] = also(mesh)
     found["refused"] = refused(mesh)
     found["saved"] = saved(mesh, folder)
