@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
+from torch.utils._pytree import tree_flatten
 
 from autosplit.pipelining import SplitPipelineStage
 
@@ -28,6 +29,17 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 def block(size: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
+
+
+class Made(nn.Module):
+    """A block, and whatever ``make`` makes of it and of the inputs."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.make = block(), make
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.make(self.inner, *args, **kwargs)
 
 
 def held(kind: str, stages: int) -> list[int]:
@@ -177,6 +189,12 @@ class Program:
         return found + self.differences()
 
 
+def trained(*parts: nn.Module, rows: int = 8, **more: Any) -> Program:
+    """A program of four features a row."""
+    data = {"args": [torch.randn(rows, 4)], "target": torch.randn(rows, 4), **more}
+    return Program([*parts], **data)
+
+
 def _difference(what: str, mine: Tensor | None, other: Tensor | None) -> list[str]:
     if mine is None or other is None:
         return [] if mine is other else [f"{what}: {mine} instead of {other}"]
@@ -187,10 +205,10 @@ def _difference(what: str, mine: Tensor | None, other: Tensor | None) -> list[st
 
 
 def _outputs_differ(output: Any, results: Iterable[Any]) -> list[str]:
-    mine, _ = torch.utils._pytree.tree_flatten(output)
-    theirs = zip(*(torch.utils._pytree.tree_flatten(each)[0] for each in results), strict=True)
-    found = []
-    for at, (one, others) in enumerate(zip(mine, theirs, strict=True)):
+    mine, form = tree_flatten(output)
+    theirs, forms = zip(*map(tree_flatten, results), strict=True)
+    found = [] if {*forms} == {form} else [f"returned {output}"]
+    for at, (one, others) in enumerate(zip(mine, zip(*theirs, strict=True), strict=True)):
         whole = torch.cat([each.detach() for each in others])
         found += _difference(f"output {at}", one, whole)
         if one.requires_grad:

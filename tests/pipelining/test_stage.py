@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import os
+import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,16 @@ from autosplit.pipeline import build
 from autosplit.pipeline.validation.torch_csv import write_csv
 from autosplit.pipelining import SplitPipelineStage, torch_schedule
 from autosplit.torch_internals.version import TORCH
-from tests.pipeline.training.test_missing_gradients import of_stages
-from tests.pipeline.workers import WIDTH
 from tests.ranks import ranks
 
-from .programs import Program, block, mean_square, no_leaked_tensors
+from .programs import Made, Program, block, mean_square, no_leaked_tensors, trained
 
 
 def of_blocks(stages: int, **more: Any) -> Program:
-    parts = [block() for _ in range(stages)]
-    return Program(parts, args=[torch.randn(8, 4)], target=torch.randn(8, 4), **more)
+    return trained(*(block() for _ in range(stages)), **more)
 
 
+ZB = "ScheduleInterleavedZeroBubble"
 _UNSCALED: dict[str, Any] = {"schedule_options": {"scale_grads": False}}
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "ScheduleLoopedBFS": (4, {"reverse": True, **_UNSCALED}),
@@ -58,120 +57,156 @@ def test_gradients_are_those_of_plain_autograd(kind: str) -> list[str]:
 
 @ranks(2)
 def test_products_that_add_into_the_sum() -> list[str]:
-    program = of_blocks(
-        2, kind="ScheduleInterleavedZeroBubble", options={"accumulation": "fused", "memory": "lean"}
-    )
+    program = of_blocks(2, kind=ZB, options={"accumulation": "fused", "memory": "lean"})
     found = program.run(2)
     return [each for each in found if not float(each.rpartition(" ")[2]) < 1e-6]
 
 
-class Keyed(nn.Module):
-    """Takes a mask and a number by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = block()
-
-    def forward(self, x: Tensor, *, mask: Tensor, power: int) -> Tensor:
-        made: Tensor = self.inner(x * mask).pow(power)
-        return made
+def keyed(inner: nn.Module, x: Tensor, *, mask: Tensor, power: int) -> Tensor:
+    return inner(x * mask).pow(power)  # type: ignore[no-any-return]
 
 
-@ranks(2)
-def test_keyword_arguments() -> list[str]:
-    program = Program(
-        [Keyed() for _ in range(2)],
-        "ScheduleInterleavedZeroBubble",
-        args=[torch.randn(8, 4)],
-        kwargs={"mask": torch.rand(8, 4).round(), "power": 2},
-        target=torch.randn(8, 4),
-    )
-    return program.run()
+def several(inner: nn.Module, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    """A tensor, a view of it, an input as it is, and a mask, as it takes them."""
+    made = inner(x)
+    if more:
+        made = made + more[0].mT.sum() * more[2]
+    return made, made.mT, more[1] if more else x, made > 0
 
 
-class Several(nn.Module):
-    """Hands on a tensor, a view of it, an input as it is, and a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = block()
-
-    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        x, skip = values[0], values[-2] if len(values) > 2 else values[0]
-        made = self.inner(x)
-        if len(values) > 2:
-            made = made + values[1].mT.sum() * values[-1]
-        return made, made.mT, skip, made > 0
+def joined(inner: nn.Module, x: Tensor, turned: Tensor, skip: Tensor, mask: Tensor) -> Tensor:
+    return inner(x * mask) + skip  # type: ignore[no-any-return]
 
 
-@ranks(2)
-def test_several_outputs() -> list[str]:
-    parts = [Several(), Several(), Several(), _Joined(block())]
-    data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
-    return Program(parts, "ScheduleZBVZeroBubble", **data).run()
-
-
-@pytest.mark.parametrize(("kind", "stages"), [("Schedule1F1B", 2), ("ScheduleZBVZeroBubble", 4)])
-@ranks(2)
-def test_what_no_loss_depends_on_has_no_gradient(kind: str, stages: int) -> list[str]:
-    data = {"args": [torch.randn(8, WIDTH)], "target": torch.randn(8, WIDTH)}
-    return Program(of_stages(stages, 1), kind, **data).run(2)
-
-
-@pytest.mark.parametrize("frozen", [0, 1])
-@ranks(2)
-def test_a_stage_that_is_frozen_for_some_steps(frozen: int) -> list[str]:
-    program, found = of_blocks(2), []
-    for trains in (True, False, True):
-        for each in (program.parts[frozen], program.plain[frozen]):
-            each.requires_grad_(trains)
-        found += program.run()
-        for part in [*program.parts, *program.plain]:
-            part.zero_grad()
-    return found
-
-
-class _Joined(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, turned: Tensor, skip: Tensor, mask: Tensor) -> Tensor:
-        made: Tensor = self.inner(x * mask) + skip
-        return made
-
-
-class Named(nn.Module):
-    """Hands on a dictionary, and takes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = block()
-
-    def forward(self, given: Any) -> dict[str, Any]:
-        x = given["hidden"] if isinstance(given, dict) else given
-        made = self.inner(x)
-        return {"hidden": made, "parts": [made.sum(1), made[:, :2]]}
+def named(inner: nn.Module, given: Any) -> dict[str, Any]:
+    """A dictionary, as it takes one."""
+    made = inner(given["hidden"] if isinstance(given, dict) else given)
+    return {"hidden": made, "parts": [made.sum(1), made[:, :2]]}
 
 
 def named_loss(output: dict[str, Any], target: Tensor, weight: float = 2) -> Tensor:
     return weight * mean_square(output["hidden"], target) + output["parts"][0].square().mean()
 
 
-@ranks(2)
-def test_dictionaries_and_loss_kwargs() -> list[str]:
-    program = Program(
-        [Named() for _ in range(2)],
-        "ScheduleInterleavedZeroBubble",
-        args=[torch.randn(8, 4)],
-        target=torch.randn(8, 4),
+def tied() -> nn.Module:
+    """One weight twice, with a layer in between, and an output that is a view."""
+    one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+    two.weight = one.weight
+    return nn.Sequential(
+        one, nn.Linear(4, 4), nn.Tanh(), two, nn.Unflatten(1, (2, 2)), nn.Flatten()
+    )
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(block() for _ in range(4)))
+        self.register_buffer("scale", torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.parts(x * self.scale)
+        return made
+
+
+def cut_by_torch() -> Program:
+    """Stages are graphs of torch.fx."""
+    cuts = {f"parts.{at}": SplitPoint.BEGINNING for at in range(1, 4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe = pipeline(Whole(), (torch.randn(2, 4),), split_spec=cuts)
+    parts = map(pipe.get_stage_module, range(4))
+    return trained(*parts, kind="ScheduleZBVZeroBubble")
+
+
+def with_frozen(*frozen: int) -> Program:
+    parts = [block() for _ in range(4)]
+    for at in frozen:
+        parts[at].requires_grad_(False)
+    return trained(*parts, kind=ZB)
+
+
+def exchanged() -> Program:
+    """As torchtitan does once it has parallelised a module."""
+    program = of_blocks(2)
+    for at, stage in zip(program.mine, program.stages, strict=True):
+        program.parts[at] = stage.submod = copy.deepcopy(stage.submod)  # type: ignore[index]
+    return program
+
+
+def of_ours() -> Program:
+    """With neighbours on each rank."""
+    schedule = build("1f1b", 4, 4, ranks=2)
+
+    def make(stages: Any, microbatches: int, **given: Any) -> Any:
+        return torch_schedule(schedule, stages, **given)
+
+    return of_blocks(4, mine=schedule.held(dist.get_rank()), make_schedule=make)
+
+
+def from_a_file(write: Callable[[Path], Any], form: str = "compute_only", **more: Any) -> Program:
+    def make(stages: Any, microbatches: int, **given: Any) -> Any:
+        schedule = _PipelineScheduleRuntime(stages, microbatches, **{**given, "scale_grads": True})
+        with tempfile.TemporaryDirectory() as folder:
+            write(Path(folder) / "schedule.csv")
+            schedule._load_csv(f"{folder}/schedule.csv", format=form)
+        return schedule
+
+    return of_blocks(2, make_schedule=make, **more)
+
+
+OVERLAPPING = """0F0,0F1,,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,,0B2,,0I3,0W3
+,1F0,1I0,1F1,(1F2;1B1)OVERLAP_F_B,1W0,(1F3;1B2)OVERLAP_F_B,1B3
+"""
+EQUAL: dict[str, Callable[[], Program]] = {
+    "keyword arguments": lambda: trained(
+        *map(Made, [keyed] * 2), kind=ZB, kwargs={"mask": torch.rand(8, 4).round(), "power": 2}
+    ),
+    "several outputs": lambda: trained(
+        *map(Made, [several, several, several, joined]), kind="ScheduleZBVZeroBubble"
+    ),
+    "dictionaries and arguments of the loss": lambda: trained(
+        *map(Made, [named] * 2),
+        kind=ZB,
         loss=named_loss,
         loss_kwargs={"weight": 0.5} if TORCH >= (2, 13) else {},  # before, step() takes none
-    )
-    found = program.run()
-    if program.last and set(program.output) != {"hidden", "parts"}:
-        found.append(f"returned {program.output}")
-    return found
+    ),
+    "a module exchanged before the first step": exchanged,
+    "chunks along another dimension": lambda: trained(
+        Made(lambda inner, x: inner(x.mT)),
+        block(),
+        args=[torch.randn(4, 8)],
+        schedule_options={"args_chunk_spec": (TensorChunkSpec(1),)},
+        cut=lambda tensor, count: tensor.tensor_split(count, 1),
+    ),
+    "activation checkpointing": lambda: trained(
+        *(Made(lambda f, x: checkpoint(f, x, use_reentrant=False) + x) for _ in range(2)), kind=ZB
+    ),
+    "two frozen stages": lambda: with_frozen(0, 2),
+    "a frozen last stage": lambda: with_frozen(3),
+    "tied weights and views": lambda: trained(tied(), tied(), kind=ZB),
+    "microbatches of two sizes": lambda: of_blocks(2, kind=ZB, rows=10),
+    "buffers that each forward writes": lambda: trained(
+        *(nn.Sequential(block(), nn.BatchNorm1d(4)) for _ in range(2)), kind=ZB
+    ),
+    "a stage that writes into its input": lambda: trained(block(), Made(lambda f, x: f(x.relu_()))),
+    "overlapping actions": lambda: from_a_file(lambda path: path.write_text(OVERLAPPING)),
+    # Nothing is reduced, and so nothing divided.
+    "communication": lambda: from_a_file(
+        lambda path: write_csv(build("gpipe", 2, 4), path, "compute_comms"),
+        "compute_comms",
+        **_UNSCALED,
+    ),
+    "a schedule of ours": of_ours,
+    "stages that torch's pipeline function cuts": cut_by_torch,
+    # A quotient by three is not a product with a third.
+    "an odd number of microbatches": lambda: of_blocks(2, microbatches=3, rows=9),
+}
+
+
+@pytest.mark.parametrize("case", EQUAL)
+@ranks(2)
+def test_steps_are_those_of_plain_autograd(case: str) -> list[str]:
+    return EQUAL[case]().run(2)
 
 
 @ranks(2)
@@ -196,39 +231,8 @@ def test_without_a_loss_there_is_no_backward() -> list[str]:
 
 
 @ranks(2)
-def test_a_module_exchanged_before_the_first_step() -> list[str]:
-    """As torchtitan does once it has parallelised it."""
-    program = of_blocks(2)
-    for at, stage in zip(program.mine, program.stages, strict=True):
-        program.parts[at] = stage.submod = copy.deepcopy(stage.submod)  # type: ignore[index]
-    return program.run()
-
-
-@ranks(2)
-def test_chunks_along_another_dimension() -> list[str]:
-    program = Program(
-        [_Turned(block()), block()],
-        args=[torch.randn(4, 8)],
-        target=torch.randn(8, 4),
-        schedule_options={"args_chunk_spec": (TensorChunkSpec(1),)},
-        cut=lambda tensor, count: tensor.tensor_split(count, 1),
-    )
-    return program.run()
-
-
-class _Turned(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.inner(x.mT)
-        return made
-
-
-@ranks(2)
 def test_evaluation_before_and_after_training() -> list[str]:
-    program = of_blocks(2, kind="ScheduleInterleavedZeroBubble")
+    program = of_blocks(2, kind=ZB)
     found = []
     for mode in (contextlib.nullcontext, torch.no_grad):
         with mode():
@@ -243,33 +247,6 @@ def test_evaluation_before_and_after_training() -> list[str]:
                 found.append("evaluation differs")
         found += program.run()
     return found
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = block(), block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = checkpoint(self.first, x, use_reentrant=False)
-        return self.second(made) + made
-
-
-@ranks(2)
-def test_activation_checkpointing() -> list[str]:
-    parts = [Checkpointed() for _ in range(2)]
-    data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
-    return Program(parts, "ScheduleInterleavedZeroBubble", **data).run()
-
-
-@pytest.mark.parametrize("frozen", [(0, 2), (3,)])
-@ranks(2)
-def test_frozen_stages(frozen: tuple[int, ...]) -> list[str]:
-    parts = [block() for _ in range(4)]
-    for at in frozen:
-        parts[at].requires_grad_(False)
-    data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
-    return Program(parts, "ScheduleInterleavedZeroBubble", **data).run(2)
 
 
 @dataclasses.dataclass
@@ -310,35 +287,12 @@ def test_objects_by_name_and_losses_left_on_the_last_stage() -> list[str]:
     return [name for (name, mine), other in pairs if not torch.equal(mine.grad, other.grad)]  # type: ignore[arg-type]
 
 
-class Tied(nn.Module):
-    """One weight twice, with a layer in between, and an output that is a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.between = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.two = nn.Linear(4, 4)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.two(torch.tanh(self.between(self.one(x))))
-        return made.view(-1, 2, 2).flatten(1)
-
-
-@ranks(2)
-def test_tied_weights_and_views() -> list[str]:
-    parts = [Tied() for _ in range(2)]
-    data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
-    return Program(parts, "ScheduleInterleavedZeroBubble", **data).run(2)
-
-
 @ranks(2)
 def test_a_weight_of_two_stages_of_one_rank() -> list[str]:
     """Torch's stages divide it twice."""
     parts = [nn.Linear(4, 4, bias=False) for _ in range(4)]
     parts[3].weight, parts[2].weight = parts[0].weight, parts[1].weight
-    program = Program(
-        parts, "ScheduleZBVZeroBubble", args=[torch.randn(8, 4)], target=torch.randn(8, 4)
-    )
+    program = trained(*parts, kind="ScheduleZBVZeroBubble")
     program.plain[3].weight, program.plain[2].weight = (  # type: ignore[assignment]
         program.plain[0].weight, program.plain[1].weight,
     )  # fmt: skip
@@ -347,24 +301,10 @@ def test_a_weight_of_two_stages_of_one_rank() -> list[str]:
 
 
 @ranks(2)
-def test_microbatches_of_two_sizes() -> list[str]:
-    parts = [block() for _ in range(2)]
-    data = {"args": [torch.randn(10, 4)], "target": torch.randn(10, 4)}
-    return Program(parts, "ScheduleInterleavedZeroBubble", **data).run(2)
-
-
-@ranks(2)
-def test_buffers_see_microbatches_only() -> list[str]:
-    parts = [nn.Sequential(block(), nn.BatchNorm1d(4)) for _ in range(2)]
-    data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
-    return Program(parts, "ScheduleInterleavedZeroBubble", **data).run(2)
-
-
-@ranks(2)
 def test_hooks_on_parameters() -> list[str]:
     """Each fires once for each microbatch, and sees what it sees in a loop of backwards."""
     options = {"scale_grads": False}
-    program = of_blocks(2, kind="ScheduleInterleavedZeroBubble", schedule_options=options)
+    program = of_blocks(2, kind=ZB, schedule_options=options)
     seen: list[list[list[Tensor]]] = [[], []]
     for log, parts in zip(seen, (program.parts, program.plain), strict=True):
         for at in program.mine:
@@ -398,7 +338,7 @@ class Scaled(nn.Module):
 @ranks(2)
 def test_a_loss_that_writes_and_trains() -> list[str]:
     loss = Scaled()
-    program = of_blocks(2, kind="ScheduleInterleavedZeroBubble", loss=loss)
+    program = of_blocks(2, kind=ZB, loss=loss)
     program.step()
     mine, loss.scale.grad = loss.scale.grad, None
     program.plain_step()
@@ -411,12 +351,8 @@ def test_a_loss_that_writes_and_trains() -> list[str]:
 @ranks(2)
 def test_gradients_of_what_the_caller_gave() -> list[str]:
     kwargs = {"mask": torch.rand(8, 4).requires_grad_(), "power": 2}
-    program = Program(
-        [Keyed() for _ in range(2)],
-        args=[torch.randn(8, 4, requires_grad=True)],
-        kwargs=kwargs,
-        target=torch.randn(8, 4),
-    )
+    batch = torch.randn(8, 4, requires_grad=True)
+    program = trained(*map(Made, [keyed] * 2), args=[batch], kwargs=kwargs)
     given = [*program.args, program.kwargs["mask"]]
     program.step()
     mine = [each.grad for each in given]
@@ -433,27 +369,10 @@ def test_gradients_of_what_the_caller_gave() -> list[str]:
     return found
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.inner(nn.functional.relu(x, inplace=True))
-        return made
-
-
-@ranks(2)
-def test_a_stage_that_writes_into_its_input() -> list[str]:
-    parts = [block(), InPlace()]
-    return Program(parts, args=[torch.randn(8, 4)], target=torch.randn(8, 4)).run(2)
-
-
 @ranks(2)
 def test_modules_that_change_between_steps() -> list[str]:
     parts = [nn.Sequential(block(), nn.Dropout(0.5)) for _ in range(2)]
-    data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
-    program = Program(parts, "ScheduleInterleavedZeroBubble", **data)
+    program = trained(*parts, kind=ZB)
     program.step()
     for part in [*program.parts, *program.plain]:
         part.eval()
@@ -471,24 +390,6 @@ def test_schedules_that_take_turns_with_the_same_stages() -> list[str]:
     found += program.run()
     program.schedule, program.microbatches = first, 4
     return found + program.run()
-
-
-@ranks(2)
-def test_a_file_with_overlapping_actions() -> list[str]:
-    path = Path(f"/tmp/autosplit-overlap-{dist.get_rank()}-{os.getpid()}.csv")
-    path.write_text(
-        "0F0,0F1,,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,,0B2,,0I3,0W3\n"
-        ",1F0,1I0,1F1,(1F2;1B1)OVERLAP_F_B,1W0,(1F3;1B2)OVERLAP_F_B,1B3\n"
-    )
-
-    def make(stages: Any, microbatches: int, **given: Any) -> Any:
-        schedule = _PipelineScheduleRuntime(stages, microbatches, **given)
-        schedule._load_csv(str(path))
-        return schedule
-
-    program = of_blocks(2, make_schedule=make)
-    path.unlink()
-    return program.run(2)
 
 
 @ranks(2)
@@ -515,71 +416,8 @@ def test_data_parallelism_around_a_stage() -> list[str]:
 
 
 @ranks(2)
-def test_a_schedule_of_ours() -> list[str]:
-    """With neighbours on each rank."""
-    schedule = build("1f1b", 4, 4, ranks=2)
-
-    def make(stages: Any, microbatches: int, **given: Any) -> Any:
-        return torch_schedule(schedule, stages, **given)
-
-    return of_blocks(4, mine=schedule.held(dist.get_rank()), make_schedule=make).run(2)
-
-
-@ranks(2)
-def test_actions_that_reduce_nothing_divide_nothing() -> list[str]:
-    path = Path(f"/tmp/autosplit-comms-{dist.get_rank()}-{os.getpid()}.csv")
-
-    def make(stages: Any, microbatches: int, **given: Any) -> Any:
-        schedule = _PipelineScheduleRuntime(stages, microbatches, **given)
-        write_csv(build("gpipe", 2, 4), path, "compute_comms")
-        schedule._load_csv(str(path), format="compute_comms")
-        schedule.scale_grads = True
-        return schedule
-
-    program = of_blocks(2, make_schedule=make, **_UNSCALED)
-    path.unlink()
-    return program.run(2)
-
-
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(*(block() for _ in range(4)))
-        self.register_buffer("scale", torch.full((4,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.parts(x * self.scale)
-        return made
-
-
-@ranks(2)
-def test_stages_that_torchs_pipeline_function_cuts() -> list[str]:
-    """They are graphs of torch.fx."""
-    cuts = {f"parts.{at}": SplitPoint.BEGINNING for at in range(1, 4)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pipe = pipeline(Whole(), (torch.randn(2, 4),), split_spec=cuts)
-    parts = [pipe.get_stage_module(at) for at in range(4)]
-    data = {"args": [torch.randn(8, 4)], "target": torch.randn(8, 4)}
-    return Program(parts, "ScheduleZBVZeroBubble", **data).run(2)
-
-
-@ranks(2)
-def test_earlier_gradients_and_an_odd_number_of_microbatches() -> list[str]:
-    """A quotient by three is not a product with a third."""
-    program = of_blocks(2, microbatches=3)
-    program.args, program.target = [torch.randn(9, 4)], torch.randn(9, 4)
-    return program.run(3)
-
-
-@ranks(2)
 def test_compiled_with_inductor() -> list[str]:
     parts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
-    program = Program(
-        parts,
-        "ScheduleInterleavedZeroBubble",
-        args=[torch.randn(8, 4, requires_grad=True)],  # so that the first stage is as the others
-        target=torch.randn(8, 4),
-        options={"backend": "inductor"},
-    )
+    batch = torch.randn(8, 4, requires_grad=True)  # so that the first stage is as the others
+    program = trained(*parts, kind=ZB, args=[batch], options={"backend": "inductor"})
     return [each for each in program.run(2) if not float(each.rpartition(" ")[2]) < 1e-6]
