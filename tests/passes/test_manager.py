@@ -26,19 +26,6 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
-def test_passes_run_in_their_order() -> None:
-    assert [each.name for each in manager.PASSES] == [
-        "divide_backward_operators",
-        "half_precision_dropout",
-        "dead_code",
-        "padded_sums",
-        "fold_transposes",
-        "partition",
-        "split_backward",
-        "overlap_collectives",
-    ]
-
-
 def test_pass_that_hides_a_change(pipeline: Callable[..., None]) -> None:
     def sly(program: SplitGraphs) -> bool:
         graph = program.joint.graph

@@ -4,6 +4,7 @@ the weight gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,42 +13,38 @@ from torch import Tensor, nn
 
 from autosplit.passes import SplitGraphs, run
 from autosplit.passes.graph import Kind
-from tests.passes.graphs import names_out, ops, program_of
+from tests.passes.graphs import Made, names_out, ops, program_of
 
 aten = torch.ops.aten
 WIDTH, HEADS = 64, 4
 
 
-class Attention(nn.Module):
+KERNELS: dict[str, Callable[..., Any]] = {
+    "flash": lambda q, k, v, p: aten._scaled_dot_product_flash_attention(q, k, v, p, True),
+    "efficient": lambda q, k, v, p: aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, p, True
+    ),
+    "cudnn": lambda q, k, v, p: aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, p, True
+    ),
+}
+
+
+def plain_flash(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> list[Tensor]:
+    rows, length = (each.transpose(1, 2) for each in (q, k, v)), q.shape[2]
+    made = aten._flash_attention_forward(*rows, None, None, length, length, dropout, True, False)
+    return [made[0].transpose(1, 2)]
+
+
+def attention(kernel: str, dropout: float) -> nn.Module:
     """Self-attention by one of the kernels that ``scaled_dot_product_attention`` takes on a GPU."""
 
-    def __init__(self, kernel: str, dropout: float) -> None:
-        super().__init__()
-        self.kernel = kernel
-        self.dropout = dropout
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
+    def make(m: nn.Module, x: Tensor) -> Tensor:
+        heads = m.qkv(x).view(*x.shape[:2], 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        made = KERNELS.get(kernel, plain_flash)(*heads.unbind(0), dropout)[0]
+        return m.out(made.transpose(1, 2).reshape(x.shape))
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        heads = self.qkv(x).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        q, k, v = heads.unbind(0)
-        results: Any
-        if self.kernel == "flash":
-            results = aten._scaled_dot_product_flash_attention(q, k, v, self.dropout, True)
-        elif self.kernel == "efficient":
-            results = aten._scaled_dot_product_efficient_attention(
-                q, k, v, None, True, self.dropout, True
-            )
-        elif self.kernel == "cudnn":
-            results = aten._scaled_dot_product_cudnn_attention(
-                q, k, v, None, True, self.dropout, True
-            )
-        else:
-            rows = (each.transpose(1, 2) for each in (q, k, v))
-            rest = (None, None, length, length, self.dropout, True, False)
-            return self.out(aten._flash_attention_forward(*rows, *rest)[0].reshape(x.shape))
-        return self.out(results[0].transpose(1, 2).reshape(x.shape))
+    return Made(make, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +61,7 @@ def test_attention(kernel: str, dropout: float, memory: str) -> None:
     """Its backward makes dropout's mask again from the seed that its forward put out: though some
     are tagged as random, none draws.
     """
-    model = Attention(kernel, dropout).bfloat16()
+    model = attention(kernel, dropout).bfloat16()
     graphs = _split(model, torch.randn(2, 16, WIDTH, dtype=torch.bfloat16), memory)
     name = f"_scaled_dot_product_{kernel}_attention"
     backward = f"{name}_backward"
@@ -84,39 +81,28 @@ def test_attention(kernel: str, dropout: float, memory: str) -> None:
         ]
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dropped = aten.native_dropout(self.up(x).tanh(), 0.1, True)
-        return self.down(dropped[0])
+def dropping(m: nn.Module, x: Tensor) -> Tensor:
+    return m.out(aten.native_dropout(m.up(x).tanh(), 0.1, True)[0])
 
 
-class LstmCell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.LSTMCell(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        cell, linear = self.cell, nn.functional.linear
-        gates = linear(x[:, 0], cell.weight_ih), linear(x[:, 1], cell.weight_hh)
-        hidden = aten._thnn_fused_lstm_cell(*gates, x[:, 2], cell.bias_ih, cell.bias_hh)
-        return self.out(hidden[0])
+def lstm_cell(m: nn.Module, x: Tensor) -> Tensor:
+    cell, linear = m.up, nn.functional.linear
+    gates = linear(x[:, 0], cell.weight_ih), linear(x[:, 1], cell.weight_hh)
+    return m.out(aten._thnn_fused_lstm_cell(*gates, x[:, 2], cell.bias_ih, cell.bias_hh)[0])
 
 
 @pytest.mark.parametrize(
-    ("model", "shape", "forward", "products"),
+    ("make", "up", "shape", "forward", "products"),
     [
-        (Dropping, (8, WIDTH), "native_dropout", 2),
-        (LstmCell, (8, 3, WIDTH), "_thnn_fused_lstm_cell", 3),
+        (dropping, nn.Linear, (8, WIDTH), "native_dropout", 2),
+        (lstm_cell, nn.LSTMCell, (8, 3, WIDTH), "_thnn_fused_lstm_cell", 3),
     ],
 )
 def test_other_operators(
-    model: type[nn.Module], shape: tuple[int, ...], forward: str, products: int
+    make: Any, up: Any, shape: tuple[int, ...], forward: str, products: int
 ) -> None:
-    graphs = _split(model(), torch.randn(shape), "balanced")
+    model = Made(make, up=up(WIDTH, WIDTH), out=nn.Linear(WIDTH, WIDTH))
+    graphs = _split(model, torch.randn(shape), "balanced")
     assert ops(graphs.forward)[forward] == 1
     for backward in (graphs.backward_input, graphs.backward_weight):
         assert ops(backward)[forward] == 0

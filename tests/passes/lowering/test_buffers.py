@@ -13,22 +13,15 @@ from autosplit.passes import Kind, Role, SplitGraphs, run
 from autosplit.passes.graph import calls, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, is_donated, reusable_operands
 from autosplit.passes.lowering.codegen import generate
-from tests.passes.graphs import joint_of
+from tests.passes.graphs import Made, joint_of
 from tests.semantics.against_autograd import assert_equals_autograd
 
 # What a backward may write over: values that the forward saved and that nobody else can reach.
 
 
-class Between(nn.Module):
+def between(finish: Callable[[Tensor], object]) -> nn.Module:
     """``tanh`` is saved for its own gradient; ``finish`` says who else gets it."""
-
-    def __init__(self, finish: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.finish = finish
-
-    def forward(self, x: Tensor) -> object:
-        return self.finish(torch.tanh(x * self.scale))
+    return Made(lambda m, x: finish(torch.tanh(x * m.scale)), scale=torch.ones(4))
 
 
 def graphs_of(module: nn.Module) -> SplitGraphs:
@@ -48,12 +41,12 @@ def saved_from(graphs: SplitGraphs, operator: str) -> Role:
     ids=["output", "view", "part"],
 )
 def test_what_is_an_output_too_is_not_given_away(finish: Callable[[Tensor], object]) -> None:
-    graphs = graphs_of(Between(finish))
+    graphs = graphs_of(between(finish))
     assert saved_from(graphs, "tanh") not in donatable(graphs.forward.graph)
 
 
 def test_inputs_and_state_are_not_given_away() -> None:
-    graphs = graphs_of(Between(lambda y: y.sin()))
+    graphs = graphs_of(between(lambda y: y.sin()))
     made = {role for role, node in outputs(graphs.forward.graph) if node.op == "call_function"}
     assert donatable(graphs.forward.graph) <= made
 
@@ -61,15 +54,12 @@ def test_inputs_and_state_are_not_given_away() -> None:
 def test_what_waits_for_the_weights_is_not_written_over() -> None:
     """The second layer's input is read by W, its square by I alone."""
 
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).tanh()).sin()
-
-    graphs = graphs_of(Layers())
+    layers = Made(
+        lambda m, x: m.second(m.first(x).tanh()).sin(),
+        first=nn.Linear(4, 4),
+        second=nn.Linear(4, 4),
+    )
+    graphs = graphs_of(layers)
     roles = donatable(graphs.forward.graph)
     assert saved_from(graphs, "tanh") in roles
     assert graphs.backward is not None
@@ -86,18 +76,11 @@ def test_what_waits_for_the_weights_is_not_written_over() -> None:
 # --- reuse: results are written over operands that die in them, and over nothing else -------------
 
 
-class Call(nn.Module):
-    def __init__(self, function: Callable[[Tensor, Tensor], object]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor, y: Tensor) -> object:
-        return self.function(x, y)
-
-
 def forward_of(function: Callable[[Tensor, Tensor], object]) -> fx.GraphModule:
     """F, without gradients: nothing is saved."""
-    return run(joint_of(Call(function), torch.randn(4, 4), torch.randn(4, 4))).forward
+    return run(
+        joint_of(Made(lambda _, *args: function(*args)), torch.randn(4, 4), torch.randn(4, 4))
+    ).forward
 
 
 def reused(function: Callable[[Tensor, Tensor], object]) -> list[tuple[str, int]]:
@@ -151,12 +134,5 @@ def test_source() -> None:
 def test_what_is_saved_stays_as_it_was() -> None:
     """The result of exp is saved for the backward, and the sum must not be written over it."""
 
-    class Saving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.weight).exp() + x
-
-    assert_equals_autograd(Saving(), [(torch.randn(3, 4, requires_grad=True),)] * 2)
+    saving = Made(lambda m, x: (x @ m.weight).exp() + x, weight=torch.randn(4, 4))
+    assert_equals_autograd(saving, [(torch.randn(3, 4, requires_grad=True),)] * 2)

@@ -16,7 +16,7 @@ from autosplit.passes.lowering.concatenate_microbatches import (
 )
 from autosplit.passes.verify import verify_graph
 from autosplit.runtime.compiled_graph import compile_graph
-from tests.passes.graphs import names_out, ops, program_of, value_of
+from tests.passes.graphs import Made, names_out, ops, program_of, value_of
 from tests.zoo import PlainParameters, RepeatedLayer, TiedEmbedding
 
 
@@ -61,15 +61,8 @@ def test_convolutions_are_added_up() -> None:
 
 
 def test_batched_products() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Parameter(torch.randn(3, 4, 5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.bmm(x, self.up)
-
-    plain = weight(Experts(), torch.randn(3, 2, 4, requires_grad=True))
+    experts = Made(lambda m, x: torch.bmm(x, m.up), up=torch.randn(3, 4, 5))
+    plain = weight(experts, torch.randn(3, 2, 4, requires_grad=True))
     together = concatenate_microbatches(plain, 2)
     assert ops(together)["bmm"] == 1
     assert_sum_of(plain, together, 2)
@@ -97,30 +90,18 @@ def test_work_before_the_products_stays_each_microbatchs_own() -> None:
 def test_gradient_that_other_work_reads() -> None:
     """``b``'s gradient is made from ``a``'s, of each microbatch by itself."""
 
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.randn(4, 3))
-            self.b = nn.Parameter(torch.randn(4, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ (self.a + self.b.sin())
-
-    plain = weight(Nested(), torch.randn(5, 4, requires_grad=True))
+    made = Made(lambda m, x: x @ (m.a + m.b.sin()), a=torch.randn(4, 3), b=torch.randn(4, 3))
+    plain = weight(made, torch.randn(5, 4, requires_grad=True))
     assert_sum_of(plain, concatenate_microbatches(plain, 3), 3)
 
 
 def test_gradients_without_a_product() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(11, 8))
-            self.scale = nn.Parameter(torch.randn(8))
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return F.embedding(tokens, self.table, scale_grad_by_freq=True) * self.scale
-
-    plain = weight(Scaled(), torch.randint(0, 11, (3, 5)))
+    scaled = Made(
+        lambda m, tokens: F.embedding(tokens, m.table, scale_grad_by_freq=True) * m.scale,
+        table=torch.randn(11, 8),
+        scale=torch.randn(8),
+    )
+    plain = weight(scaled, torch.randint(0, 11, (3, 5)))
     together = concatenate_microbatches(plain, 2)
     assert ops(together)["embedding_dense_backward"] == 2  # how often a token occurs in each
     assert_sum_of(plain, together, 2)

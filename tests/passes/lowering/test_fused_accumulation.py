@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autosplit.backends.eager import Eager
@@ -13,7 +12,7 @@ from autosplit.passes.graph import inputs
 from autosplit.passes.lowering.accumulate import accumulate, fuse_accumulation
 from autosplit.passes.verify import verify_graph
 from autosplit.runtime.compiled_graph import compile_graph
-from tests.passes.graphs import ops, program_of, value_of
+from tests.passes.graphs import Made, ops, program_of, value_of
 from tests.zoo import CASES, RepeatedLayer
 
 
@@ -43,20 +42,14 @@ def assert_same_sums(exact: fx.GraphModule, fused: fx.GraphModule, seed: int = 0
         torch.testing.assert_close(mine, theirs)
 
 
-class Experts(nn.Module):
-    """Weights used in a batched product, once as they are and once permuted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(3, 4, 5))
-        self.down = nn.Parameter(torch.randn(4, 3, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(torch.bmm(x, self.up), self.down.permute(1, 2, 0))
-
-
 def test_batched_products() -> None:
-    exact, fused = forms(Experts(), torch.randn(3, 2, 4, requires_grad=True))
+    """Weights as they are, and permuted."""
+    experts = Made(
+        lambda m, x: torch.bmm(torch.bmm(x, m.up), m.down.permute(1, 2, 0)),
+        up=torch.randn(3, 4, 5),
+        down=torch.randn(4, 3, 5),
+    )
+    exact, fused = forms(experts, torch.randn(3, 2, 4, requires_grad=True))
     assert ops(fused)["baddbmm_"] == 2
     assert ops(fused)["add_"] == 0
     assert_same_sums(exact, fused)
@@ -73,30 +66,17 @@ def test_contributions_to_one_parameter_are_added_one_by_one() -> None:
 def test_embedding_scatters_its_rows(padding: int | None) -> None:
     """The gradient as large as the table is never made; the padding's row gets nothing."""
 
-    class Padded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(11, 8, padding_idx=padding)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.table(tokens).sin()
-
-    exact, fused = forms(Padded(), torch.randint(0, 11, (3, 5)))
+    table = nn.Embedding(11, 8, padding_idx=padding)
+    padded = Made(lambda m, tokens: m.table(tokens).sin(), table=table)
+    exact, fused = forms(padded, torch.randint(0, 11, (3, 5)))
     assert ops(exact)["embedding_dense_backward"] == ops(fused)["index_add_"] == 1
     assert ops(fused)["embedding_dense_backward"] == 0
     assert_same_sums(exact, fused)
 
 
 def test_scaled_embedding_is_left_whole() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(11, 8))
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return F.embedding(tokens, self.table, scale_grad_by_freq=True)
-
-    exact, fused = forms(Scaled(), torch.randint(0, 11, (3, 5)))
+    table = nn.Embedding(11, 8, scale_grad_by_freq=True)
+    exact, fused = forms(table, torch.randint(0, 11, (3, 5)))
     assert ops(fused) == ops(exact)
 
 
@@ -109,16 +89,9 @@ def test_other_dtype_is_left_whole() -> None:
 
 
 def test_product_that_something_else_reads_is_left_whole() -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.randn(4, 3))
-            self.b = nn.Parameter(torch.randn(4, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ (self.a * self.b.sin() + self.a)
-
-    exact, fused = forms(Reads(), torch.randn(5, 4, requires_grad=True))
+    a, b = torch.randn(4, 3), torch.randn(4, 3)
+    reads = Made(lambda m, x: x @ (m.a * m.b.sin() + m.a), a=a, b=b)
+    exact, fused = forms(reads, torch.randn(5, 4, requires_grad=True))
     assert ops(fused)["addmm_"] == 0
     assert_same_sums(exact, fused)
 

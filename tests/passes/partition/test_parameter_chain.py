@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.graph import Kind, outputs
-from tests.passes.graphs import names_in, names_out, ops, split
+from tests.passes.graphs import Made, names_in, names_out, ops, split
 
 MAKING = {"mm", "bmm", "addmm", "embedding_dense_backward", "convolution_backward", "sum"}
 
@@ -73,17 +73,13 @@ def test_norm_of_data() -> None:
 
 
 def test_frozen_layers_with_adapters() -> None:
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(8, 8).requires_grad_(False)
-            self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base(x) + self.b(self.a(x))
+    def adapted() -> nn.Module:
+        layers = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        base = nn.Linear(8, 8).requires_grad_(False)
+        return Made(lambda m, x: m.base(x) + m.low(x), base=base, low=nn.Sequential(*layers))
 
     embedding = nn.Embedding(11, 8).requires_grad_(False)
-    graphs = split(nn.Sequential(embedding, Adapted(), Adapted()), torch.randint(0, 11, (3, 5)))
+    graphs = split(nn.Sequential(embedding, adapted(), adapted()), torch.randint(0, 11, (3, 5)))
     # dY through base, b and a of the second layer, and through b of the first.
     assert ops(graphs.backward_input)["mm"] == 4
     assert ops(graphs.backward_weight) == {"mm": 4}
@@ -92,15 +88,10 @@ def test_frozen_layers_with_adapters() -> None:
 def test_computed_weights_wait_with_all_that_follows() -> None:
     """The gradient of a weight that is a product of others is W's, and so are theirs."""
 
-    class Factors(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 6))
+    def factors() -> nn.Module:
+        return Made(lambda m, x: x @ (m.a @ m.b), a=torch.randn(6, 2), b=torch.randn(2, 6))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ (self.a @ self.b)
-
-    graphs = split(nn.Sequential(Factors(), nn.Tanh(), Factors()), torch.randn(3, 6))
+    graphs = split(nn.Sequential(factors(), nn.Tanh(), factors()), torch.randn(3, 6))
     assert ops(graphs.backward_input)["mm"] == 1
     assert ops(graphs.backward_weight)["mm"] == 2 * 3
 
@@ -108,16 +99,13 @@ def test_computed_weights_wait_with_all_that_follows() -> None:
 def test_products_of_parameters_alone_wait() -> None:
     """Learned queries: no data is in them before attention."""
 
-    class Queries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.queries = nn.Parameter(torch.randn(3, 8))
-            self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.q(self.queries) @ self.k(x).mT
-
-    graphs = split(Queries(), torch.randn(2, 5, 8))
+    model = Made(
+        lambda m, x: m.q(m.queries) @ m.k(x).mT,
+        queries=torch.randn(3, 8),
+        q=nn.Linear(8, 8, bias=False),
+        k=nn.Linear(8, 8, bias=False),
+    )
+    graphs = split(model, torch.randn(2, 5, 8))
     made = names_out(graphs.backward_weight, Kind.PARAMETER_GRAD)
     assert sorted(made) == ["k.weight", "q.weight", "queries"]
     # dK (and dQ, which leads to no product with data) are all that may be early.
@@ -126,18 +114,14 @@ def test_products_of_parameters_alone_wait() -> None:
 
 
 def test_attention_below_which_are_biases_only() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-            self.qkv.weight.requires_grad_(False)
+    def attention(m: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)) for each in m.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)))
+        return m.out(y.transpose(1, 2).flatten(-2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (each.unflatten(-1, (2, 4)) for each in self.qkv(x).chunk(3, -1))
-            y = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)))
-            return self.out(y.transpose(1, 2).flatten(-2))
-
-    graphs = split(Attention(), torch.randn(2, 5, 8))
+    model = Made(attention, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8))
+    model.qkv.weight.requires_grad_(False)
+    graphs = split(model, torch.randn(2, 5, 8))
     early, late = ops(graphs.backward_input), ops(graphs.backward_weight)
     assert sum(count for name, count in early.items() if "attention" in name) == 1
     assert late["mm"] == 1

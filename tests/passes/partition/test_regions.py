@@ -19,36 +19,33 @@ from autosplit.passes.partition.regions import Division
 from tests.passes.sized import Sized, held, least_held
 
 
-def test_what_forward_ran_is_done_again_where_that_frees_memory() -> None:
-    b = Sized()
-    small, g = b.input(1), b.tangent()
-    big = b.cheap(100, small)
-    b.result(Kind.OUTPUT, big)
-    b.result(Kind.INPUT_GRAD, b.costly(1, big, g))
-    assert b.cut(recompute=False).saved == [big]
-    cut = b.cut(recompute=True)
-    assert cut.saved == [small]
-    assert big in cut.backward.runs
-    assert big in cut.input.runs
-
-
-def test_doing_again_has_its_price() -> None:
-    """Writing 100 bytes and the call itself take the time of moving over 100 bytes."""
-    b = Sized()
-    small, g = b.input(1), b.tangent()
-    big = b.cheap(100, small)
-    b.result(Kind.OUTPUT, big)
-    b.result(Kind.INPUT_GRAD, b.costly(1, big, g))
-    assert b.cut(recompute=True, rate=1.0).saved == [big]
-
-
-@pytest.mark.parametrize("kind", ["costly", "random"])
-def test_costly_and_random_operators_run_once(kind: str) -> None:
+def large_between(kind: str = "cheap") -> tuple[Sized, fx.Node, fx.Node]:
+    """A value of 1, and one of 100 that is made of it and that the backward reads."""
     b = Sized()
     small, g = b.input(1), b.tangent()
     big = getattr(b, kind)(100, small)
     b.result(Kind.OUTPUT, big)
     b.result(Kind.INPUT_GRAD, b.costly(1, big, g))
+    return b, small, big
+
+
+def test_what_forward_ran_is_done_again_where_that_frees_memory() -> None:
+    b, small, big = large_between()
+    assert b.cut(recompute=False).saved == [big]
+    cut = b.cut(recompute=True)
+    assert cut.saved == [small]
+    assert big in cut.backward.runs & cut.input.runs
+
+
+def test_doing_again_has_its_price() -> None:
+    """Writing 100 bytes and the call itself take the time of moving over 100 bytes."""
+    b, _, big = large_between()
+    assert b.cut(recompute=True, rate=1.0).saved == [big]
+
+
+@pytest.mark.parametrize("kind", ["costly", "random"])
+def test_costly_and_random_operators_run_once(kind: str) -> None:
+    b, _, big = large_between(kind)
     assert b.cut(recompute=True).saved == [big]
 
 

@@ -15,26 +15,20 @@ from autosplit.passes.graph import ORIGIN, Origin, placeholders
 from autosplit.passes.partition.reachability import Reachability
 from autosplit.passes.partition.regions import Division
 from autosplit.passes.partition.split_graphs import name_boundaries
-from tests.passes.graphs import joint_of, names_in, names_out
+from tests.passes.graphs import Made, joint_of, names_in, names_out
 from tests.passes.sized import Sized
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 6, bias=False)
-        self.up = nn.Linear(4, 6, bias=False)
-        self.down = nn.Linear(6, 4, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+def gated() -> nn.Module:
+    gate, up, down = (nn.Linear(*sizes, bias=False) for sizes in ((4, 6), (4, 6), (6, 4)))
+    return Made(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), gate=gate, up=up, down=down)
 
 
 class Model(nn.Module):
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.LayerNorm(4), "mlp": Gated()}) for _ in range(depth)
+            nn.ModuleDict({"norm": nn.LayerNorm(4), "mlp": gated()}) for _ in range(depth)
         )
         self.head = nn.Linear(4, 2, bias=False)
 
@@ -92,17 +86,9 @@ def test_every_graph_knows_a_tensor_by_the_same_name() -> None:
     assert deferred <= {node.name for node in graphs.joint.graph.nodes}
 
 
-class Repeated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.block(x))
-
-
 def test_a_later_call_of_a_module_has_its_number() -> None:
-    graphs = split(Repeated(), 3, 4)
+    block = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
+    graphs = split(Made(lambda m, x: m.block(m.block(x)), block=block), 3, 4)
     assert set(names_out(graphs.backward_input, Kind.DEFERRED)) == {
         "args_0",
         "block_0_call_2_input",

@@ -13,22 +13,15 @@ from autosplit.passes import SplitGraphs
 from autosplit.passes.rewrites.padded_sums import concatenate_padded_sums
 from autosplit.passes.verify import verify
 from autosplit.runtime.split_options import backend_named
-from tests.passes.graphs import computed, ops, program_of
+from tests.passes.graphs import Made, computed, ops, program_of
 from tests.semantics.against_autograd import assert_equals_autograd
 
 X = torch.randn(3, 6, 4)
 
 
-class Call(nn.Module):
-    """A function with a weight, so that there is a W."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x.sin() @ self.weight)
+def call(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """With a weight, so that there is a W."""
+    return Made(lambda m, x: function(x.sin() @ m.weight), weight=torch.randn(4, 4))
 
 
 def scan(x: Tensor) -> Tensor:
@@ -78,7 +71,7 @@ LEFT_ALONE = [most, overlapping, few, stepped, two_wholes, several_dimensions]
 
 @pytest.mark.parametrize("function", REWRITTEN)
 def test_pieces_are_laid_side_by_side(function: Callable[[Tensor], Tensor]) -> None:
-    program = program_of(Call(function), X.clone().requires_grad_())
+    program = program_of(call(function), X.clone().requires_grad_())
     before = ops(program.joint)
     assert before["select_backward"] + before["slice_backward"] >= 2
     assert concatenate_padded_sums(program)
@@ -97,7 +90,7 @@ def test_pieces_that_were_decomposed_are_laid_side_by_side_as_well(
     visit every element once for each piece.
     """
     x, decompositions = X.clone().requires_grad_(), backend_named("inductor").decompositions
-    program = SplitGraphs(capture(Call(function), (x,), {}, decompositions).joint)
+    program = SplitGraphs(capture(call(function), (x,), {}, decompositions).joint)
     before, expected = ops(program.joint), computed(program.joint)
     assert before["select_scatter"] + before["slice_scatter"] >= 2
     assert concatenate_padded_sums(program)
@@ -110,7 +103,7 @@ def test_pieces_that_were_decomposed_are_laid_side_by_side_as_well(
 
 @pytest.mark.parametrize("function", LEFT_ALONE)
 def test_sums_that_would_differ_or_cost_more_stay(function: Callable[[Tensor], Tensor]) -> None:
-    program = program_of(Call(function), X.clone().requires_grad_())
+    program = program_of(call(function), X.clone().requires_grad_())
     before = ops(program.joint)
     assert before["select_backward"] + before["slice_backward"] >= 2
     assert not concatenate_padded_sums(program)
@@ -119,17 +112,13 @@ def test_sums_that_would_differ_or_cost_more_stay(function: Callable[[Tensor], T
 
 @pytest.mark.parametrize("function", REWRITTEN)
 def test_gradients_are_those_of_autograd(function: Callable[[Tensor], Tensor]) -> None:
-    assert_equals_autograd(Call(function), [(X.clone().requires_grad_(),)] * 2)
+    assert_equals_autograd(call(function), [(X.clone().requires_grad_(),)] * 2)
 
 
 def test_piece_that_is_read_elsewhere_stays() -> None:
-    class TwoReaders(nn.Module):
-        """The gradient of one half, padded, is also the gradient of another input."""
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (x + y)[..., :2].exp() + x[..., 2:].sin()
-
-    program = program_of(TwoReaders(), X.clone().requires_grad_(), X.clone().requires_grad_())
+    """The gradient of one half, padded, is also the gradient of another input."""
+    model = Made(lambda _, x, y: (x + y)[..., :2].exp() + x[..., 2:].sin())
+    program = program_of(model, X.clone().requires_grad_(), X.clone().requires_grad_())
     before = ops(program.joint)
     assert not concatenate_padded_sums(program)
     assert ops(program.joint) == before

@@ -16,7 +16,7 @@ from autosplit.passes.rewrites.peephole import (
     half_precision_dropout,
 )
 from autosplit.passes.verify import verify
-from tests.passes.graphs import ops, program_of
+from tests.passes.graphs import Made, ops, program_of
 from tests.semantics.against_autograd import assert_equals_autograd
 
 # --- divide: one convolution_backward becomes two by its output mask ------------------------------
@@ -161,28 +161,17 @@ def test_a_first_transpose_that_others_read_stays() -> None:
     assert second not in graph.nodes
 
 
-class Mixed(nn.Module):
-    """Returns what it transposed twice, and has two parameters with one gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(4, 4))
-        self.b = nn.Parameter(torch.randn(4, 4))
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x @ (self.a.t().t() + self.b).t())
-        return y.t().t()
-
-
 def test_gradients_are_autograds() -> None:
-    assert_equals_autograd(Mixed(), [(torch.randn(3, 4, requires_grad=True),)] * 2)
-
-
-class TransposedScalar(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.transpose(x.sum().transpose(0, -1), 0, -1) * 2
+    """Of what is transposed twice and returned, and of two parameters with one gradient."""
+    model = Made(
+        lambda m, x: m.linear(x @ (m.a.t().t() + m.b).t()).t().t(),
+        a=torch.randn(4, 4),
+        b=torch.randn(4, 4),
+        linear=nn.Linear(4, 4),
+    )
+    assert_equals_autograd(model, [(torch.randn(3, 4, requires_grad=True),)] * 2)
 
 
 def test_a_scalar_has_no_dimensions_to_exchange() -> None:
-    assert_equals_autograd(TransposedScalar(), [(torch.randn(3, requires_grad=True),)] * 2)
+    model = Made(lambda _, x: torch.transpose(x.sum().transpose(0, -1), 0, -1) * 2)
+    assert_equals_autograd(model, [(torch.randn(3, requires_grad=True),)] * 2)
