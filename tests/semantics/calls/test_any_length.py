@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import SplitError
 from autosplit.torch_internals.version import TORCH
-from tests.semantics.against_autograd import assert_equals_autograd
+from tests.semantics.against_autograd import Made, assert_equals_autograd, leaves
 from tests.zoo import Attention, llama
 
 # --- inputs whose sizes vary: one graph holds for them, and what it assumes of sizes is checked ---
@@ -68,43 +68,32 @@ def test_channels_and_images() -> None:
     assert len(split.functions) == (3 if TORCH < (2, 12) else 2)
 
 
-class Branches(nn.Module):
-    """What it does depends on whether the number of rows is divisible by four, and a power."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.even, self.all = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = len(x)
-        if rows % 4 == 0:
-            x = self.even(x)
-        if rows & (rows - 1) == 0:
-            x = x * 2
-        return self.all(x) * rows**-0.5
+def branches(model: Any, x: Tensor) -> Tensor:
+    """It depends on whether the number of rows is divisible by four, and a power."""
+    rows = len(x)
+    if rows % 4 == 0:
+        x = model.linear(x)
+    if rows & (rows - 1) == 0:
+        x = x * 2
+    return model.second(x) * rows**-0.5  # type: ignore[no-any-return]
 
 
 def test_sizes_that_a_model_branches_on_have_graphs_of_their_own() -> None:
-    rows = [(torch.randn(count, 4).requires_grad_(),) for count in (3, 5, 8, 12, 7, 6, 20, 16, 1)]
-    split = assert_equals_autograd(Branches(), rows)
+    rows = [leaves(count, 4, count=1)[0] for count in (3, 5, 8, 12, 7, 6, 20, 16, 1)]
+    split = assert_equals_autograd(Made(branches), rows)
     assert 3 <= len(split.functions) < len(rows)
 
 
-class Pair(nn.Module):
+def pair(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Broadcasts, where the second input has one row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.linear(x) * y if len(x) == len(y) or len(y) == 1 else self.linear(x).sum() + y
+    made: Tensor = model.linear(x)
+    return made * y if len(x) == len(y) or len(y) == 1 else made.sum() + y
 
 
 def test_sizes_that_were_equal_need_not_stay_so() -> None:
     sizes = [(3, 3), (5, 5), (7, 7), (6, 1), (4, 7), (9, 8), (2, 2)]
     split = assert_equals_autograd(
-        Pair(), [(torch.randn(a, 4).requires_grad_(), torch.randn(b, 4)) for a, b in sizes]
+        Made(pair), [(torch.randn(a, 4).requires_grad_(), torch.randn(b, 4)) for a, b in sizes]
     )
     assert len(split.functions) < len(sizes)
 
@@ -131,18 +120,9 @@ def _(x: Tensor) -> Tensor:
 doubled.register_autograd(lambda ctx, grad: sum(grad.chunk(2)))
 
 
-class Doubled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(doubled(x))
-
-
 def test_what_cannot_be_traced_for_any_size_is_traced_for_each() -> None:
-    rows = [(torch.randn(count, 4).requires_grad_(),) for count in (3, 5, 8, 5)]
-    split = assert_equals_autograd(Doubled(), rows)
+    rows = [leaves(count, 4, count=1)[0] for count in (3, 5, 8, 5)]
+    split = assert_equals_autograd(Made(lambda m, x: m.linear(doubled(x))), rows)
     assert len(split.functions) == 3
     assert "A graph is captured for each combination of input sizes:" in split.report()
     assert "rows are to be a number" in split.report()
@@ -235,21 +215,16 @@ def test_options_that_need_whole_graphs(options: dict[str, Any]) -> None:
         autosplit.split(nn.Linear(2, 2), dynamic=True, backend="inductor", **options)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, factor: Any, mode: str = "same") -> Tensor:
-        y = self.linear(x) * factor
-        return y.relu() if mode == "relu" else y
+def scaled(model: Any, x: Tensor, factor: Any, mode: str = "same") -> Tensor:
+    y: Tensor = model.linear(x) * factor
+    return y.relu() if mode == "relu" else y
 
 
 def test_python_numbers_and_strings() -> None:
     """Equal numbers of different types are different calls."""
     x = torch.randn(3, 4).requires_grad_()
     batch = [(x, 2), (x, 2.0), (x, True), (x, 1), (x, 1, "relu"), (x, 2)]
-    split = assert_equals_autograd(Scaled(), batch)
+    split = assert_equals_autograd(Made(scaled), batch)
     assert len(split.functions) == 5
 
 
