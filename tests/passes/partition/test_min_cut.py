@@ -7,7 +7,7 @@ import math
 from collections.abc import Set
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autosplit.passes import PassError
@@ -23,7 +23,7 @@ def test_weights_decide_between_currencies() -> None:
     assert network.cut(lambda price: price.bytes + 3 * price.time)[0] == {SOURCE}
 
 
-NODES = range(5)
+NODES = range(6)
 PAIRS = [
     (tail, head)
     for tail, head in itertools.product([SOURCE, *NODES], [*NODES, SINK])
@@ -42,8 +42,18 @@ def cost(edges: Edges, early: Set[int]) -> float:
     return math.inf if None in cut else sum(size for size in cut if size is not None)
 
 
+SIZES = st.integers(0, 9) | st.none()
+LONGER = [(SOURCE, 2), (2, 3), (3, 1), (0, 4), (4, 5), (5, SINK)]
+"""Ways that are open once the shortest, over 0 and 1, gives way."""
+
+
 @settings(max_examples=400, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(PAIRS), st.none() | st.integers(0, 9)), max_size=14))
+@example([(ends, 1) for ends in [(SOURCE, 0), (0, 1), (1, SINK), *LONGER]])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(PAIRS), st.integers(0, 9) | st.none()), min_size=6, max_size=24
+    )
+)
 def test_the_smallest_side_of_the_cheapest_cut(edges: Edges) -> None:
     """Or the refusal where there is none; parallel edges add up."""
     network = Network()
