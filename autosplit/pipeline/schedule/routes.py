@@ -13,8 +13,7 @@ result goes by the name of I. Which stages feed which is for ``Feeds`` to say.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,43 +140,6 @@ def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Rout
         receives={peer: tuple(parcels) for peer, parcels in receives.items() if parcels},
         proven=proven,
     )
-
-
-def in_one_order(schedule: Schedule, feeds: Feeds) -> Iterator[tuple[int, Action]]:
-    """All actions of a step with their ranks, each behind what it needs: a rank runs its next one
-    as soon as that is there, rank by rank in turn. What a deadlock keeps from running is left out.
-    """
-    todo = [deque(row) for row in schedule.ranks]
-    made: set[Action] = set()
-    moving = True
-    while moving:
-        moving = False
-        for rank, row in enumerate(todo):
-            if row and made.issuperset(needs_of(row[0], feeds)):
-                moving = True
-                action = row.popleft()
-                made.add(result_of(action))
-                yield rank, action
-
-
-def posts_of(schedule: Schedule, feeds: Feeds) -> list[dict[Action, tuple[int, ...]]]:
-    """Per rank, for what it computes, from whom it is to have the next receives posted before it.
-
-    A send begins where its message is made. With the receive next to it in one order of all that
-    the ranks do, nothing stands in a queue behind what comes later in that order: whichever queues
-    messages share, down to a single one for all, none waits for another in a circle.
-    """
-    posts: list[dict[Action, tuple[int, ...]]] = [{} for _ in schedule.ranks]
-    coming: list[list[int]] = [[] for _ in schedule.ranks]
-    for maker, action in in_one_order(schedule, feeds):
-        if action.kind.is_compute:
-            posts[maker][action] = tuple(coming[maker])
-            coming[maker].clear()
-        for parcel in parcels_of(result_of(action), feeds):
-            taker = schedule.placement[parcel.stage]
-            if taker != maker:
-                coming[taker].append(maker)
-    return posts
 
 
 def pairs_of(schedule: Schedule, feeds: Feeds) -> set[tuple[int, int]]:

@@ -21,12 +21,12 @@ from autosplit.pipeline.schedule.routes import (
     ends_of,
     parcels_for,
     parcels_of,
-    posts_of,
     result_of,
     routes_of,
 )
 from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.one_order import posts_of
 
 from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs
 from .torch_csv import COMPUTED, WAITS

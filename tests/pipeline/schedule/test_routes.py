@@ -22,11 +22,11 @@ from autosplit.pipeline.schedule.routes import (
     Parcel,
     Routes,
     pairs_of,
-    posts_of,
     routes_of,
 )
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
+from autosplit.pipeline.simulation.one_order import posts_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.stage_modules import Partitioned, StageSource
