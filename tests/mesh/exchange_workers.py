@@ -181,12 +181,12 @@ def sent(x: Tensor, places: int, name: str) -> Tensor:
     group = _resolve_process_group(name)
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
     came = torch.empty_like(x)
-    works = [
-        dist.isend(x.contiguous(), ranks[(own + places) % len(ranks)], group),
-        dist.irecv(came, ranks[(own - places) % len(ranks)], group),
+    both = [  # together: over NCCL, one behind the other would wait for the other rank's
+        dist.P2POp(dist.isend, x.contiguous(), ranks[(own + places) % len(ranks)], group),
+        dist.P2POp(dist.irecv, came, ranks[(own - places) % len(ranks)], group),
     ]
-    for work in works:
-        cast("dist.Work", work).wait()
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
     return came
 
 

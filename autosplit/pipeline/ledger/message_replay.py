@@ -99,7 +99,7 @@ class MessageReplay:
     ) -> None:
         self._schedule, self._rank, self._feeds = schedule, rank, feeds
         self._negotiation, self._level = negotiation, level
-        self._routes = routes_of(schedule, rank, feeds)
+        self._routes = routes_of(schedule, feeds)[rank]
         self._source = {p: peer for peer, ps in self._routes.receives.items() for p in ps}
         self._place = {p: at for ps in self._routes.receives.values() for at, p in enumerate(ps)}
         self._posted: dict[int, int] = {}

@@ -13,7 +13,8 @@ result goes by the name of I. Which stages feed which is for ``Feeds`` to say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,9 +107,9 @@ class Routes:
     """
 
     feeds: Feeds
-    sends: Mapping[int, tuple[Parcel, ...]]
-    receives: Mapping[int, tuple[Parcel, ...]]
-    proven: Mapping[Parcel, int]
+    sends: dict[int, tuple[Parcel, ...]]
+    receives: dict[int, tuple[Parcel, ...]]
+    proven: dict[Parcel, int]
 
 
 def ends_of(parcel: Parcel, schedule: Schedule) -> tuple[int, int]:
@@ -120,26 +121,27 @@ def ends_of(parcel: Parcel, schedule: Schedule) -> tuple[int, int]:
     )
 
 
-def routes_of(schedule: Schedule, rank: int, feeds: Feeds | None = None) -> Routes:
-    """The traffic of ``rank`` under a legal ``schedule``; without ``feeds``, that of a chain."""
+def routes_of(schedule: Schedule, feeds: Feeds | None = None) -> list[Routes]:
+    """The traffic of every rank under a legal ``schedule``; without ``feeds``, that of a chain."""
     feeds = feeds or Feeds(schedule.stages)
-    peers = [peer for peer in range(len(schedule.ranks)) if peer != rank]
-    sends = {peer: tuple(_sent(schedule, rank, peer, feeds)) for peer in peers}
-    receives = {peer: _sent(schedule, peer, rank, feeds) for peer in peers}
-    proven: dict[Parcel, int] = {}
-    for peer in peers:
-        taken = _first_uses(schedule, peer, feeds)
-        for parcel, made_at in receives[peer].items():
-            count = 0
-            while count < len(sends[peer]) and taken[sends[peer][count]] <= made_at:
+    routes = [Routes(feeds, {}, {}, {}) for _ in schedule.ranks]
+    made: dict[tuple[int, int], dict[Parcel, int]] = defaultdict(dict)
+    for rank, row in enumerate(schedule.ranks):
+        for place, action in enumerate(row):
+            for parcel in parcels_of(result_of(action), feeds):
+                target = schedule.placement[parcel.stage]
+                if target != rank:
+                    made[rank, target][parcel] = place
+    taken = [_first_uses(row, feeds) for row in schedule.ranks]
+    for source, target in sorted(made):
+        sent, back = made[source, target], tuple(made.get((target, source), ()))
+        routes[source].sends[target] = routes[target].receives[source] = tuple(sent)
+        count = 0
+        for parcel, made_at in sent.items():
+            while count < len(back) and taken[source][back[count]] <= made_at:
                 count += 1
-            proven[parcel] = count
-    return Routes(
-        feeds=feeds,
-        sends={peer: parcels for peer, parcels in sends.items() if parcels},
-        receives={peer: tuple(parcels) for peer, parcels in receives.items() if parcels},
-        proven=proven,
-    )
+            routes[target].proven[parcel] = count
+    return routes
 
 
 def pairs_of(schedule: Schedule, feeds: Feeds) -> set[tuple[int, int]]:
@@ -167,20 +169,10 @@ def parcels_for(action: Action, feeds: Feeds) -> tuple[Parcel, ...]:
     return tuple(Parcel(need, stage) for need in needs_of(action, feeds) if need.stage != stage)
 
 
-def _sent(schedule: Schedule, source: int, target: int, feeds: Feeds) -> dict[Parcel, int]:
-    """What ``source`` makes for ``target``, in order, with the place of its action."""
-    return {
-        parcel: position
-        for position, action in enumerate(schedule.ranks[source])
-        for parcel in parcels_of(result_of(action), feeds)
-        if schedule.placement[parcel.stage] == target
-    }
-
-
-def _first_uses(schedule: Schedule, rank: int, feeds: Feeds) -> dict[Parcel, int]:
-    """For what ``rank`` needs, the place of the first action that needs it."""
+def _first_uses(row: Sequence[Action], feeds: Feeds) -> dict[Parcel, int]:
+    """For what a rank needs, the place of the first action that needs it."""
     uses: dict[Parcel, int] = {}
-    for position, action in enumerate(schedule.ranks[rank]):
+    for place, action in enumerate(row):
         for parcel in parcels_for(action, feeds):
-            uses.setdefault(parcel, position)
+            uses.setdefault(parcel, place)
     return uses

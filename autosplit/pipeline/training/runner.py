@@ -266,7 +266,7 @@ class Runner:
         """Have a schedule run a step's stages; collective over all ranks."""
         groups, shards = self._groups, self._held.sharded
         groups.connect(pairs_of(schedule, self._feeds))
-        routes = routes_of(schedule, groups.rank, self._feeds)
+        routes = routes_of(schedule, self._feeds)[groups.rank]
         posts = posts_of(schedule, self._feeds)[groups.rank] if groups.pairwise else None
         if shards is not None:
             schedule = with_sharding(schedule, shards.stages)

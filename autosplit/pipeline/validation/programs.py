@@ -9,15 +9,16 @@ here is there between ranks of one share of the mesh, so that a circle here is o
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
 from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
-from autosplit.pipeline.schedule.moves import journeys_of, waited_departures
+from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import (
+    Routes,
     ends_of,
     parcels_for,
     parcels_of,
@@ -203,9 +204,12 @@ def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
     if {SHARD, EXPERT_SHARD}.intersection(dimensions):
         schedule = with_sharding(schedule)
     feeds = Feeds(schedule.stages)
+    journeys = journeys_of(schedule)
     return {
-        rank: _EngineRank(schedule, rank, feeds, posts, dimensions).run()
-        for rank, posts in enumerate(posts_of(schedule, feeds))
+        rank: _EngineRank(schedule, rank, routes, posts, journeys, dimensions).run()
+        for rank, (routes, posts) in enumerate(
+            zip(routes_of(schedule, feeds), posts_of(schedule, feeds), strict=True)
+        )
     }
 
 
@@ -216,17 +220,18 @@ class _EngineRank(Host):
         self,
         schedule: Schedule,
         rank: int,
-        feeds: Feeds,
+        routes: Routes,
         posts: Mapping[Action, Sequence[int]],
+        journeys: Iterable[Journey],
         dimensions: Collection[str],
     ) -> None:
         super().__init__(rank, schedule.placement, "edge", dimensions)
-        self._schedule, self._feeds, self._posts = schedule, feeds, posts
-        self._routes = routes = routes_of(schedule, rank, feeds)
+        self._schedule, self._routes, self._posts = schedule, routes, posts
         self._receives = {peer: deque(parcels) for peer, parcels in routes.receives.items()}
+        self._retired = Counter[int]()
         self._moves: dict[int, int] = {}
         self._needs = defaultdict(list, waited_departures(schedule.ranks[rank]))
-        for each in journeys_of(schedule):
+        for each in journeys:
             if each.rank == rank:
                 self._needs[each.comes].append(each.leaves)
                 self._needs[each.used].append(each.comes)
@@ -259,12 +264,13 @@ class _EngineRank(Host):
         schedule, routes = self._schedule, self._routes
         for peer in self._posts[action]:
             self.enqueue(self._receives[peer].popleft().receive)
-        for parcel in parcels_for(action, self._feeds):
-            sent = routes.sends.get(ends_of(parcel, schedule)[0], ())
-            for each in sent[: routes.proven.get(parcel, 0)]:
+        for parcel in parcels_for(action, routes.feeds):
+            peer, proven = ends_of(parcel, schedule)[0], routes.proven.get(parcel, 0)
+            for each in routes.sends.get(peer, ())[self._retired[peer] : proven]:
                 self._wait(each.send)
+                self._retired[peer] += 1
         self.enqueue(action)
-        for parcel in parcels_of(result_of(action), self._feeds):
+        for parcel in parcels_of(result_of(action), routes.feeds):
             if ends_of(parcel, schedule)[1] != self._rank:
                 self.enqueue(parcel.send)
 

@@ -94,7 +94,7 @@ def _transport(*metas: TensorMeta, given: Sequence[bool] = (), prefetch: int = 2
     negotiation = Negotiation("train", groups, lambda: None)
     negotiation.publish(0, metas)
     negotiation.publish_gradients(0, 1, given)
-    routes = routes_of(build("gpipe", 2, 1, ranks=1), 0)
+    routes = routes_of(build("gpipe", 2, 1, ranks=1))[0]
     return Transport(routes, groups, negotiation, device=CPU, prefetch=prefetch)
 
 

@@ -56,8 +56,8 @@ def _proven(routes: Routes) -> dict[str, int]:
 
 def test_gpipe_proves_activations_only_with_gradients() -> None:
     schedule = build("gpipe", 2, 3, split_backward=False)
-    assert _proven(routes_of(schedule, 0)) == {"1I0": 3, "1I1": 3, "1I2": 3}
-    assert _proven(routes_of(schedule, 1)) == {"0F0": 0, "0F1": 0, "0F2": 0}
+    assert _proven(routes_of(schedule)[0]) == {"1I0": 3, "1I1": 3, "1I2": 3}
+    assert _proven(routes_of(schedule)[1]) == {"0F0": 0, "0F1": 0, "0F2": 0}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_simulator_sends_what_the_engine_sends(
     sent = {
         (rank, peer): list(parcels)
         for rank in range(ranks)
-        for peer, parcels in routes_of(schedule, rank, feeds).sends.items()
+        for peer, parcels in routes_of(schedule, feeds)[rank].sends.items()
     }
     graph = StepGraph(schedule, feeds=feeds, transfer=Transfer(latency=0.5))
     simulated: dict[tuple[int, int], list[Parcel]] = {}
@@ -139,7 +139,7 @@ def _run(
         for boundary in range(schedule.stages):
             negotiation.known[boundary] = (META,)
         transport = Transport(
-            routes_of(schedule, port.rank),
+            routes_of(schedule)[port.rank],
             port,
             negotiation,
             device=CPU,

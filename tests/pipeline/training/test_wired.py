@@ -105,7 +105,7 @@ def _run(model: wired.Wired, schedule: Schedule, prefetch: int) -> list[Noting]:
             schedule,
             port.rank,
             Transport(
-                routes_of(schedule, port.rank, feeds),
+                routes_of(schedule, feeds)[port.rank],
                 port,
                 negotiation,
                 device=CPU,

@@ -94,7 +94,7 @@ def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     negotiation.known |= dict.fromkeys(range(schedule.stages), (META,))
     link: Any = log
     posts = posts_of(schedule, feeds)[rank]
-    transport = Transport(routes_of(schedule, rank), link, negotiation, device=CPU, posts=posts)
+    transport = Transport(routes_of(schedule)[rank], link, negotiation, device=CPU, posts=posts)
     stages = dict.fromkeys(schedule.held(rank), Stage())
     executor = Executor(stages, schedule, rank, transport, loss_grad=torch.ones(1))
     count = schedule.microbatches
