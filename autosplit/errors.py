@@ -80,6 +80,10 @@ class ScheduleError(AutosplitError):
     """A pipeline schedule is unknown, malformed or illegal."""
 
 
+class DeadlockError(ScheduleError):
+    """A pipeline schedule whose ranks wait for each other in a circle."""
+
+
 class PipelineError(AutosplitError):
     """A pipeline run failed: wrong input, a failed rank, a lost peer, a timeout."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
 
 import click
 
 from autosplit.cli.options import dimensions, typed_errors
-from autosplit.errors import ScheduleError
+from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.mesh.dimensions import DIMENSIONS, PIPELINE
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action
@@ -29,58 +29,63 @@ from autosplit.pipeline.validation.communicators import (
 )
 from autosplit.pipeline.validation.grid import describe
 from autosplit.pipeline.validation.programs import COMMUNICATORS, of_engine, of_torch
-from autosplit.pipeline.validation.torch_csv import add_communication, read_actions
-from autosplit.text.figures import few
+from autosplit.pipeline.validation.torch_csv import add_communication, check_memory, read_actions
+from autosplit.text.figures import few, nearest
 
 _RULES: dict[Sharing, str] = {
     "streams": "a stream for each communicator",
     "launches": "one connection to the device (CUDA_DEVICE_MAX_CONNECTIONS=1)",
     "kernels": "one kernel at a time that communicates",
 }
+_MAY_HANG = "may hang"
 
 
 def read_schedule(
     source: str, ranks: int | None, microbatches: int | None
-) -> tuple[Schedule, Sequence[Sequence[Action]]]:
+) -> tuple[Schedule, Sequence[Sequence[Action]] | None]:
     """A schedule from a file, or one of ours by its name; and per rank its actions with sends and
-    receives.
+    receives, where a file lists these.
 
     Args:
         source: the file, in any form, or the name.
         ranks: that there are to be; None: as the file has them.
-        microbatches: of one of ours; None: two a rank.
+        microbatches: likewise; of one of ours None is two a rank.
 
     Raises:
-        ScheduleError: no such schedule, an illegal one, or one of other ranks.
+        ScheduleError: no such schedule, an illegal one, or one of other ranks or microbatches.
     """
     if source in SCHEDULES and ranks is not None:
         stages = ranks * (SCHEDULES[source].chunks or 2)
-        schedule = build(source, stages, microbatches or 2 * ranks, ranks=ranks)
-        return schedule, add_communication(schedule)
+        return build(source, stages, microbatches or 2 * ranks, ranks=ranks), None
     if not Path(source).is_file():
         raise ScheduleError(
             f"{source!r} is neither a file nor, with --mesh {PIPELINE}=..., one of the schedules "
-            f"{', '.join(SCHEDULES)}"
+            f"{', '.join(SCHEDULES)}{nearest(source, () if source in SCHEDULES else SCHEDULES)}"
         )
     schedule, rows = read_actions(source)
-    if ranks not in (None, len(schedule.ranks)):
-        raise ScheduleError(f"{source!r} has {len(schedule.ranks)} ranks, the mesh {ranks}")
+    for what, given, found in (
+        ("ranks", ranks, len(schedule.ranks)),
+        ("microbatches", microbatches, schedule.microbatches),
+    ):
+        if given not in (None, found):
+            raise ScheduleError(f"{source!r} has {found} {what}, not the {given} of the command")
     return schedule, rows
 
 
-def certificate(schedule: Schedule, programs: Programs) -> str:
-    """What is proved of a step that is known to end where each communicator has a stream, and what
-    it has under way at most.
+def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
+    """Of a step that is known to end where each communicator has a stream: whether it ends whatever
+    queues share, as far as that is judged; and what is proved, and is under way at most.
     """
-    lines = ["ends, whatever anything takes, with any buffers in the network or none:"]
-    for sharing, what in _RULES.items():
-        if sharing == "streams":
-            verdict = "ends"
-        elif has_moves(schedule):
-            verdict = "not judged, as moves have threads of their own"
+    verdicts = {"streams": "ends"}
+    for sharing in ("launches", "kernels"):
+        if has_moves(schedule):
+            verdicts[sharing] = "not judged, as moves have threads of their own"
         else:
-            verdict = "ends" if stuck(programs, sharing) is None else "may hang"
-        lines.append(f"  {what}: {verdict}")
+            verdicts[sharing] = "ends" if stuck(programs, sharing) is None else _MAY_HANG
+    ends = _MAY_HANG not in verdicts.values()
+    first = "ends" if ends else "may hang where queues of a device share a connection, else ends"
+    lines = [f"{first}, whatever anything takes, with any buffers in the network or none:"]
+    lines += [f"  {what}: {verdicts[sharing]}" for sharing, what in _RULES.items()]
     lines.append("communicators, and the most operations of a rank over one of them:")
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for program in programs.values():
@@ -93,7 +98,7 @@ def certificate(schedule: Schedule, programs: Programs) -> str:
     late = max(map(held_up, programs.values()))
     lines.append(f"in flight on a rank at most: {most[SEND]} sends, {most[RECEIVE]} receives")
     lines.append(f"sends behind a receive in their queue, on a rank at most: {late}")
-    return "\n".join(lines)
+    return ends, "\n".join(lines)
 
 
 @click.command()
@@ -105,14 +110,14 @@ def certificate(schedule: Schedule, programs: Programs) -> str:
     help=f"Dimensions and their sizes: {', '.join(DIMENSIONS)}.",
 )
 @click.option("--backend", type=click.Choice(["nccl"]), default="nccl", help="Whose rules.")
-@click.option("--microbatches", type=click.IntRange(min=1), help="Of one of our schedules.")
+@click.option("--microbatches", type=click.IntRange(min=1), help="In a step; a file has its own.")
 @click.option(
     "--torch",
     "communicators",
     type=click.Choice([*COMMUNICATORS]),
     help="Run by torch.distributed.pipelining: what messages have a communicator for.",
 )
-@typed_errors
+@partial(typed_errors, status=2)
 def check(
     schedule: str,
     mesh: tuple[tuple[str, int], ...],
@@ -123,22 +128,39 @@ def check(
     """Prove that a step of SCHEDULE ends, or print what waits for itself.
 
     SCHEDULE is a CSV file as torch writes them, or the name of one of our schedules.
+
+    \b
+    The exit status is 0 where it ends, 1 where it never does or may hang,
+    2 where that cannot be told: there is no such schedule, or an illegal one.
     """
     sizes = dict(mesh)
-    if unknown := sizes.keys() - DIMENSIONS:
-        raise click.BadParameter(f"unknown dimensions {unknown}; known: {', '.join(DIMENSIONS)}")
-    found, rows = read_schedule(schedule, sizes.get(PIPELINE), microbatches)
+    for name in sizes:
+        if name not in DIMENSIONS:
+            known = f"known: {', '.join(DIMENSIONS)}{nearest(name, DIMENSIONS)}"
+            raise click.BadParameter(f"unknown dimension {name!r}; {known}")
+    try:
+        found, rows = read_schedule(schedule, sizes.get(PIPELINE), microbatches)
+    except DeadlockError as error:
+        click.echo(f"never ends, whatever anything takes:\n{error}")
+        raise click.exceptions.Exit(1) from error
     several = [name for name, size in mesh if size > 1 and name != PIPELINE]
     if communicators is None:
         programs = of_engine(found, several)
     else:
-        if has_moves(found):
-            raise ScheduleError("torch's runtime does not move microbatches")
-        programs = of_torch(rows, found.placement, communicators, several)
+        check_memory(found)
+        listed = add_communication(found) if rows is None else rows
+        programs = of_torch(listed, found.placement, communicators, several)
     click.echo(f"{describe(found)}, {backend}{''.join(f', {n}={s}' for n, s in mesh)}")
     circle = stuck(programs)
     if circle is None:
-        click.echo(certificate(found, programs))
-        return
-    click.echo(f"never ends, whatever anything takes:\n{circle}")
-    raise click.exceptions.Exit(1)
+        ends, text = certificate(found, programs)
+    else:
+        ends, text = False, f"never ends, whatever anything takes:\n{circle}"
+    click.echo(text)
+    if rows is not None and communicators is None:
+        click.echo(
+            "the sends and receives of the file are not judged, as this engine has its own; with "
+            "--torch pair, group, direction or edge they are"
+        )
+    if not ends:
+        raise click.exceptions.Exit(1)

@@ -14,15 +14,18 @@ from autosplit.errors import AutosplitError, OutputError
 from autosplit.text.files import check_file, check_folder
 
 
-def typed_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Print an autosplit error as a message; anything else is a bug and keeps its traceback."""
+def typed_errors(command: Callable[..., None], status: int = 1) -> Callable[..., None]:
+    """Print an autosplit error as a message and exit with a status; anything else is a bug and
+    keeps its traceback.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except AutosplitError as error:
-            raise click.ClickException(f"{type(error).__name__}: {_words(error)}") from error
+            click.echo(f"Error: {type(error).__name__}: {_words(error)}", err=True)
+            raise click.exceptions.Exit(status) from error
 
     return run
 
@@ -83,7 +86,7 @@ def dimensions(
     """Names and sizes of a mesh; without any, none."""
     pairs = [part.strip().partition("=") for part in (value or "").split(",") if part.strip()]
     try:
-        found = tuple((name, int(size)) for name, _, size in pairs)
+        found = tuple((name.strip(), int(size)) for name, _, size in pairs)
     except ValueError as error:
         raise click.BadParameter(f"expected NAME=SIZE,... such as pp=2, got {value!r}") from error
     if len({name for name, _ in found}) < len(found) or any(size < 1 for _, size in found):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PipelineError
+from autosplit.text.figures import nearest
 
 PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 EXPERT, EXPERT_SHARD, CONTEXT = "ep", "efsdp", "cp"
@@ -205,6 +206,7 @@ def _names(mesh: Any) -> tuple[str, ...]:
         if name not in DIMENSIONS:
             raise PipelineError(
                 f"mesh dimension {name!r} is not supported; those that are: {known_dimensions()}"
+                f"{nearest(name, DIMENSIONS)}"
             )
     for one, other, advice in _APART:
         if one in names and other in names:

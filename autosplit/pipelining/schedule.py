@@ -13,7 +13,8 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.module import SplitModule
-from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
+from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.validation.torch_csv import rows_for_torch
 from autosplit.pipeline.validation.validate import validate
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.torch_internals.pipelining_schedules import runtime_of
@@ -43,9 +44,8 @@ def torch_schedule(
             than were given.
     """
     validate(schedule)
+    rows = rows_for_torch(schedule)
     _check_stages(schedule, stages)
-    # Torch's runtime gathers and frees by itself.
-    rows = [[str(action) for action in row] for row in without_sharding(schedule).ranks]
     return runtime_of(schedule.name, rows, stages, schedule.microbatches, loss_fn, options)
 
 

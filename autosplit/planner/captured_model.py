@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import functools
 import gc
 import inspect
@@ -30,6 +29,7 @@ from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.meta_model import alike, named_tensors, stand_in_tensors
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.planner.stage_module import Program, StageGraph, StageLayout, StageModule
+from autosplit.text.figures import few, nearest
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
 from autosplit.torch_internals.state import hold_state, modes_kept
@@ -390,7 +390,7 @@ class WholeModel:
         if not inside:
             raise PlanError(
                 f"cut_at={name!r} is no module that the forward of {type(self.model).__name__} "
-                f"calls{_alike(name, list(first))}"
+                f"calls{nearest(name, first) or f'; there are {few([*first], 5)}'}"
             )
         return min(inside)
 
@@ -412,11 +412,6 @@ def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "inputs of one microbatch are a tensor, a tuple of positional inputs, or a dictionary of "
         f"keyword inputs by name; got a {type(args).__name__} and a {type(named).__name__}"
     )
-
-
-def _alike(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, 3, 0.5) or known[:5]
-    return f"; there are {', '.join(map(repr, close))}" if known else ""
 
 
 def _input_names(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:

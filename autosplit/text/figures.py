@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 import re
 import statistics
@@ -77,6 +78,12 @@ def few(names: Sequence[str], shown: int = 1) -> str:
     """The first names, and how many more there are; nothing where there are none."""
     first = ", ".join(names[:shown])
     return f"{first} and {len(names) - shown} more" if len(names) > shown else first
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question that names what is known by the name most like one; nothing where none is."""
+    close = difflib.get_close_matches(name, [*known], 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -34,7 +34,7 @@ def read_text(path: str | Path, kind: str, error: type[AutosplitError]) -> str:
                 f"cannot read {kind} from {str(path)!r}: it has more than {LARGEST:,} bytes, which "
                 "none has"
             )
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # some editors put a mark in front
     except UnicodeDecodeError as problem:
         raise error(
             f"cannot read {kind} from {str(path)!r}: it is no UTF-8 text ({problem.reason} at byte "

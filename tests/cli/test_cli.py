@@ -438,10 +438,30 @@ def test_check(tmp_path: pathlib.Path) -> None:
     assert result.exit_code == 1
     assert "never ends" in result.output
     assert "1. rank 0: 0SEND_F1 <-- waits for 1RECV_F1 of rank 1" in result.output
-    assert run("check", crossed).exit_code == 0  # our engine lists messages itself
+    result = run("check", crossed, "--mesh", " pp = 2 ", "--microbatches", "2")
+    assert result.exit_code == 0  # our engine has messages of its own
+    assert "receives of the file are not judged" in result.output
+    result = run("check", crossed, "--torch", "edge")
+    assert result.exit_code == 1
+    assert result.output.splitlines()[1].startswith("may hang where queues of a device share")
+    circle = tmp_path / "circle.csv"
+    circle.write_text("\ufeff0B0,0F0\n1F0,1B0\n", encoding="utf-8")
+    result = run("check", circle)
+    assert (result.exit_code, result.output.splitlines()[0]) == (
+        1,
+        "never ends, whatever anything takes:",
+    )
     offloaded = tmp_path / "offloaded.csv"
     offloaded.write_text("0F0,0OFFLOAD0,0F1,0RELOAD0,0B0,0B1\n")
     assert "not judged, as moves have threads" in run("check", offloaded).output
-    assert "the mesh 3" in run("check", crossed, "--mesh", "pp=3").output
-    assert "known: pp, dp_replicate" in run("check 1f1b --mesh xx=2").output
-    assert "--mesh pp=..." in run("check 1f1b").output
+    for command, said in (
+        (("check", crossed, "--mesh", "pp=3"), "has 2 ranks, not the 3 of the command"),
+        (("check", crossed, "--microbatches", "3"), "has 2 microbatches, not the 3 of the"),
+        (("check", offloaded, "--torch", "pair"), "actions of memory such as 0OFFLOAD0, which"),
+        (("check", "zbv", "--mesh", "pp=4"), "did you mean 'zb-v'?"),
+        (("check", "1f1b", "--mesh", "pp=2,tensor=2"), "unknown dimension 'tensor'; known: pp, dp"),
+        (("check", "1f1b", "--mesh", "pp=2,dp_shards=2"), "did you mean 'dp_shard'"),
+        (("check", "1f1b"), "--mesh pp=..."),
+    ):
+        result = run(*command)
+        assert (result.exit_code, said in result.output) == (2, True), result.output

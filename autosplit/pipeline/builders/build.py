@@ -12,6 +12,7 @@ from itertools import islice
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
+from autosplit.text.figures import nearest
 
 from .families import SCHEDULES, Family
 from .placement import WEIGHTS, ScheduleTemplate, StageTimes, Times, WeightPlacement, per_stage
@@ -127,7 +128,9 @@ def unknown_schedule(given: object, *others: str) -> ScheduleError:
     """
     name = given if isinstance(given, str) else getattr(given, "__name__", repr(given))
     ours = _OF_TORCH.get(name.removeprefix("Schedule"))
-    hint = "" if ours is None else f"; what torch calls {name} is {ours!r}"
+    hint = nearest(name, (*SCHEDULES, *others))
+    if ours is not None:
+        hint = f"; what torch calls {name} is {ours!r}"
     return ScheduleError(
         f"unknown schedule {name!r}; known: {', '.join((*SCHEDULES, *others))}{hint}"
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
+from autosplit.text.figures import nearest
 
 
 class ActionKind(enum.Enum):
@@ -139,10 +140,12 @@ class Action:
         match = _TEXT.fullmatch(text)
         kind = None if match is None else _KINDS.get(match[2])
         if match is None or kind is None or kind.is_whole is not (match[3] is None):
+            word = re.sub("[^A-Z_]", "", text.upper())
             raise ScheduleError(
                 "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 "
                 f"digits without leading zeros, got {reprlib.repr(text)}; known kinds: "
                 + ", ".join(_KINDS)
+                + ("" if word in _KINDS else nearest(word, _KINDS))
             )
         return cls(int(match[1]), kind, int(match[3] or 0))
 
@@ -177,8 +180,13 @@ class JoinedWeights(Action):
 
 
 def numbered(microbatches: Sequence[int]) -> str:
-    """Numbers of microbatches in few letters: a run as its ends, ``0-3``, others with commas."""
-    first, last = microbatches[0], microbatches[-1]
-    if len(microbatches) > 2 and tuple(microbatches) == tuple(range(first, last + 1)):
-        return f"{first}-{last}"
-    return ",".join(map(str, microbatches))
+    """Numbers of microbatches in few letters: runs as their ends, ``0-3,7``."""
+    runs: list[list[int]] = []
+    for each in microbatches:
+        if runs and each == runs[-1][-1] + 1:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return ",".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
+    )

@@ -108,13 +108,18 @@ class Host:
         self.hold("settled", self._before)
 
     def enqueue(self, action: Action) -> None:
-        """A message, the wait for one, or something that is computed."""
+        """A message, the wait for one, or something that is computed, gathered or reduced."""
         kind = action.kind
         if kind.is_message:
             self._message(action)
         elif kind in _SENDS:
             self._wait(replace(action, kind=_SENDS[kind]))
-        else:
+        elif kind is ActionKind.UNSHARD:
+            shards = [each for each in self._dimensions if each in (SHARD, EXPERT_SHARD)]
+            self.compute(str(action), *(f"{each} gathers" for each in shards))
+        elif kind is ActionKind.REDUCE_GRAD:
+            self.compute(str(action), *(each for each in self._dimensions if each != TENSOR))
+        elif not kind.is_whole:
             if kind in _TAKES:
                 self._wait(replace(action, kind=_TAKES[kind]))
             self.compute(str(action), *self._exchanges)
@@ -250,12 +255,13 @@ class _EngineRank(Host):
                 self.hold(f"{action} waits", over)
             if action.kind.is_compute:
                 self._act(action)
-            elif action.kind is ActionKind.UNSHARD:
-                shards = [each for each in self._dimensions if each in (SHARD, EXPERT_SHARD)]
-                self.compute(str(action), *(f"{each} gathers" for each in shards))
+            elif action.kind.is_sharding:
+                self.enqueue(action)
         self.hold("moves", self._moves.values())
         self.settle()
-        self._reduce()
+        if {*self._dimensions} - {TENSOR}:  # means of replicas, in one order on all ranks
+            for stage in sorted(self._schedule.held(self._rank), reverse=True):
+                self.enqueue(Action(stage, ActionKind.REDUCE_GRAD, 0))
         self.settle()
         self.hold("losses", (), everyone)
         return self.operations
@@ -284,12 +290,6 @@ class _EngineRank(Host):
             name = "memory {} to {}".format(*ends)
             parts = [Part(name, SEND if leaves else RECEIVE, (partner,))]
         return self.put(str(action), _LANES.get(kind, kind.value), parts, over)
-
-    def _reduce(self) -> None:
-        """Means of replicas, in one order on all ranks."""
-        several = [each for each in self._dimensions if each != TENSOR]
-        for stage in sorted(self._schedule.held(self._rank), reverse=True) if several else ():
-            self.compute(f"{stage}REDUCE_GRAD", *several)
 
 
 _LANES = {

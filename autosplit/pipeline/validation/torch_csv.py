@@ -112,24 +112,43 @@ def write_csv(
     """
     if form not in FORMATS:
         raise ScheduleError(f"unknown form {form!r}; known: {', '.join(FORMATS)}")
-    memory = [action for row in schedule.ranks for action in row if action.kind.is_memory]
-    if memory and form != "with_memory":
-        raise ScheduleError(
-            f"{schedule.name!r} has actions of memory such as {memory[0]}, which torch's schedules "
-            "do not have: write it with form='with_memory' for read_csv, or the schedule without "
-            "them for torch"
-        )
     if form == "with_memory":
         rows = [[*map(str, row)] for row in schedule.ranks]
         rows[0][:0] = [f"{stage}MOVED{size}" for stage, size in sorted(schedule.moved.items())]
     elif form == "compute_only":
-        rows = [[*map(str, row)] for row in without_sharding(schedule).ranks]
+        rows = rows_for_torch(schedule)
     else:
+        check_memory(schedule)
         waits = csv_has_send_waits() if send_waits is None else send_waits
         listed = add_communication(schedule)
         rows = [[*map(str, _with_waits(row) if waits else row)] for row in listed]
     with writing(path), Path(path).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(rows)
+
+
+def check_memory(schedule: Schedule) -> None:
+    """Refuse what torch cannot run.
+
+    Raises:
+        ScheduleError: the schedule has actions of memory.
+    """
+    memory = [action for row in schedule.ranks for action in row if action.kind.is_memory]
+    if memory:
+        raise ScheduleError(
+            f"{schedule.name!r} has actions of memory such as {memory[0]}, which torch does not "
+            "have: take the schedule without them, or run it with PipelineTrainer, for which "
+            "write_csv(..., form='with_memory') writes it"
+        )
+
+
+def rows_for_torch(schedule: Schedule) -> list[list[str]]:
+    """Per rank its actions as torch reads them, which gathers and frees by itself.
+
+    Raises:
+        ScheduleError: see ``check_memory``.
+    """
+    check_memory(schedule)
+    return [[*map(str, row)] for row in without_sharding(schedule).ranks]
 
 
 def _with_waits(row: Sequence[Action]) -> Iterator[Action]:
@@ -169,18 +188,15 @@ def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
 
 def read_actions(
     path: str | Path, name: str | None = None
-) -> tuple[Schedule, Sequence[Sequence[Action]]]:
-    """As ``read_csv``, with all that a file lists for each rank; sends and receives of a file that
-    lists none are added.
-    """
+) -> tuple[Schedule, Sequence[Sequence[Action]] | None]:
+    """As ``read_csv``, with all that a file lists for each rank, if it lists sends and receives."""
     path = Path(path)
     rows, moved = _rows(path)
     schedule = _schedule(path.stem if name is None else name, rows, moved)
     validate(schedule)
-    complete = add_communication(schedule)
     if not any(action.kind.is_message for row in rows for action in row):
-        return schedule, complete
-    _check_messages(rows, complete)
+        return schedule, None
+    _check_messages(rows, add_communication(schedule))
     return schedule, rows
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from autosplit.errors import ScheduleError
+from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.simulation.playing import Wait, replay, unmade
@@ -41,6 +41,7 @@ def sharding_faults(schedule: Schedule) -> Iterator[Found]:
 
 
 _WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
+_CIRCLE = "deadlock: "
 _MOST = 50  # faults that are looked for; where there are more, none of the rest tells anything new
 
 
@@ -63,7 +64,8 @@ def validate(schedule: Schedule) -> None:
     gathered (UNSHARD) anywhere is gathered wherever its parameters are read.
 
     Raises:
-        ScheduleError: lists the faults (of more than 50 the first) and shows them on the grid.
+        ScheduleError: lists the faults (of more than 50 the first) and shows them on the grid; a
+            DeadlockError where there are none but circles.
     """
     count = sum(map(len, schedule.ranks))
     if count > LARGEST:
@@ -82,7 +84,8 @@ def validate(schedule: Schedule) -> None:
         ]
         faults = list(islice(chain(*checks), _MOST + 1))
     if faults:
-        raise ScheduleError(_report(schedule, faults))
+        waits = all(fault.text.startswith(_CIRCLE) for fault in faults)
+        raise (DeadlockError if waits else ScheduleError)(_report(schedule, faults))
 
 
 def _sizes(schedule: Schedule) -> Iterator[_Fault]:
@@ -188,7 +191,7 @@ def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:
     run = replay(schedule, lambda action: 1.0, given=unmade(schedule))
     for circle in run.cycles():
         cells = tuple(_standing(each, run.times) for each in circle if each.rank < each.ranks)
-        yield _Fault(f"deadlock: {'; '.join(map(str, circle))}", cells)
+        yield _Fault(f"{_CIRCLE}{'; '.join(map(str, circle))}", cells)
 
 
 def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:

@@ -167,7 +167,10 @@ def refusal(**options: Any) -> str:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    assert refusal(name="zbv") == f"unknown schedule 'zbv'; known: {', '.join(SCHEDULES)}"
+    assert (
+        refusal(name="zbv")
+        == f"unknown schedule 'zbv'; known: {', '.join(SCHEDULES)}; did you mean 'zb-v'?"
+    )
     assert list(SCHEDULES)[:3] == ["naive", "gpipe", "1f1b"]
     assert refusal(weights="late") == "unknown weights 'late'; known: 2bp, fill"
     assert WEIGHTS == ("2bp", "fill")

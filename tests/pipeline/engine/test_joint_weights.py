@@ -95,7 +95,14 @@ def _weights(text: str) -> list[Action]:
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [((3,), "3"), ((0, 1), "0,1"), ((0, 1, 2, 3), "0-3"), ((0, 2, 4), "0,2,4"), ((2, 1), "2,1")],
+    [
+        ((3,), "3"),
+        ((0, 1), "0,1"),
+        ((0, 1, 2, 3), "0-3"),
+        ((0, 2, 4), "0,2,4"),
+        ((0, 1, 2, 5, 7, 8), "0-2,5,7,8"),
+        ((2, 1), "2,1"),
+    ],
 )
 def test_text_of_several_microbatches(numbers: tuple[int, ...], text: str) -> None:
     assert numbered(numbers) == text

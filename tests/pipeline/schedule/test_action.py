@@ -79,6 +79,11 @@ def test_bad_text_is_refused(text: str) -> None:
     )
 
 
+def test_a_kind_that_is_much_like_one_is_named() -> None:
+    with pytest.raises(ScheduleError, match=r"RESHARD; did you mean 'SEND_F'"):
+        Action.parse("0SENDF1")
+
+
 # --- UNSHARD and RESHARD in schedules -------------------------------------------------------------
 
 

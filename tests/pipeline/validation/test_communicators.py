@@ -123,6 +123,15 @@ def test_moves_end(name: str) -> None:
         assert stuck(of_engine(moved)) is None
 
 
+def test_reductions_that_a_file_of_torch_lists_are_judged() -> None:
+    listed = rows("0UNSHARD 0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD", "1RECV_F0 1F0 1B0 1SEND_B0")
+    programs = of_torch(listed, (0, 1), "edge", (SHARD, TENSOR))
+    parts = {each.text: [part.communicator for part in each.parts] for each in programs[0]}
+    assert parts["0UNSHARD"] == ["dp_shard gathers of rank 0"]
+    assert parts["0F0"] == ["tp of rank 0"]
+    assert parts["0REDUCE_GRAD"] == ["dp_shard of rank 0"]
+
+
 # --- what hangs, and how it is said ---------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.torch_csv import TORCH_FORMATS, read_csv, write_csv
 from autosplit.pipeline.validation.validate import validate
+from autosplit.pipelining import torch_schedule
 from tests.pipeline.tables import rows_of, schedule_of
 
 OWNER = "0F0 0EVICT0 0F1 0LOAD0 0B0 0B1"
@@ -131,8 +132,10 @@ def test_partners_that_wait_for_each_other_are_a_deadlock() -> None:
 def test_torch_has_none_of_these_actions(form: str, tmp_path: Path) -> None:
     """And the advice is one that works."""
     schedule = replace(paired(OWNER, HOLDER), moved={0: 4096})
-    with pytest.raises(ScheduleError, match=r"such as 0EVICT0, which torch's .*'with_memory'"):
+    with pytest.raises(ScheduleError, match=r"such as 0EVICT0, which torch .*'with_memory'"):
         write_csv(schedule, tmp_path / "file.csv", form)
+    with pytest.raises(ScheduleError, match="such as 0EVICT0, which torch"):
+        torch_schedule(schedule, [])
     write_csv(schedule, tmp_path / "file.csv", "with_memory")
     back = read_csv(tmp_path / "file.csv", name=schedule.name)
     assert back == schedule
