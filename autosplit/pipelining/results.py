@@ -101,7 +101,7 @@ class Results:
                 f"the next stage was told to expect {described(agreed.metas)} at first. "
                 "Give every step batches of one size that the number of microbatches divides "
                 "(drop_last=True in a DataLoader); where the module itself was changed, such as by "
-                "freezing parameters, build stages and schedule anew"
+                "training parameters that were frozen, build stages and schedule anew"
             )
 
     def inputs_given(self, come: Sequence[bool] | None) -> list[bool]:
