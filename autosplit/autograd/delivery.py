@@ -64,6 +64,10 @@ class Delivery:
         With concatenated accumulation, those that follow each other and ran the same graph on the
         same parameters and buffers go through one W.
 
+        Args:
+            microbatches: the work.
+            slots: to which gradients are added; those of other parameters, to ``.grad``.
+
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """

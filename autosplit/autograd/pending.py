@@ -10,9 +10,9 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .lazy_gradient import NOTING, GradientSlot
 from .lazy_gradients import LazyGradients
+
+if TYPE_CHECKING:
+    from .delivery import Delivery
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -181,26 +184,6 @@ class PendingBound:
         return microbatches
 
 
-class Deliver(Protocol):
-    """Computes weight gradients.
-
-    Attributes:
-        reduced: whether data parallelism looks on.
-    """
-
-    reduced: bool
-
-    def __call__(
-        self, microbatches: Sequence[Sequence[PendingWork]], slots: Mapping[int, GradientSlot]
-    ) -> None:
-        """Compute the gradients of microbatches, in their order, and add them to the slots' of
-        their parameters (by ``id``); of others, to ``.grad``.
-        """
-
-    def announce(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
-        """Tell who waits for it at nodes of autograd that gradients of these have come."""
-
-
 class PendingQueue:
     """Microbatches between I and W, oldest first, behind lazy gradients. Several threads may add
     and compute.
@@ -216,7 +199,7 @@ class PendingQueue:
         thread: which thread computes; None where none does.
     """
 
-    def __init__(self, deliver: Deliver, bound: PendingBound) -> None:
+    def __init__(self, deliver: Delivery, bound: PendingBound) -> None:
         self.deliver = deliver
         self.bound = bound
         self._computing = threading.RLock()
@@ -384,7 +367,7 @@ class PendingQueue:
 
 
 def compute_pending(
-    queues: Sequence[PendingQueue], take: Callable[[], list[list[PendingWork]]], deliver: Deliver
+    queues: Sequence[PendingQueue], take: Callable[[], list[list[PendingWork]]], deliver: Delivery
 ) -> int:
     """Compute microbatches of some queues, one thread at a time. Where that fails, ``.grad`` raises
     when it is used.
