@@ -133,7 +133,8 @@ def run(
 
     Raises:
         PassError: an invariant is broken after a pass (every violation is listed), a pass
-            that reported no change changed something, or ``memory`` is unknown or cannot be met.
+            that reported no change added or removed nodes, or ``memory`` is unknown or cannot be
+            met.
     """
     setting = memory if isinstance(memory, Memory) else memory_setting(memory)
     program = SplitGraphs(joint, setting)
