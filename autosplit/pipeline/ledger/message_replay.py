@@ -6,7 +6,7 @@ Storages without tensors: how many hold each, and how many bytes there are in al
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from autosplit.pipeline.engine.boundaries import Negotiation
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -87,6 +87,7 @@ class MessageReplay:
         feeds: who feeds whom.
         negotiation: where it was agreed on what stages put out and get back.
         level: counts.
+        posts: see ``Transport``.
     """
 
     def __init__(
@@ -96,7 +97,10 @@ class MessageReplay:
         feeds: Feeds,
         negotiation: Negotiation,
         level: Level,
+        posts: Mapping[Action, Sequence[int]] | None,
     ) -> None:
+        self._ahead = _PREFETCH if posts is None else 0
+        self._posts = posts or {}
         self._schedule, self._rank, self._feeds = schedule, rank, feeds
         self._negotiation, self._level = negotiation, level
         self._routes = routes_of(schedule, feeds)[rank]
@@ -114,7 +118,13 @@ class MessageReplay:
         self._posted = dict.fromkeys(self._routes.receives, 0)
         self._sent, self._retired = defaultdict(deque), defaultdict(int)
         for peer in self._posted:
-            self._post(peer, _PREFETCH)
+            self._post(peer, self._ahead)
+
+    def post(self, action: Action) -> None:
+        """Post the receives that are posted before an action."""
+        for each in action.microbatches:
+            for peer in self._posts.get(Action(action.stage, action.kind, each), ()):
+                self._post(peer, self._posted[peer] + 1)
 
     def finish(self) -> None:
         """End a step: everything has arrived, and its losses are with the caller."""
@@ -211,7 +221,7 @@ class MessageReplay:
         if parcel not in self._source:
             return self._here.pop(parcel)
         peer = self._source[parcel]
-        self._post(peer, self._place[parcel] + 1 + _PREFETCH)
+        self._post(peer, self._place[parcel] + 1 + self._ahead)
         values = self._coming.pop(parcel)
         if not any(values):  # nothing travels, so nothing tells what has arrived
             return values

@@ -7,7 +7,7 @@ row.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autosplit.passes import Kind, Role
 from autosplit.passes.lowering.buffers import LiveBytes
@@ -54,6 +54,7 @@ class RankReplay:
         stages: this rank's stages.
         negotiation: where it was agreed on what stages put out and get back.
         calls: knows what stages' calls hold.
+        posts: see ``Transport``.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RankReplay:
         stages: Mapping[int, Stage],
         negotiation: Negotiation,
         calls: CallMemory,
+        posts: Mapping[Action, Sequence[int]] | None,
     ) -> None:
         self._stages = stages
         self._calls = calls
@@ -71,7 +73,7 @@ class RankReplay:
         self._again = recomputed(schedule.ranks[rank])
         self._moved = schedule.moved
         self._level = Level()
-        self._messages = MessageReplay(schedule, rank, feeds, negotiation, self._level)
+        self._messages = MessageReplay(schedule, rank, feeds, negotiation, self._level, posts)
         self._saved: dict[tuple[int, int], Held] = {}
         self._deferred: dict[tuple[int, int], Held] = {}
         self._inputs: dict[tuple[int, int], Held] = {}
@@ -120,6 +122,7 @@ class RankReplay:
         return found
 
     def _compute(self, action: Action) -> None:
+        self._messages.post(action)
         if action.kind is ActionKind.FORWARD:
             self._forward(action)
         elif action.kind is ActionKind.RECOMPUTE:

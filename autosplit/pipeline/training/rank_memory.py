@@ -22,6 +22,7 @@ from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.simulation.one_order import posts_of
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes
 
@@ -96,9 +97,9 @@ class RankMemory:
         step, replay = self.step, None
         stages = {} if step is None else traced(step.stages)
         if step is not None and len(stages) == len(step.stages):
-            replay = RankReplay(
-                schedule, self._groups.rank, self._feeds, stages, step.negotiation, self._calls
-            )
+            rank, feeds = self._groups.rank, self._feeds
+            posts = posts_of(schedule, feeds)[rank] if self._groups.pairwise else None
+            replay = RankReplay(schedule, rank, feeds, stages, step.negotiation, self._calls, posts)
             replay.peak({})
         guests: Evicted = {}
         for part in self._groups.gather({} if replay is None else replay.evicted):
