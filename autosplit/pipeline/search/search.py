@@ -159,9 +159,7 @@ def _improved(problems: Problems, start: PlayedOrder, work: int) -> Iterator[Pla
     """
     problem = problems[start.schedule.placement]
     found = improve(start.schedule, problem, work, least=problem.least)
-    if found is not None and (
-        problem.costs.wiring is None or not replay(found.schedule, lambda action: 1.0).waits
-    ):
+    if found is not None and (problem.costs.wiring is None or not replay(found.schedule).waits):
         yield found
 
 

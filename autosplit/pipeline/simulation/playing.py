@@ -14,15 +14,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.schedule.routes import needs_of, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 
 from .lanes import add_lanes
 from .step_graph import StepGraph
@@ -161,30 +158,26 @@ class Replay:
                 yield tuple(self.waits[each] for each in circle[start:] + circle[:start])
 
 
-def replay(
-    schedule: Schedule,
-    duration: Callable[[Action], float],
-    *,
-    given: AbstractSet[Action] = frozenset(),
-) -> Replay:
+def replay(schedule: Schedule) -> Replay:
     """Run every rank's actions in order, each as soon as its rank is free and its needs are met.
 
     Args:
-        schedule: any schedule; an illegal one stops where it stops. Links take no time, nor do
-            transfers between partners or to the host.
-        duration: seconds of an action.
-        given: results to take as there from the start, though no rank makes them.
+        schedule: any schedule; an illegal one stops where it stops. Each action takes 1, links and
+            transfers take no time. What no rank makes is taken as there from the start.
 
     Returns:
         The times of what ran and, for each rank that could not finish, what it waits for.
     """
-    graph = StepGraph(schedule, given=given)
-    seconds = [duration(action) for action in graph.actions]
+    graph = StepGraph(schedule)
+    graph.needs = [
+        tuple([each for each in needs if graph.makers[each] >= 0]) for needs in graph.needs
+    ]
+    seconds = [1.0] * len(graph.actions)
     rows = rows_of(schedule)
     lanes = add_lanes(graph, schedule, rows, seconds)
     run = play(graph, lanes.rows, seconds)
     times = [
-        [(run.starts[number], run.starts[number] + seconds[number]) for number in row[:place]]
+        [(run.starts[number], run.starts[number] + 1.0) for number in row[:place]]
         for row, place in zip(rows, run.places, strict=False)
     ]
     return Replay(times, waits_of(graph, lanes.rows, run, len(rows)))
@@ -194,15 +187,6 @@ def rows_of(schedule: Schedule) -> list[range]:
     """Per rank, the numbers of its actions in the schedule's own step graph."""
     ends = [0, *accumulate(map(len, schedule.ranks))]
     return [range(first, last) for first, last in pairwise(ends)]
-
-
-def unmade(schedule: Schedule) -> frozenset[Action]:
-    """Results that some action of ``schedule`` needs and none makes."""
-    feeds = Feeds(schedule.stages)
-    actions = [action for row in schedule.ranks for action in row]
-    made = {result_of(action) for action in actions}
-    needed = {need for action in actions for need in needs_of(action, feeds)}
-    return frozenset(needed - made)
 
 
 def waits_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from copy import copy
 from typing import NamedTuple
 
@@ -45,7 +44,6 @@ class StepGraph:
         placed: rank and action of every node; None: those of the schedule, rank by rank.
         feeds: who feeds whom; None: each stage the next.
         transfer: the links between ranks.
-        given: results to take as there from the start.
         own_needs: whether an action needs those of its own stage: not to be asked for where the
             orders that are played are known to run F before I before W.
 
@@ -67,7 +65,6 @@ class StepGraph:
         *,
         feeds: Feeds | None = None,
         transfer: Transfer = INSTANT,
-        given: AbstractSet[Action] = frozenset(),
         own_needs: bool = True,
     ) -> None:
         self._schedule = schedule
@@ -85,8 +82,7 @@ class StepGraph:
                 [
                     self._number(need, action.stage, rank)
                     for need in needs_of(action, self._feeds)
-                    if (not given or need not in given)
-                    and (own_needs or need.stage != action.stage)
+                    if own_needs or need.stage != action.stage
                 ]
             )
             for rank, action in placed

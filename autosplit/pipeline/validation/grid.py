@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
 
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.playing import replay, unmade
+from autosplit.pipeline.simulation.playing import replay
 
 Cell = tuple[int, int]
 """A place in a grid: row and column."""
@@ -91,7 +91,7 @@ def lay_out(schedule: Schedule) -> tuple[list[dict[int, str]], list[list[int]]]:
     Works for illegal schedules too: needs that nothing meets are taken as met, and what a deadlock
     keeps from running is set behind the last action that runs.
     """
-    run = replay(schedule, lambda action: 1.0, given=unmade(schedule))
+    run = replay(schedule)
     end = max((round(times[-1][1]) for times in run.times if times), default=0)
     rows: list[dict[int, str]] = []
     columns: list[list[int]] = []

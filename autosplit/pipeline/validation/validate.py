@@ -14,7 +14,7 @@ from itertools import chain, islice
 from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
-from autosplit.pipeline.simulation.playing import Wait, replay, unmade
+from autosplit.pipeline.simulation.playing import Wait, replay
 
 from .grid import Cell, describe, format_grid, lay_out
 from .moves import move_faults, partner_faults, right_rank
@@ -188,7 +188,7 @@ def _counts(schedule: Schedule) -> Iterator[_Fault]:
 
 def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:
     """Circles of ranks that wait for each other. What is never made is another check's fault."""
-    run = replay(schedule, lambda action: 1.0, given=unmade(schedule))
+    run = replay(schedule)
     for circle in run.cycles():
         cells = tuple(_standing(each, run.times) for each in circle if each.rank < each.ranks)
         yield _Fault(f"{_CIRCLE}{'; '.join(map(str, circle))}", cells)
