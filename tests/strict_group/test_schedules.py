@@ -18,9 +18,7 @@ LATE = "strict:ms=3,seed=5"
 
 
 def _holds(on_ranks: Ranks, mesh: str, *texts: str) -> None:
-    # What fully_shard has sharded is refused two copies.
-    sharded = "dp_shard" in mesh
-    cells = [(mesh, name) for name, each in SCHEDULES.items() if not sharded or each.copies == 1]
+    cells = [(mesh, name) for name in SCHEDULES]
     for found in on_ranks(schedules.compared, math.prod(MESHES[mesh]), (cells, texts), timeout=600):
         assert {*found.values()} == {"equal"}, found
         assert len(found) == len(cells) * len(texts)
