@@ -201,7 +201,7 @@ class SplitModule(ModuleProxy):
         parallel = data_parallel()
         unsplit = parallel is not None and synchronises()
         if parallel is not None:
-            self._queue.deliver.reduced = True
+            self._queue.deliver.looked_on = True
         if unsplit:
             self.backward_weight()
         fallback = self._fallback

@@ -68,7 +68,8 @@ def split(
             as its parameter, in memory that nothing else of the graph lies in; where somebody
             hooked into one of them; where calls share a backward, or not all parameters take
             part in it; inside ``DistributedDataParallel``, whose reducer looks on; under anomaly
-            detection; and in a model that is split in parts.
+            detection; and in a model that is split in parts, where several graphs took part or
+            Inductor compiled one for any size.
         overlap: what weight gradients hide. With ``"collectives"``, the default, I computes those
             that fit, by estimated costs, into its waits for collectives of tensor parallelism, and
             all graphs of the backward wait as late as they can; results are the same bit for bit,

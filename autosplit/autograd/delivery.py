@@ -51,12 +51,14 @@ class Delivery:
 
     Attributes:
         accumulation: as given.
-        reduced: whether data parallelism looks on: set once a forward was inside of it.
+        looked_on: whether somebody may wait for autograd's engine to come by the parameters:
+            data parallelism, once a forward was inside of it; hooks on their nodes, where a
+            forward did not look for them.
     """
 
-    def __init__(self, accumulation: Accumulation = EXACT) -> None:
+    def __init__(self, accumulation: Accumulation = EXACT, *, looked_on: bool = False) -> None:
         self.accumulation = accumulation
-        self.reduced = False
+        self.looked_on = looked_on
 
     def __call__(self, microbatches: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
         """Compute and add what some ``backward()`` left, in their order.
@@ -82,12 +84,10 @@ class Delivery:
 
     def announce(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
         """Have autograd's engine come by the nodes of the parameters, once for each microbatch,
-        where somebody may wait for that: the reducer of data parallelism, or hooks on nodes, which
-        a backward of a graph of ``torch.compile`` does not look for.
+        where somebody may wait for that.
         """
-        for works in microbatches:
-            seen = [w for w in works if self.reduced or not isinstance(w.graph, SplitFunctions)]
-            visit_leaves({id(leaf): leaf for work in seen for _, leaf in work.named_leaves()})
+        for works in microbatches if self.looked_on else ():
+            visit_leaves({id(leaf): leaf for work in works for _, leaf in work.named_leaves()})
 
     def _add(self, calls: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
         """What one ``backward()`` left, or several in one call of W."""
@@ -101,9 +101,9 @@ class Delivery:
         """Have W add into the sums, and add the gradients that I made; False where W must not."""
         graph, state = works[0].graph, works[0].state
         if (
-            self.reduced
+            self.looked_on
             or works[0].skipped
-            or not isinstance(graph, SplitFunctions)
+            or not graph.takes_variants
             or not graph.dependence.dense
             or torch.is_anomaly_enabled()
         ):
@@ -185,7 +185,7 @@ def run_together(one: PendingWork, other: PendingWork) -> bool:
     if graph is not other.graph or one.skipped or other.skipped:
         return False
     same = all(one.state[name] is other.state[name] for name in graph.parameter_names)
-    return same and bool(graph.concatenates(one.deferred, other.deferred))
+    return same and graph.concatenates(one.deferred, other.deferred)
 
 
 def inplace_sums(

@@ -29,6 +29,7 @@ from autosplit.torch_internals.autograd import (
     has_accumulate_hooks,
     has_hooks_of_users,
     has_saved_tensors_hooks,
+    in_compiled_autograd,
     is_asked_for,
     is_autocast,
     untraced,
@@ -75,9 +76,14 @@ class WeightAnchor:
             it; ``torch.autograd.grad`` and ``backward(inputs=...)`` do not.
     """
 
-    def __init__(self, queue: PendingQueue, sharded: ShardedModule | None = None) -> None:
+    def __init__(
+        self,
+        queue: PendingQueue,
+        sharded: ShardedModule | None = None,
+        leaves: KnownLeaves | None = None,
+    ) -> None:
         self.queue, self.sharded = queue, sharded
-        self.leaves = KnownLeaves()
+        self.leaves = leaves or KnownLeaves()
         with torch.inference_mode(False):
             self.leaf = torch.zeros((), requires_grad=True)
             self.node = get_gradient_edge(self.leaf).node
@@ -163,7 +169,7 @@ class Split(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         functions: SplitFunctions = ctx.functions
         saved = ctx.saved
-        if saved is None or torch.is_grad_enabled():
+        if saved is None or torch.is_grad_enabled() or in_compiled_autograd():
             _refuse_backward()
         if ctx.watched:
             refuse_partial(ctx.watched)
@@ -217,7 +223,10 @@ def _weights(
     if not all(map(_NEEDS_GRAD, known.parameters)):
         # Frozen since the forward: autograd drops their gradients.
         skipped |= {n for n in functions.parameter_names if not state[n].requires_grad}
+    if skipped.issuperset(functions.parameter_names):
+        return ()
     work = PendingWork(functions, deferred, state, skipped, number, early)
+    work.sequence = ctx._sequence_nr()
     sharded = anchor.sharded
     if sharded is not None:
         work.owner, work.writes = sharded.owner, ctx.writes
@@ -260,6 +269,11 @@ def _refuse_backward() -> NoReturn:
         raise SplitError(
             "create_graph=True: a split backward cannot be differentiated again; run the "
             "unsplit model where double backward is needed"
+        )
+    if in_compiled_autograd():
+        raise SplitError(
+            "autosplit defers weight gradients, which compiled autograd would lose; call "
+            "backward() without it"
         )
     raise SplitError(
         "backward() a second time through the same call of a split module: what the "

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autosplit.errors import SplitError
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.autograd import (
     at_end_of_backward,
@@ -40,8 +41,7 @@ class PendingWork:
     """Pending W of one backward through one graph.
 
     Attributes:
-        graph: what runs W: ``SplitFunctions``, or W of a graph of ``torch.compile``, which has
-            those of its attributes that are read here.
+        graph: what runs W.
         deferred: residuals of I.
         state: parameters and buffers as they were in the forward; of parameters that are gone
             since it may have none.
@@ -55,7 +55,7 @@ class PendingWork:
         sequence: of the graph's call; a backward runs higher ones first.
     """
 
-    graph: Any
+    graph: SplitFunctions
     deferred: Residuals
     state: State
     skipped: frozenset[str] = frozenset()
@@ -98,13 +98,9 @@ class PendingWork:
         """
         with without_autocast():
             gradients = summed_gradients([self])
-        named, borrowed = zip(self.graph.parameter_names, gradients, strict=True), self._borrowed
+        borrowed = self.graph.dependence.borrowed
+        named = zip(self.graph.parameter_names, gradients, strict=True)
         return {name: grad.clone() if name in borrowed else grad for name, grad in named}
-
-    @property
-    def _borrowed(self) -> Collection[str]:
-        borrowed: Collection[str] = self.graph.dependence.borrowed
-        return borrowed
 
     def drop(self, parameters: Collection[int]) -> None:
         """Drop the gradients of these parameters (their ``id``)."""
@@ -117,7 +113,7 @@ def summed_gradients(works: Sequence[PendingWork]) -> Sequence[Tensor]:
     of ``parameter_names``.
     """
     graph = works[0].graph
-    late: Sequence[Tensor] = graph.backward_weight_together([work.deferred for work in works])
+    late = graph.backward_weight_together([work.deferred for work in works])
     if not graph.early_parameters:
         return late
     early = [reduce(torch.add, each) for each in zip(*(w.early for w in works), strict=True)]

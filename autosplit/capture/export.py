@@ -17,6 +17,10 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
+from autosplit.capture.workarounds.custom_functions import (
+    refuse_absent_gradients,
+    return_tensors_once,
+)
 from autosplit.capture.workarounds.dynamo import (
     compiled_not_exported,
     function_modes_known,
@@ -25,9 +29,7 @@ from autosplit.capture.workarounds.dynamo import (
     install_output_hooks,
     masks_without_values,
     quantizers_traced,
-    refuse_absent_gradients,
     refuse_lost_hooks,
-    return_tensors_once,
     unrolling_limited,
     without_trace_log_headers,
 )

@@ -155,14 +155,11 @@ DYNAMO = {
     # Dynamo remembers shapes by code object: a second nn.Sequential would get symbolic sizes.
     "automatic_dynamic_shapes": False,
     "assume_static_by_default": True,
-    "allow_rnn": True,
     # A function's backward may ask autograd for gradients.
     "trace_autograd_ops": True,
     # What the forward does to Python is looked at afterwards; the graph does not repeat it.
     "replay_side_effects": False,
     "side_effect_replay_policy": "warn",
-    # A hook that is added after the capture must be noticed.
-    "skip_nnmodule_hook_guards": False,
     **AS_IN_EAGER,
 }
 """Settings of Dynamo under which modules are captured, and guards built."""
@@ -327,3 +324,10 @@ class Guards:
                 )
             found.append((code, value))
         return found
+
+
+class DynamosGuards(Guards):
+    """Of a graph that ``torch.compile`` calls, which asks its own guards."""
+
+    def __init__(self) -> None:
+        self._constants = []

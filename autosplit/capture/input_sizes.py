@@ -14,6 +14,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from autosplit.errors import CaptureError
+from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import tree_flatten
 
 Value = Callable[["int | torch.SymInt"], int]
@@ -22,10 +23,11 @@ Value = Callable[["int | torch.SymInt"], int]
 Within: TypeAlias = "Callable[[int | torch.SymInt], int | torch.SymInt]"
 """What a size of a graph is in a graph that calls it."""
 
-_READ: Mapping[str, Callable[[Tensor, int], Any]] = {
+_READ: Mapping[str, Callable[[Any, int], Any]] = {
     "size": lambda tensor, at: tensor.shape[at],
     "stride": lambda tensor, at: tensor.stride(at),
     "offset": lambda tensor, _: tensor.storage_offset(),
+    "value": lambda number, _: number,
 }
 
 
@@ -62,28 +64,34 @@ class InputSizes:
     """Where in a call's inputs each symbol of a graph is found.
 
     Args:
-        exported: Dynamo's graph.
-        args: the positional inputs that it was traced with.
-        kwargs: the keyword inputs.
+        env: has the graph's symbols.
+        traced: place of an input leaf -> what it is in the graph.
     """
 
-    def __init__(
-        self, exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, env: Any, traced: Mapping[int, Any]) -> None:
+        self._env = env
+        self._tensors = {at: each for at, each in traced.items() if isinstance(each, Tensor)}
+        self._found: dict[sympy.Symbol, tuple[int, str, int]] = {}
+        for place, value in traced.items():
+            for kind, at, size in _symbols(value):
+                self._found.setdefault(size, (place, kind, at))
+
+    @classmethod
+    def of_export(
+        cls, exported: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> InputSizes:
+        """Those of a graph that was exported with these inputs."""
         leaves, _ = tree_flatten((args, kwargs))
         places = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         codegen: Any = exported.graph._codegen
         given = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
-        self._env = exported.meta["fake_mode"].shape_env
-        self._tensors: dict[int, Tensor] = {}
-        self._found: dict[sympy.Symbol, tuple[int, str, int]] = {}
         holes = exported.graph.find_nodes(op="placeholder")
-        for node, value in zip(holes, given, strict=True):
-            traced = node.meta.get("val", node.meta.get("example_value"))
-            if isinstance(traced, Tensor) and id(value) in places:
-                self._tensors[places[id(value)]] = traced
-                for kind, at, size in _symbols(traced):
-                    self._found.setdefault(size, (places[id(value)], kind, at))
+        traced = {
+            places[id(value)]: traced_value(node)
+            for node, value in zip(holes, given, strict=True)
+            if id(value) in places
+        }
+        return cls(exported.meta["fake_mode"].shape_env, traced)
 
     def __bool__(self) -> bool:
         """Whether any size is open, by what is known now: tracing on may settle some."""
@@ -97,6 +105,10 @@ class InputSizes:
             if kind == "size" and self._env.replace(symbol).free_symbols:
                 found.setdefault(leaf, []).append(at)
         return found
+
+    def key(self, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """Calls with the same one have the same sizes."""
+        return tuple(self._read(leaves).values())
 
     def value(self, leaves: Sequence[Any]) -> Value:
         """What any size of the graph is in the call with these inputs, which it fits."""
@@ -163,8 +175,9 @@ def _sizes(traced: Tensor) -> Iterator[tuple[str, int, Any]]:
     yield "offset", 0, traced.storage_offset()
 
 
-def _symbols(traced: Tensor) -> Iterator[tuple[str, int, sympy.Symbol]]:
-    """Those of a traced input that are symbols by themselves."""
-    for kind, at, size in _sizes(traced):
+def _symbols(traced: Any) -> Iterator[tuple[str, int, sympy.Symbol]]:
+    """Those of a traced input, a tensor or a number, that are symbols by themselves."""
+    sizes = _sizes(traced) if isinstance(traced, Tensor) else [("value", 0, traced)]
+    for kind, at, size in sizes:
         if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
             yield kind, at, size.node.expr

@@ -82,11 +82,16 @@ def trace_joint(
         decompositions: operators to trace through.
     """
     results = _Results(exported)
-    joint = _trace(exported, *inputs, decompositions)
+    context = exported.meta.get("tracing_context")
+    if context is None:
+        context = TracingContext(exported.meta["fake_mode"])
+    with tracing(context):
+        joint = export_joint(exported, *inputs, decompositions)
     infos = joint._aot_state.fw_metadata.output_info
     results.copied = {at for at, info in enumerate(infos) if info.output_type not in _OWN_STORAGE}
     if results.copied:
-        joint = _trace(exported, *inputs, decompositions)
+        with tracing(context):
+            joint = export_joint(exported, *inputs, decompositions)
     lying = shardings(joint, module, tree_flatten(inputs)[0])
     spec, left = joint.out_spec, None
     if results.places:
@@ -95,26 +100,19 @@ def trace_joint(
     return TracedJoint(joint.graph_module, results.names[: spec.num_leaves], spec, left, lying)
 
 
-def _trace(
-    exported: fx.GraphModule,
+def export_joint(
+    module: fx.GraphModule,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     decompositions: Decompositions,
 ) -> Any:
-    context = exported.meta.get("tracing_context")
-    if context is None:
-        context = TracingContext(exported.meta["fake_mode"])
+    """AOTAutograd's joint graph of one that Dynamo made; called inside of ``tracing``."""
     # The stack closes before anything real runs, or the fake mode would still be on. Passes change
     # the graph; to write its code as Python after each would take longer than they do.
     lazy = _use_lazy_graph_module(True)
-    with (
-        contextlib.ExitStack() as stack,
-        tracing(context),
-        as_eager(exported, decompositions),
-        lazy,
-    ):
+    with contextlib.ExitStack() as stack, as_eager(module, decompositions), lazy:
         return aot_export_joint_with_descriptors(
-            stack, exported, hold(args), hold(kwargs), decompositions=decompositions
+            stack, module, hold(args), hold(kwargs), decompositions=decompositions
         )
 
 
@@ -271,7 +269,7 @@ def _traced(
     decompositions: Decompositions,
 ) -> Capture:
     """The joint graph of what Dynamo exported."""
-    open_sizes = InputSizes(exported, *given) if is_open(*given) else None
+    open_sizes = InputSizes.of_export(exported, *given) if is_open(*given) else None
     traced = trace_joint(module, exported, given, decompositions)
     inputs = _input_names(*given)
     left = () if traced.left is None else traced.left.names

@@ -27,7 +27,7 @@ from torch._dynamo.variables import (
 from autosplit.errors import SplitError
 from autosplit.torch_internals.pytree import TreeSpec, tree_unflatten
 
-from .aot_session import source_name
+from .compiled_model import source_name
 from .side_effects import Place
 
 

@@ -28,6 +28,7 @@ from autosplit.errors import CaptureError
 from autosplit.passes import Kind, SplitGraphs
 from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import concrete, inputs, outputs
+from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .guards import BlockGuards
@@ -431,7 +432,7 @@ def _as_called(argument: Any) -> Any:
     """
     match argument:
         case fx.Node():
-            return _traced_value(argument)
+            return traced_value(argument)
         case dict():
             return {key: _as_called(each) for key, each in argument.items()}
         case list():
@@ -439,11 +440,6 @@ def _as_called(argument: Any) -> Any:
         case tuple() if type(argument) is tuple:
             return tuple(map(_as_called, argument))
     return argument
-
-
-def _traced_value(node: fx.Node) -> Any:
-    """What stands for a node's value: Dynamo has it under a name of its own, but for inputs."""
-    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:

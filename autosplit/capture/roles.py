@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,19 +33,19 @@ _TAG = "partitioner_tag"
 _FORWARD = {"is_forward", "must_be_in_forward"}
 
 
-def take_writes(
-    graph: fx.Graph, role_of: Callable[[fx.Node], Role], error: type[Exception]
-) -> list[tuple[Role, fx.Node]]:
+def take_writes(graph: fx.Graph, names: DescriptorRoles) -> list[tuple[Role, fx.Node]]:
     """Remove the writes of the backward, which then reads what it writes into as it is when it
     runs: between the forward and that, other microbatches may have written.
 
     Args:
         graph: a joint graph, as AOTAutograd traced it.
-        role_of: the role of what is written into.
-        error: for a write that no graph of ours can hold; names the user's line.
+        names: roles of its inputs.
 
     Returns:
         Role and new value of each target.
+
+    Raises:
+        CaptureError: a write that no graph of ours can hold; names the user's line.
     """
     found: list[tuple[Role, fx.Node]] = []
     for write in [node for node in graph.nodes if writes_in_backward(node)]:
@@ -53,17 +53,20 @@ def take_writes(
         line = source_line(value) or source_line(write)
         written = isinstance(target, fx.Node) and target.op == "placeholder"
         if not written or write.target is not torch.ops.aten.copy_.default:
-            raise error(f"the backward writes by {write.target} (from {line})")
-        role = Role(Kind.WRITE, role_of(target).name)
+            raise CaptureError(f"the backward writes by {write.target} (from {line})")
+        source = names.input(target.meta["desc"])
+        role = Role(Kind.WRITE, source.name)
         if role in dict(found):
-            raise error(f"the backward writes into {role.name!r} under two names (from {line})")
-        if role_of(target).kind is Kind.PARAMETER:
-            raise error(
+            raise CaptureError(
+                f"the backward writes into {role.name!r} under two names (from {line})"
+            )
+        if source.kind is Kind.PARAMETER:
+            raise CaptureError(
                 f"the backward writes into parameter {role.name!r} in place (from {line}); make it "
                 "a buffer"
             )
         if any(node.meta.get(_TAG) == "must_be_in_forward" for node in target.users):
-            raise written_twice(role.name, value, error)
+            raise written_twice(role.name, value)
         graph.erase_node(write)
         with graph.inserting_after(placeholders(graph)[-1]):
             now = graph.placeholder(f"{target.name}_now")
@@ -75,9 +78,9 @@ def take_writes(
     return found
 
 
-def written_twice(name: str, value: fx.Node, error: type[Exception]) -> Exception:
+def written_twice(name: str, value: fx.Node) -> CaptureError:
     """The error for what both the forward and the backward write into."""
-    return error(
+    return CaptureError(
         f"{name} is written in the forward and again in the backward (from {source_line(value)}), "
         "of which a graph knows only the last value; give the backward a buffer of its own"
     )
@@ -189,29 +192,24 @@ def canonical_names(module: nn.Module) -> dict[str, str]:
 class DescriptorRoles(Protocol):
     """AOTAutograd's descriptors of inputs and outputs -> roles."""
 
-    error: type[Exception] = CaptureError
-
     def primal(self, desc: Any) -> Role | None:
         """Role of an input of the forward; None for one that cannot be split."""
 
     def result(self, desc: Any) -> str | None:
         """Name of an output that is no mutated input; None for one that cannot be split."""
 
-    def tangent(self, desc: Any) -> str:
-        """Name of the gradient of an output."""
-
     def input(self, desc: Any) -> Role:
         """Role of an input of the joint graph.
 
         Raises:
-            Exception: of type ``error``: it is of a kind that cannot be split.
+            CaptureError: it is of a kind that cannot be split.
         """
         desc = whole(desc)
         if isinstance(desc, d.TangentAOTInput):
-            return Role(Kind.TANGENT, self.tangent(desc.output))
+            return Role(Kind.TANGENT, self.output(desc.output).name)
         role = self.primal(desc)
         if role is None:
-            raise self.error(
+            raise CaptureError(
                 f"the traced graph takes {desc!r}, which autosplit does not know how to split "
                 "(inputs of tensor subclasses other than DTensor, and effect tokens, are such)"
             )
@@ -221,7 +219,7 @@ class DescriptorRoles(Protocol):
         """Role of an output of the joint graph.
 
         Raises:
-            Exception: of type ``error``: it is of a kind that cannot be split.
+            CaptureError: it is of a kind that cannot be split.
         """
         desc = whole(desc)
         match desc:
@@ -233,14 +231,14 @@ class DescriptorRoles(Protocol):
                 return Role(kind, source.name)
         name = self.result(desc)
         if name is None:
-            raise self.error(f"the traced graph returns {desc!r}, which autosplit cannot split")
+            raise CaptureError(f"the traced graph returns {desc!r}, which autosplit cannot split")
         return Role(Kind.OUTPUT, name)
 
     def of(self, desc: Any) -> Role:
         """Role of an input or an output.
 
         Raises:
-            Exception: as ``input`` and ``output``.
+            CaptureError: as ``input`` and ``output``.
         """
         return self.input(desc) if isinstance(desc, d.AOTInput) else self.output(desc)
 
@@ -276,9 +274,6 @@ class ModuleRoles(DescriptorRoles):
     def result(self, desc: Any) -> str | None:
         return self.outputs[desc.idx] if isinstance(desc, d.PlainAOTOutput) else None
 
-    def tangent(self, desc: Any) -> str:
-        return self.output(desc).name
-
     def output(self, desc: Any) -> Role:
         """As ``DescriptorRoles.output``.
 
@@ -303,13 +298,13 @@ class ModuleRoles(DescriptorRoles):
         return super().output(desc)
 
 
-def with_roles(module: fx.GraphModule, names: ModuleRoles) -> fx.GraphModule:
+def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule:
     """Label the graph; drop unused inputs and gradients that do not exist; give a
     tied parameter one input and one gradient.
     """
     graph = module.graph
     drop_meshes(graph)
-    writes = take_writes(graph, lambda node: names.input(node.meta["desc"]), CaptureError)
+    writes = take_writes(graph, names)
     seen: dict[Role, fx.Node] = {}
     for node in placeholders(graph):
         # An output that needs a gradient takes one, though all gradients may be the same whatever
@@ -377,7 +372,9 @@ def _refuse_unshaped(name: str, graph: fx.Graph) -> None:
         )
 
 
-def _label_outputs(graph: fx.Graph, names: ModuleRoles, writes: list[tuple[Role, fx.Node]]) -> None:
+def _label_outputs(
+    graph: fx.Graph, names: DescriptorRoles, writes: list[tuple[Role, fx.Node]]
+) -> None:
     output = graph.output_node()
     pairs: dict[Role, Any] = {}
     has_backward = bool(inputs(graph, Kind.TANGENT))
@@ -386,7 +383,7 @@ def _label_outputs(graph: fx.Graph, names: ModuleRoles, writes: list[tuple[Role,
             continue
         role = names.output(desc)
         if role.kind is Kind.UPDATE and has_backward and is_backward(value):
-            raise written_twice(role.name, value, CaptureError)
+            raise written_twice(role.name, value)
         if role.kind is Kind.UPDATE:
             _refuse_unshaped(role.name, graph)
         _make_sizes_static(role, value)

@@ -11,38 +11,35 @@ until ``autosplit.backward_weight(model)``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
-from torch import Tensor, fx, nn
+import torch
+from torch import fx, nn
 
+from autosplit.autograd.function import WeightAnchor, run_forward, run_split
 from autosplit.autograd.pending import PendingBound
-from autosplit.backends.backend import Boxed
-from autosplit.capture.aot_convention import AotGraphs
-from autosplit.capture.aot_session import (
-    Splitter,
-    compile_dynamo_graph,
+from autosplit.capture.bound_sizes import bind_sizes
+from autosplit.capture.compiled_model import (
     frozen_parameters,
     input_sources,
     refuse_thawed,
+    skip_what_is_traced_wrongly,
     traced_modules,
     unsplit,
 )
-from autosplit.dynamo.compiled_backward import (
-    Call,
-    DeferredGraphOwner,
-    Part,
-    SplitBackward,
-    WeightGraph,
-)
-from autosplit.dynamo.pending_weights import PendingOnParameters
-from autosplit.errors import SplitError
-from autosplit.passes import Kind, Role
-from autosplit.runtime.compiled_graph import compile_graph, hand_over, prepare_joint
+from autosplit.capture.dynamo_graph import GraphCapture, capture_graph
+from autosplit.dynamo.part import Part
+from autosplit.dynamo.pending_weights import ForwardCall, PendingOnParameters
+from autosplit.errors import CaptureError, SplitError
+from autosplit.passes import Kind, PassError, Role
+from autosplit.passes.graph import STATE
+from autosplit.runtime.build import split_capture
+from autosplit.runtime.dtensor_functions import DTensorFunctions
+from autosplit.runtime.functions import ForwardResult, SplitFunctions
+from autosplit.runtime.residuals import State
 from autosplit.runtime.split_options import SplitOptions, backend_named
 from autosplit.torch_internals.distributed import refuse_sharded
-from autosplit.torch_internals.dtensor import is_dtensor
 
 
 def input_roles(
@@ -76,9 +73,48 @@ def _readable(source: str) -> str:
     return re.sub(r"^(?:self|___stack\d+)\.", "", re.sub(r"^L\['(\w+)'\]", r"\1", text)) or "input"
 
 
-def is_batch(value: Any) -> bool:
-    """Whether the training loop made the tensor, and may write into it after ``backward()``."""
-    return isinstance(value, Tensor) and value.is_leaf and not isinstance(value, nn.Parameter)
+class GraphFunctions(SplitFunctions):
+    """F, I and W of a graph that Dynamo found."""
+
+    capture: GraphCapture
+
+    def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
+        outputs, updates, saved = super().forward(state, leaves)
+        if self.capture.aliases:
+            named = zip(self.output_names, outputs, strict=True)
+            outputs = [self.capture.hidden(name, value) for name, value in named]
+        return ForwardResult(outputs, updates, saved)
+
+
+class DTensorGraphFunctions(GraphFunctions, DTensorFunctions):
+    """Those of a graph with DTensors."""
+
+
+class GraphOwner(Protocol):
+    """Whose graphs Dynamo finds.
+
+    Attributes:
+        anchor: of their nodes in autograd's graph, and of their pending W.
+    """
+
+    anchor: WeightAnchor
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """The parameter's name, where the owner knows it."""
+
+    def compiled(self, part: Part) -> None:
+        """Note that a graph was compiled."""
+
+    def entered(self, part: Part, parameters: Sequence[Any]) -> ForwardCall:
+        """Note that a graph is called, and tell of which forward call.
+
+        Args:
+            part: the graph.
+            parameters: those whose gradients W computes.
+        """
+
+
+_MAX_SIZES = 1024  # combinations of sizes that are known
 
 
 class Compilation:
@@ -92,60 +128,88 @@ class Compilation:
         self,
         module: fx.GraphModule,
         example_inputs: Sequence[Any],
-        owner: DeferredGraphOwner,
+        owner: GraphOwner,
         options: SplitOptions,
     ) -> None:
-        self._owner = owner
-        self._backend = backend_named(options.backend)
         self._frozen = frozen_parameters(example_inputs)
-        self._split: SplitBackward | None = None
         roles = input_roles(input_sources(module), example_inputs, owner.name_of)
-        self._names = {role.name: index for index, role in enumerate(roles)}
-        self._part = Part(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
-        splitter = Splitter(
-            compile=self._compile,
-            prepare=partial(prepare_joint, backend=self._backend),
-            give_up=self._part.give_up,
-            infer=self._infer,
-            decompositions=self._backend.decompositions,
-        )
+        part = Part(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
         self._run: Callable[..., Any]
-        if any(map(is_dtensor, example_inputs)):
-            # AOTAutograd puts every gradient of a DTensor together when the backward returns.
-            self._part.give_up("AOTAutograd wants the gradients of DTensors from the backward")
+        skip_what_is_traced_wrongly(module)
+        try:
+            part.functions = functions = _functions(module, example_inputs, roles, options)
+        except (CaptureError, PassError) as error:
+            part.reason = str(error).partition("\n")[0]
             self._run = unsplit(module)
         else:
-            self._run = compile_dynamo_graph(module, example_inputs, roles, splitter)
-        owner.compiled(self._part)
+            self._run = functions.capture.around(SplitCall(functions, part, owner))
+        owner.compiled(part)
 
     def __call__(self, *args: Any) -> Any:
         refuse_thawed(args, self._frozen)
-        indices = self._split.parameters if self._split is not None else ()
-        parameters = {index: args[index] for index in indices}
-        token = self._owner.entered(self._part, [*parameters.values()])
-        results = self._run(*args)
-        if self._split is not None:
-            batch = frozenset(index for index in self._split.lenders if is_batch(args[index]))
-            self._split.watch(Call(parameters, token, batch), args, results)
-        return results
+        return self._run(*args)
 
-    def _compile(self, aot: AotGraphs) -> tuple[Boxed, Boxed]:
-        """F and I for AOTAutograd."""
-        forward = compile_graph("forward", aot.forward, self._backend)
-        hand_over(forward.strides, aot.backward_input)
-        backward_input = compile_graph("backward_input", aot.backward_input, self._backend)
-        hand_over(backward_input.strides, aot.graphs.backward_weight)
-        backward = backward_input.call
-        self._part.graphs = aot.graphs
-        if aot.parameters and aot.graphs.backward_weight is not None:
-            weight = WeightGraph(aot.graphs.backward_weight, self._backend)
-            self._split = SplitBackward(aot, backward, weight, self._owner, self._names)
-            backward = self._split
-        return forward.call, backward
 
-    def _infer(self, module: fx.GraphModule) -> Boxed:
-        prepare_joint(module, self._backend)
-        return compile_graph("forward", module, self._backend).call
+def _functions(
+    module: fx.GraphModule, example_inputs: Sequence[Any], roles: list[Role], options: SplitOptions
+) -> GraphFunctions:
+    """F, I and W, compiled while Dynamo knows what sizes are.
+
+    Raises:
+        CaptureError, PassError: the graph cannot be split.
+    """
+    backend = backend_named(options.backend)
+    traced = capture_graph(module, example_inputs, roles, backend.decompositions)
+    made = DTensorGraphFunctions if traced.shardings else GraphFunctions
+    graphs = split_capture(traced, backend, options.memory_policy)
+    if backend.compiles and traced.sizes is not None:
+        bind_sizes(graphs)
+    functions = made(traced, graphs, backend)
+    functions.compile()
+    return functions
+
+
+class SplitCall:
+    """A graph as AOTAutograd's wrappers call it: F, as autograd sees it."""
+
+    _boxed_call = True
+
+    def __init__(self, functions: GraphFunctions, part: Part, owner: GraphOwner) -> None:
+        self._functions, self._part, self._owner = functions, part, owner
+        capture = functions.capture
+        taken = [*enumerate(capture.taken)]
+        self._state = [(role.name, at) for at, role in taken if role.kind in STATE]
+        self._leaves = [at for at, role in taken if role.kind not in STATE]
+        self._order = [functions.output_names.index(name) for name in capture.results]
+        self._resized: dict[Hashable, SplitFunctions] = {}
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        state = {name: args[at] for name, at in self._state}
+        leaves = [args[at] for at in self._leaves]
+        args.clear()
+        functions, owner = self._for(leaves), self._owner
+        if functions.tangent_specs:
+            parameters = [state[name] for name in functions.parameter_names]
+            call = owner.entered(self._part, parameters)
+            unsplit, counted = call.unsplit, call.counted
+            outputs = run_split(owner.anchor, functions, state, leaves, unsplit, counted=counted)
+        else:
+            owner.entered(self._part, ())
+            with torch.no_grad():
+                outputs = run_forward(functions, state, leaves).outputs
+        return [outputs[at] for at in self._order]
+
+    def _for(self, leaves: Sequence[Any]) -> SplitFunctions:
+        """The functions for the sizes of a call."""
+        sizes = self._functions.capture.sizes
+        if sizes is None:
+            return self._functions
+        key = sizes.key(leaves)
+        if key not in self._resized:
+            if len(self._resized) >= _MAX_SIZES:
+                self._resized.clear()
+            self._resized[key] = self._functions.at(leaves)
+        return self._resized[key]
 
 
 _OPTIONS = ("backend", "max_pending")
@@ -156,12 +220,11 @@ class SplittingBackend:
 
     Args:
         owner: collects what is deferred; where None it waits on the parameters.
-        options: how graphs are split and run; of ``memory``, ``late_input`` and ``overlap``
-            nothing is asked.
+        options: how graphs are split and run.
     """
 
     def __init__(
-        self, owner: DeferredGraphOwner | None = None, options: SplitOptions | None = None
+        self, owner: GraphOwner | None = None, options: SplitOptions | None = None
     ) -> None:
         self._owner = owner or PendingOnParameters(PendingBound())
         self._options = options or SplitOptions()

@@ -13,22 +13,21 @@ import math
 import os
 import pathlib
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from tabulate import tabulate
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.autograd.delivery import Delivery
-from autosplit.autograd.function import hooks_text
-from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
-from autosplit.capture.aot_session import compile_model
+from autosplit.autograd.function import WeightAnchor, hooks_text
+from autosplit.autograd.pending import PendingBound, PendingQueue
+from autosplit.capture.compiled_model import compile_model
 from autosplit.dump.tables import short_source
 from autosplit.dynamo.backend import SplittingBackend
-from autosplit.dynamo.compiled_backward import Part
+from autosplit.dynamo.part import Part
 from autosplit.dynamo.pending_weights import ForwardCall
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.passes.lowering import codegen
@@ -36,8 +35,8 @@ from autosplit.runtime.specializations import calls_itself
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import few
 from autosplit.text.files import writing
-from autosplit.torch_internals.autograd import has_gradient_hooks
-from autosplit.torch_internals.distributed import synchronises
+from autosplit.torch_internals.autograd import KnownLeaves, has_gradient_hooks
+from autosplit.torch_internals.distributed import data_parallel, synchronises
 from autosplit.torch_internals.dynamo import BreakReason, BreakWatch
 from autosplit.torch_internals.pytree import tree_flatten
 
@@ -99,9 +98,7 @@ def _table(rows: Sequence[Sequence[object]], headers: list[str]) -> str:
 class Partial:
     """A model split graph by graph.
 
-    ``pending``, ``pending_bytes`` and ``backward_weight()`` are those of ``SplitModule``; a
-    microbatch is one forward call that a backward has gone through, however many graphs it
-    took.
+    ``pending``, ``pending_bytes`` and ``backward_weight()`` are those of ``SplitModule``.
 
     Args:
         model: the model; it keeps its parameters and its Python side effects.
@@ -131,6 +128,7 @@ class Partial:
         self._running = threading.local()
         self._latest = ForwardCall()
         self._queue = queue or PendingQueue(Delivery(), PendingBound(math.inf))
+        self.anchor = WeightAnchor(self._queue, leaves=KnownLeaves(model.parameters))
         self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,20 +155,18 @@ class Partial:
         if unsplit:
             self.backward_weight()
         self._queue.make_room()
-        microbatch = self._running.microbatch = ForwardCall(unsplit)
+        counted = data_parallel() is not None
+        microbatch = self._latest = self._running.microbatch = ForwardCall(unsplit, counted)
         try:
             with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
                 result = forward(*args, **kwargs)
         finally:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())
-        outputs = _differentiable(result)
-        if outputs:
+        if _is_differentiable(result):
             self._seen = microbatch
             if not passing and (len(self._parts), len(self._breaks)) != known:
                 self._warn_of_little()
-        for node in dict.fromkeys(output.grad_fn for output in outputs):
-            node.register_prehook(_Begin(self, microbatch))  # type: ignore[union-attr]
         return result
 
     def _warn_of_little(self) -> None:
@@ -290,40 +286,19 @@ class Partial:
     def compiled(self, part: Part) -> None:
         self._parts.append(part)
 
-    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> ForwardCall:
-        """The forward call under way; a recomputation belongs to the backward under way."""
-        microbatch: ForwardCall = getattr(self._running, "microbatch", None) or self._latest
-        microbatch.calls[part] += 1
-        microbatch.deferred |= dict.fromkeys(parameters)
-        return microbatch
-
-    def deferred(self, work: PendingWork, call: ForwardCall) -> None:
-        self.begin(call)
-        self._queue.add(call, work)
-
-    def begin(self, microbatch: ForwardCall) -> None:
-        """A backward has reached the forward call."""
-        self._latest = microbatch
+    def entered(self, part: Part, parameters: Sequence[Any]) -> ForwardCall:
+        """The forward call under way; a recomputation in a backward belongs to the latest."""
+        call: ForwardCall = getattr(self._running, "microbatch", None) or self._latest
+        call.calls[part] += 1
+        call.deferred |= dict.fromkeys(parameters)
+        return call
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = (self._model, self._options, self.reason, self._because)
         return Partial, given
 
 
-class _Begin:
-    """Tells the owner, once the backward arrives at an output of the model."""
-
-    def __init__(self, owner: Partial, microbatch: ForwardCall) -> None:
-        self._owner = weakref.ref(owner)
-        self._microbatch = microbatch
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.begin(self._microbatch)
-
-
-def _differentiable(tree: Any) -> list[Tensor]:
-    """Tensors of a pytree that autograd has a history of."""
+def _is_differentiable(tree: Any) -> bool:
+    """Whether autograd has a history of a tensor of a pytree."""
     leaves, _ = tree_flatten(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in leaves)

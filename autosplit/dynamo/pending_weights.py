@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
@@ -17,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.autograd.delivery import Delivery
+from autosplit.autograd.function import WeightAnchor
 from autosplit.autograd.lazy_gradient import GradientSlot
 from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork, compute_pending
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd import has_gradient_hooks
+from autosplit.torch_internals.autograd import PassingLeaves, has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded, synchronises
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 if TYPE_CHECKING:
-    from .compiled_backward import Part
+    from .part import Part
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,11 +36,13 @@ class ForwardCall:
 
     Attributes:
         unsplit: whether its backward is I and W in one.
+        counted: whether data parallelism counts how often the engine comes by a parameter.
         calls: how often it ran each graph.
         deferred: the parameters whose gradients W of these graphs computes.
     """
 
     unsplit: bool = False
+    counted: bool = False
     calls: Counter[Part] = dataclasses.field(default_factory=Counter)
     deferred: dict[nn.Parameter, None] = dataclasses.field(default_factory=dict)
 
@@ -47,7 +51,8 @@ class PendingOnParameters(PendingQueue):
     """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
 
     def __init__(self, bound: PendingBound) -> None:
-        super().__init__(Delivery(), bound)
+        super().__init__(Delivery(looked_on=True), bound)
+        self.anchor = WeightAnchor(self, leaves=PassingLeaves())  # Dynamo keeps it
 
     def name_of(self, parameter: nn.Parameter) -> None:
         """No name: parameters are known by Dynamo's source only."""
@@ -60,15 +65,16 @@ class PendingOnParameters(PendingQueue):
         wrapper = data_parallel()
         if wrapper is not None and synchronises():
             Deferral(wrapper).backward_weight()
-            return ForwardCall(True)
+            return ForwardCall(True, True)
         unsplit = torch.is_grad_enabled() and has_gradient_hooks(parameters)
         if unsplit:
             Deferral(parameters).backward_weight()
         self.make_room()
-        return ForwardCall(unsplit)
+        return ForwardCall(unsplit, wrapper is not None)
 
-    def deferred(self, work: PendingWork, call: ForwardCall) -> None:
-        self.add(work.backward, work)
+    def add(self, microbatch: Hashable, work: PendingWork) -> None:
+        work.state = weakref.WeakValueDictionary(work.state)  # Dynamo keeps the graph, and this
+        super().add(microbatch, work)
 
     def compute(self, microbatches: int | None = None, *, leave: float = 0) -> int:
         """Compute pending work of these parameters, that of other graphs too."""
@@ -150,7 +156,7 @@ class Deferral:
                 owner.forget(works)
             return taken
 
-        return compute_pending(owners, take, Delivery())
+        return compute_pending(owners, take, Delivery(looked_on=True))
 
     def discard(self) -> None:
         """Forget what is pending, as ``SplitModule.discard`` does, for these parameters and others

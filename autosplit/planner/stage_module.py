@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.capture.node_effects import Switches, enters_autocast
-from autosplit.capture.workarounds.dynamo import make_traceable
+from autosplit.capture.workarounds.custom_functions import make_traceable
 from autosplit.errors import PlanError
 from autosplit.pipeline.schedule.wiring import Source
 from autosplit.planner.operation_sequence import OperationSequence

@@ -102,7 +102,7 @@ def trace(
         traced = _capture(module, args, kwargs, compiler, split, called, insist)
         try:
             made = DTensorFunctions if traced.shardings else SplitFunctions
-            functions = made(traced, _split(traced, compiler, setting, dump), compiler)
+            functions = made(traced, split_capture(traced, compiler, setting, dump), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
@@ -123,18 +123,24 @@ def _split_block(
     from autosplit.capture.joint_graph import capture
 
     traced = capture(block, args, kwargs, compiler.decompositions)
-    graphs = _split(traced, compiler, memory, dump and dump / kind, f"{kind}_")
+    graphs = split_capture(traced, compiler, memory, dump and dump / kind, f"{kind}_")
     traced.guards.settle()
     return traced, graphs
 
 
-def _split(
+def split_capture(
     traced: Capture,
     compiler: Backend,
     memory: Memory,
-    dump: pathlib.Path | None,
+    dump: pathlib.Path | None = None,
     kind: str = "",
 ) -> SplitGraphs:
+    """Split a joint graph, for a backend.
+
+    Raises:
+        PassError: it cannot be split.
+        BackendError: the backend cannot prepare it.
+    """
     prepare_joint(traced.joint, compiler)
     with writing(dump) if dump else contextlib.nullcontext():
         graphs = run(traced.joint, memory=memory, dump=dump)

@@ -191,6 +191,13 @@ class SplitFunctions:
         """Specs of traced tensors with the sizes that they have in a call."""
         return {name: TensorSpec.of(value).at(self._size) for name, value in traced.items()}
 
+    @property
+    def takes_variants(self) -> bool:
+        """Whether more forms of the graphs may be compiled: Inductor assumes more about sizes that
+        are open, and by now nobody guards that.
+        """
+        return self.capture.sizes is None or not self._backend.compiles
+
     @cached_property
     def autocast_guard(self) -> AutocastGuard:
         """Checks autocast before a backward that comes from autograd."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, is_not
@@ -96,6 +97,12 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs the backward under way, or makes a graph of it."""
+    known = sys.modules.get("torch._dynamo.compiled_autograd")
+    return known is not None and bool(known.in_compiled_autograd_region)
+
+
 def in_compiler() -> bool:
     """Whether this is asked by torch.compile, or by what it traces, while it makes a graph."""
     return TracingContext.try_get() is not None
@@ -167,20 +174,45 @@ class Leaves:
 
 
 class KnownLeaves:
-    """The parameters of graphs, looked at once; by their number, as graphs of a module share them.
-    They hold autograd's nodes, so parameters must not hold this.
+    """The parameters of graphs, looked at once; of so many as a graph has the latest, as graphs of
+    a module share them. They hold autograd's nodes, so parameters must not hold this.
+
+    Args:
+        owned: parameters of which those of several graphs are kept.
     """
 
-    def __init__(self) -> None:
-        self._by_number: dict[int, Leaves] = {}
+    def __init__(self, owned: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        self._owned = owned
+        self._known: dict[tuple[int, int], Leaves] = {}
 
-    def of(self, names: Iterable[str], state: Mapping[str, Tensor]) -> Leaves:
+    def of(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
         """The parameters of these names."""
         parameters = [*map(state.__getitem__, names)]
-        known = self._by_number.get(len(parameters))
+        count, first = len(parameters), id(parameters[0]) if parameters else 0
+        known = self._known.get((count, first))
         if known is None or any(map(is_not, parameters, known.parameters)):
-            known = self._by_number[len(parameters)] = Leaves(parameters)
+            own = {id(each) for each in self._owned()}
+            for key in [key for key in self._known if key[0] == count and key[1] not in own]:
+                del self._known[key]
+            known = self._known[count, first] = Leaves(parameters)
         return known
+
+
+class PassingLeaves(KnownLeaves):
+    """Parameters that nothing here holds between calls; of their hooks, those of autograd's nodes
+    are not looked for.
+    """
+
+    def of(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
+        return _CalledLeaves([*map(state.__getitem__, names)])
+
+
+class _CalledLeaves(Leaves):
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = tuple(parameters)
+
+    def has_hooks(self) -> bool:
+        return has_gradient_hooks(self.parameters)
 
 
 def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:

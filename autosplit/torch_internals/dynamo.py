@@ -1,6 +1,4 @@
-"""What Dynamo compiled, while it runs: the backward of such a graph (leaves, order, requests), and
-graph breaks as Dynamo reports them, without another run of the model.
-"""
+"""What stands for values in graphs; graph breaks as Dynamo reports them, without another run."""
 
 from __future__ import annotations
 
@@ -8,90 +6,17 @@ import dataclasses
 import linecache
 import os
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import fx
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
-from .autograd import will_run
 
-_LONGEST_VIEW = 32  # nodes in a row
-
-
-@dataclasses.dataclass(frozen=True)
-class RunningBackward:
-    """The call of a compiled backward that is under way.
-
-    Attributes:
-        node: the graph's, in autograd's graph.
-        number: of the ``backward()``; later ones have higher numbers.
-        sequence: of the graph's forward call; a backward runs higher ones first.
-        again: whether it is to be differentiated again (``create_graph=True``).
-    """
-
-    node: Any
-    number: int
-    sequence: int
-    again: bool
-
-
-def running_backward() -> RunningBackward:
-    """The backward call that the engine is running."""
-    node = torch._C._current_autograd_node()
-    # create_graph=True runs this inside another autograd function's forward, and only there
-    # is forward-mode differentiation off; torch 2.11 does so only where it gives input gradients.
-    again = not torch._C._is_fwd_grad_enabled() or torch.is_grad_enabled()
-    number = torch._C._current_graph_task_id()
-    return RunningBackward(node, number, -1 if node is None else node._sequence_nr(), again)
-
-
-def accumulated(node: Any, parameters: Iterable[Tensor]) -> set[int] | None:
-    """Those of a node's parameters (their ``id``) that the backward under way accumulates into: no
-    one under ``torch.autograd.grad`` and ``backward(inputs=...)`` for others. None where it asks
-    for some of them by either.
-    """
-    own = set(map(id, parameters))
-    nodes = {id(each.variable): each for each in _operands(node) if id(leaf_of(each)) in own}
-    try:
-        found = {key for key, each in nodes.items() if will_run(each)}
-    except RuntimeError:  # torch does not answer for what torch.autograd.grad was given
-        return None
-    return found if not found or len(found) == len(nodes) else None
-
-
-def _operands(node: Any) -> list[Any]:
-    return [each for each, _ in node.next_functions if each is not None]
-
-
-def leaf_of(node: Any) -> Tensor | None:
-    """The leaf that an operand in autograd's graph is; None if it was computed."""
-    leaf: Tensor | None = getattr(node, "variable", None)
-    return leaf
-
-
-def node_of(results: Any, parameters: Iterable[Tensor], given: Iterable[Any]) -> Any:
-    """The node in autograd's graph of a compiled graph's call, which has edges to parameters; None
-    where there is none.
-
-    Args:
-        results: what the graph returned.
-        parameters: what it was given to differentiate by.
-        given: all that it was given.
-    """
-    own = set(map(id, parameters))
-    before = {each.grad_fn for each in given if isinstance(each, Tensor)}
-    for node in (each.grad_fn for each in results if isinstance(each, Tensor)):
-        # Outputs that are views were made from the graph's own outputs, by a few nodes in a row.
-        for _ in range(_LONGEST_VIEW):
-            if node is None or node in before:
-                break
-            operands = _operands(node)
-            if any(id(leaf_of(each)) in own for each in operands):
-                return node
-            node = operands[0] if len(operands) == 1 else None
-    return None
+def traced_value(node: fx.Node) -> Any:
+    """What stands for a node's value: Dynamo has it under a name of its own, but for inputs."""
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
 _TORCH = os.path.dirname(torch.__file__)

@@ -97,10 +97,10 @@ def test_gradient_from_elsewhere_in_the_same_backward_is_one_with_it() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_hooks_behind_nodes_of_a_model_in_parts() -> None:
+def test_hooks_behind_nodes_of_a_compiled_model() -> None:
     """They fire when W has run, and find what it made."""
-    model = model_for("parts")
-    module, seen = FACES["parts"](model), dict[str, Tensor]()
+    model = model_for("compiled")
+    module, seen = FACES["compiled"](model), dict[str, Tensor]()
     nodes = []
     for name, parameter in model.named_parameters():
         nodes.append(get_gradient_edge(parameter).node)

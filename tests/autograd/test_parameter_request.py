@@ -59,6 +59,7 @@ def batch() -> Tensor:
         (layers, True, "grad"),
         (layers, True, "unused"),
         (many, False, "grad"),
+        (InParts, False, "inputs"),
         (InParts, False, "grad"),
         (InParts, False, "retain"),
     ],
@@ -80,18 +81,6 @@ def test_refused_with_advice_that_works(
     assert all(map(torch.equal, found, expected))
     split(x).square().sum().backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, expected, strict=True))
-
-
-def test_all_parameters_of_graphs_as_inputs() -> None:
-    """What a graph accumulates into all of is an ordinary backward."""
-    plain = InParts()
-    split = autosplit.split(copy.deepcopy(plain))
-    for model in (plain, split):
-        model(batch()).square().sum().backward(inputs=[*model.parameters()])
-    pairs = zip(split.parameters(), plain.parameters(), strict=True)
-    assert all(torch.equal(mine.grad, other.grad) for mine, other in pairs)
-    with pytest.raises(SplitError, match="asks for gradients of parameters"):
-        split(batch()).sum().backward(inputs=[split.a.weight])
 
 
 @pytest.mark.parametrize("build", [many, InParts])

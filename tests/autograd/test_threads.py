@@ -59,7 +59,7 @@ class Gate:
     def __init__(self, deliver: Any, behind: bool) -> None:
         self._deliver, self._behind = deliver, behind
         self.reached, self._opened = threading.Event(), threading.Event()
-        self.reduced = False
+        self.looked_on = False
 
     def __call__(self, *args: Any) -> None:
         if self._behind:

@@ -282,6 +282,21 @@ def test_as_a_backend_of_torch_compile() -> None:
         torch.testing.assert_close(compiled(x).double(), exact(leaf), **CLOSE)
 
 
+def test_of_two_open_sizes_only_their_product_crosses() -> None:
+    """Rows and columns of a batch are one dimension of what W takes."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    plain = copy.deepcopy(model)
+    module = torch.compile(model, backend="autosplit", options={"backend": "inductor"})
+    for shape in ((2, 8), (3, 9), (4, 13)):
+        batch = torch.randn(*shape, 8)
+        for each in (module, plain):
+            each(batch).square().mean().backward()
+    backward_weight(model)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 def test_compiling_for_a_call_that_there_is_not() -> None:
     stage = Stage(Block(), [torch.randn(5, 12, requires_grad=True)])
     with pytest.raises(SplitError, match="unknown call 'weight'; known ones: 'backward_input'"):

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
+import autosplit
 from autosplit import SplitError
 from autosplit.dynamo.backend import backend
 from autosplit.dynamo.pending_weights import Deferral, backward_weight
+from autosplit.passes import PassError
 from autosplit.torch_internals.version import TORCH
 from tests.autograd.faces import Compiled
 from tests.dynamo.breaking import (
@@ -215,25 +217,23 @@ def test_nothing_pending() -> None:
 
 
 def test_compiled_autograd_is_refused() -> None:
-    """It copies AOTAutograd's backward graph into its own, and would lose what is deferred."""
-    output = compiled(nn.Linear(4, 4))(torch.randn(3, 4, requires_grad=True)).sum()
-    with (
-        torch._dynamo.compiled_autograd._enable(lambda graph: graph),
-        pytest.raises(AssertionError, match="compiled autograd would lose"),
-    ):
-        output.backward()
+    """It writes into ``.grad`` itself, and what is deferred would be lost."""
+    model = nn.Linear(4, 4)
+    for forward in (compiled(model), autosplit.split(model)):
+        output = forward(torch.randn(3, 4, requires_grad=True)).sum()
+        with (
+            torch._dynamo.compiled_autograd._enable(lambda graph: graph),
+            pytest.raises(SplitError, match="compiled autograd would lose"),
+        ):
+            output.backward()
 
 
 def test_graph_that_cannot_be_split_gets_an_ordinary_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from autosplit.capture import aot_convention
-    from autosplit.passes import PassError
+    from autosplit.runtime import build
 
-    def fail(_: object, **__: object) -> None:
-        raise PassError("no pass likes this graph")
-
-    monkeypatch.setattr(aot_convention, "run", fail)
+    monkeypatch.setattr(build, "run", failing)
     model = TwoLayers()
     reference = copy.deepcopy(model)
     x = torch.randn(3, 4)
@@ -241,6 +241,10 @@ def test_graph_that_cannot_be_split_gets_an_ordinary_backward(
     reference(x).sum().backward()
     assert Deferral(model).pending == 0
     assert_same_gradients(model, reference)
+
+
+def failing(*_: object, **__: object) -> None:
+    raise PassError("no pass likes this graph")
 
 
 def test_options() -> None:

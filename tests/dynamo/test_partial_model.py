@@ -202,7 +202,7 @@ def test_hooks_fire_once_a_microbatch_with_the_sum_over_graphs() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_microbatches_are_forward_calls_oldest_backward_first() -> None:
+def test_microbatches_are_backwards_oldest_first() -> None:
     partial = Partial(Scaled())
     weight = dict(partial.named_parameters())["weight"]
     for count, total in ((1, 2.0), (2, 22.0), (3, 222.0)):
@@ -215,7 +215,7 @@ def test_microbatches_are_forward_calls_oldest_backward_first() -> None:
         assert weight.grad.tolist() == [total]
         weight.grad = None
     (partial(torch.ones(1)) + partial(torch.ones(1))).sum().backward()
-    assert partial.pending == 2  # as for SplitModule: one backward through two calls
+    assert partial.pending == 1  # as for SplitModule: one backward through two calls
 
 
 class Scaled(nn.Module):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import DeferralWarning, SplitError
-from autosplit.capture import aot_convention
 from autosplit.dynamo.partial_model import Partial
 from autosplit.passes import PassError
+from autosplit.runtime import build
 from tests.dynamo.breaking import DisabledMiddle, TwoLayers, Unbreakable
 
 # --- what a partly split model says of itself -----------------------------------------------------
@@ -84,7 +84,7 @@ def test_graph_that_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object, **options: object) -> None:
         raise PassError("no pass likes this graph")
 
-    monkeypatch.setattr(aot_convention, "run", fail)
+    monkeypatch.setattr(build, "run", fail)
     partial = called(TwoLayers())
     assert [part.state for part in partial.parts] == ["no pass likes this graph"] * 2
     assert len(partial.ordinary) == 4

@@ -31,6 +31,14 @@ def joint_of(module: nn.Module, *args: Tensor) -> fx.GraphModule:
     return capture(module, args, {}).joint
 
 
+def copied(joint: fx.GraphModule) -> fx.GraphModule:
+    """A joint graph that passes may rewrite."""
+    graph = fx.Graph()
+    values, output = graph.graph_copy(joint.graph, {}, return_output_node=True)
+    graph.output(values).meta = dict(output.meta)
+    return fx.GraphModule(joint, graph)
+
+
 def program_of(module: nn.Module, *args: Tensor) -> SplitGraphs:
     return SplitGraphs(joint_of(module, *args))
 

@@ -9,7 +9,7 @@ import operator
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, cast
@@ -27,11 +27,9 @@ from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._guards import TracingContext
-from torch.autograd.function import FunctionCtx
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
 from autosplit.errors import CaptureError
-from autosplit.passes.graph import source_line
 
 if TYPE_CHECKING:
     from torch._dynamo import symbolic_convert
@@ -150,143 +148,6 @@ def _current_line() -> str:
     for frame in reversed(TracingContext.extract_stack()):
         return f"{os.path.basename(frame.filename)}:{frame.lineno}: {(frame.line or '').strip()}"
     return "the forward"
-
-
-_APPLY = torch.ops.higher_order.autograd_function_apply
-_UNMATERIALISED = FunctionCtx.set_materialize_grads.__code__
-
-
-def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]) -> None:
-    """Refuse functions that ask for None in place of gradients that do not exist: Dynamo traces
-    their backward with a gradient for every output, and the branch for None is lost.
-
-    Args:
-        module: what Dynamo made.
-        traced: the code that it went through.
-
-    Raises:
-        CaptureError: a gradient may be absent where the function is used; names the line.
-    """
-    if _UNMATERIALISED not in traced:
-        return
-    applied = _calls(module)
-    if any(_has_several_outputs(node) or _returns_none(node) for node in applied):
-        line = next(filter(None, map(source_line, applied)), "a custom autograd function")
-        raise CaptureError(
-            f"ctx.set_materialize_grads(False), at {line}: a graph would hand the backward zeros "
-            "where autograd hands it None. Leave it out if zeros will do; or call the function "
-            "from a method decorated with torch.compiler.disable, around which a model is split "
-            "in parts (without fullgraph=True or a memory setting)"
-        )
-
-
-def _calls(module: fx.GraphModule) -> list[fx.Node]:
-    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
-    return [node for graph in graphs for node in graph.nodes if node.target is _APPLY]
-
-
-def _has_several_outputs(node: fx.Node) -> bool:
-    """A loss may leave one of them out."""
-    results = node.meta.get("example_value")
-    constant = node.kwargs.get("non_differentiable_idx", ())
-    return not isinstance(results, (tuple, list)) or len(results) - len(_list(constant)) > 1
-
-
-def _returns_none(node: fx.Node) -> bool:
-    """The backward may hand None to the function whose result this one takes."""
-    body = _body(node, 1)
-    return body is None or None in _list(body.graph.output_node().args[0])
-
-
-def _body(node: fx.Node, at: int) -> Any:
-    """The graph of a function's forward (0) or backward (1), where it has one."""
-    return getattr(node.graph.owning_module, str(getattr(node.args[at], "target", "")), None)
-
-
-def _list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
-
-
-def return_tensors_once(module: fx.GraphModule) -> None:
-    """Let the forward of a custom autograd function return each of its tensors once.
-
-    Dynamo of torch 2.11 returns all that a function computes, what it writes in place as often as
-    it does. Autograd hands the gradient of a tensor that is returned twice to its last place, where
-    the function's backward expects none: ``torch.compile`` then has zeros, silently.
-    """
-    for node in _calls(module):
-        body = _body(node, 0)
-        if body is None:
-            continue
-        output = body.graph.output_node()
-        results, kept = output.args[0]
-        first: dict[int, int] = {}
-        places = [first.setdefault(_identity(each), at) for at, each in enumerate(results)]
-        if len(first) == len(results):
-            continue
-        once = [each if places[at] == at else None for at, each in enumerate(results)]
-        output.args = ((tuple(once), kept),)
-        body.recompile()
-        for item in list(node.users):
-            if item.target is operator.getitem:
-                item.args = (node, places[cast("int", item.args[1])])
-
-
-def _identity(result: Any) -> int:
-    """The same for what is one tensor, whichever operators gave it."""
-    value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
-    return id(result if value is None else value)
-
-
-# With others, such as inputs that are written into, the operator stays and is refused.
-_KNOWN = {"non_differentiable_idx", "saved_for_backward_idx"}
-
-
-def make_traceable(node: fx.Node) -> None:
-    """Give a node that applies a custom autograd function a target that Dynamo can capture again.
-
-    Dynamo (2.13) writes such a function as an operator of higher order with a graph for each
-    direction, and cannot trace that operator itself. A function that runs these graphs it can.
-    """
-    if node.target is _APPLY and node.kwargs.keys() <= _KNOWN:
-        node.target = _apply
-
-
-def _apply(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    *args: Any,
-    non_differentiable_idx: Any,
-    saved_for_backward_idx: Any,
-) -> Any:
-    places = tuple(non_differentiable_idx), tuple(saved_for_backward_idx)
-    return _Captured.apply(forward, backward, *places, *args)  # type: ignore[no-untyped-call]
-
-
-class _Captured(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        forward: fx.GraphModule,
-        backward: fx.GraphModule,
-        constant: tuple[int, ...],
-        saved: tuple[int, ...],
-        *args: Any,
-    ) -> tuple[Tensor, ...]:
-        outputs, kept = forward(*args)
-        ctx.run = backward
-        ctx.count, ctx.places = len(kept), saved
-        ctx.others = tuple(each for at, each in enumerate(kept) if at not in saved)
-        ctx.save_for_backward(*(kept[at] for at in saved))
-        ctx.mark_non_differentiable(*(outputs[at] for at in constant))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        saved, others = list(ctx.saved_tensors), list(ctx.others)
-        places = (at in ctx.places for at in range(ctx.count))
-        kept = [(saved if is_saved else others).pop(0) for is_saved in places]
-        return (None, None, None, None, *ctx.run(*grads, *kept))
 
 
 LIMIT = 2048

@@ -24,6 +24,7 @@ from autosplit.errors import CaptureError
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.passes.analysis.operators import OPERATORS
 from autosplit.passes.graph import source_line
+from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.version import TORCH
 
 _CELLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -200,8 +201,14 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
         yield
 
 
-# numpy.random draws what it draws in eager; torch's generator would draw instead.
-AS_IN_EAGER: dict[str, Any] = {"use_numpy_random_stream": True}
+AS_IN_EAGER: dict[str, Any] = {
+    # Recurrent layers are traced into.
+    "allow_rnn": True,
+    # A hook that is added later must be noticed.
+    "skip_nnmodule_hook_guards": False,
+    # numpy.random draws what it draws in eager; torch's generator would draw instead.
+    "use_numpy_random_stream": True,
+}
 """Settings of Dynamo."""
 
 if TORCH < (2, 12):
@@ -283,10 +290,9 @@ def _is_traced_otherwise(node: fx.Node) -> bool:
     if node.target not in _CELLS:
         return node.target in _MARGIN_LOSSES
     given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
-    value = given["input"].meta.get("example_value", given["input"].meta.get("val"))
     drops = given["train"] and given["dropout"] != 0 and given["num_layers"] > 1
     misshapen = node.target is torch.lstm and TORCH < (2, 13)
-    return drops or misshapen or getattr(value, "dtype", None) in _COARSE
+    return drops or misshapen or getattr(traced_value(given["input"]), "dtype", None) in _COARSE
 
 
 def _nodes(module: fx.GraphModule) -> list[fx.Node]:

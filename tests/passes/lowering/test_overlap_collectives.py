@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import (
 
 import autosplit
 from autosplit import CollectiveCosts, DeviceSpeed, Link
-from autosplit.capture.aot_convention import copy_graph
 from autosplit.passes import Kind, Rates, SplitGraphs, memory_setting, run
 from autosplit.passes.analysis.collective_order import exposed_time
 from autosplit.passes.analysis.operator_cost import duration, flops, graph_flops, value_bytes
@@ -25,7 +24,7 @@ from autosplit.passes.graph import calls, outputs
 from autosplit.passes.lowering.buffers import LiveBytes, reusable_operands
 from benchmarks.mesh.collectives import least_exposed
 from tests.fake_ranks import fake_mesh
-from tests.passes.graphs import joint_of
+from tests.passes.graphs import copied, joint_of
 
 
 class Mlp(nn.Module):
@@ -59,7 +58,7 @@ def splits(mesh: DeviceMesh) -> dict[str | Rates, SplitGraphs]:
     joint = joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True))
     made = {}
     for overlap in ("none", "collectives", *map(linked, DELAYS)):
-        copy = fx.GraphModule(joint, copy_graph(joint.graph))
+        copy = copied(joint)
         made[overlap] = run(copy, memory=memory_setting("balanced", overlap=overlap))
     return made
 

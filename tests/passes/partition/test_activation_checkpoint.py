@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.capture.aot_convention import copy_graph
 from autosplit.passes import run
 from autosplit.passes.analysis.operator_cost import is_random
 from autosplit.passes.graph import Kind, calls
-from tests.passes.graphs import joint_of, names_out, ops
+from tests.passes.graphs import copied, joint_of, names_out, ops
 from tests.zoo import Attention, SwiGLU
 
 
@@ -58,5 +57,5 @@ def test_checkpoints_do_not_chain() -> None:
     x = torch.randn(2, 4, 16, requires_grad=True)
     joint = joint_of(Checkpointed(*[SwiGLU() for _ in range(3)]), x)
     for memory in ("fast", "balanced", "lean"):
-        graphs = run(fx.GraphModule(joint, copy_graph(joint.graph)), memory=memory)
+        graphs = run(copied(joint), memory=memory)
         assert len(names_out(graphs.forward, Kind.SAVED)) == 3

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import autosplit
 from autosplit.dynamo.backend import SplittingBackend
+from autosplit.dynamo.pending_weights import Deferral
 from autosplit.errors import DeferralWarning
 from autosplit.passes.analysis.operators import is_start
 from autosplit.passes.graph import calls
@@ -245,10 +246,14 @@ def whole(mesh: DeviceMesh, name: str, setting: dict[str, Any]) -> tuple[bool, d
 
 
 def compiled(mesh: DeviceMesh, name: str) -> bool:
-    """Whether a model under ``torch.compile(backend="autosplit")`` trains as in eager."""
+    """Whether a model under ``torch.compile(backend="autosplit")`` trains as in eager, and weight
+    gradients wait.
+    """
     eager, model = _twins(mesh, name)
-    made = train(torch.compile(model, backend=SplittingBackend()), name)
-    return same(train(eager, name), made)
+    waited: list[int] = []
+    forward = torch.compile(model, backend=SplittingBackend())
+    made = train(forward, name, lambda: waited.append(Deferral(model).pending))
+    return same(train(eager, name), made) and all(waited)
 
 
 def measured(mesh: DeviceMesh, name: str) -> list[Any]:
