@@ -101,6 +101,12 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
     return ends, "\n".join(lines)
 
 
+class _CannotTell(click.ClickException):
+    """What is no schedule, or cannot be judged: another status than of one that never ends."""
+
+    exit_code = 2
+
+
 @click.command()
 @click.argument("schedule")
 @click.option(
@@ -117,7 +123,7 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
     type=click.Choice([*COMMUNICATORS]),
     help="Run by torch.distributed.pipelining: what messages have a communicator for.",
 )
-@partial(typed_errors, status=2)
+@partial(typed_errors, told=_CannotTell)
 def check(
     schedule: str,
     mesh: tuple[tuple[str, int], ...],

@@ -14,9 +14,11 @@ from autosplit.errors import AutosplitError, OutputError
 from autosplit.text.files import check_file, check_folder
 
 
-def typed_errors(command: Callable[..., None], status: int = 1) -> Callable[..., None]:
-    """Print an autosplit error as a message and exit with a status; anything else is a bug and
-    keeps its traceback.
+def typed_errors(
+    command: Callable[..., None], told: type[click.ClickException] = click.ClickException
+) -> Callable[..., None]:
+    """Print an autosplit error as a message and exit with the status of ``told``; anything else is
+    a bug and keeps its traceback.
     """
 
     @functools.wraps(command)
@@ -24,8 +26,7 @@ def typed_errors(command: Callable[..., None], status: int = 1) -> Callable[...,
         try:
             command(*args, **kwargs)
         except AutosplitError as error:
-            click.echo(f"Error: {type(error).__name__}: {_words(error)}", err=True)
-            raise click.exceptions.Exit(status) from error
+            raise told(f"{type(error).__name__}: {_words(error)}") from error
 
     return run
 
