@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -295,6 +296,8 @@ def test_training_beside_a_logger(face: str) -> None:
             read += sum(bool(grad.norm() >= 0) for grad in found if grad is not None)
         return read
 
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads take turns more often, and wait less for theirs
     logger = Thread(log)
     try:
         for x in torch.randn(60, 3, 4):
@@ -307,4 +310,5 @@ def test_training_beside_a_logger(face: str) -> None:
             assert all(map(torch.equal, model.parameters(), plain.parameters()))
     finally:
         over.set()
+        sys.setswitchinterval(interval)
         assert logger.ended() > 0

@@ -145,24 +145,41 @@ def test_a_rank_that_was_gone_before_anybody_met_it(
     assert fault.headline == "rank 1 ended without a word"
 
 
-@pytest.mark.parametrize("words", ["raised ValueError: bad weather", RETURNED, ""])
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """It exits with status 0, for which nobody has asked yet."""
+    assert child.stdin is not None
+    child.stdin.write(b"0\n")
+    child.stdin.flush()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("words", ["raised ValueError: bad weather", RETURNED])
 def test_last_words_say_more_than_the_exit(
     ranks: Ranks, child: subprocess.Popen[bytes], words: str
 ) -> None:
     ranks.pretend(Process.of(child.pid))
     ranks.last_in(AROUND)
-    if words:
-        Register(ranks.words).put("words", 1, words)
+    Register(ranks.words).put("words", 1, words)
     watch = ranks.watch(0)
-    if child.stdin is not None:
-        child.stdin.write(b"0\n")
-        child.stdin.flush()
-    fault = watch.explain(TIMEOUT if words == "" else CLOSED) or watch.explain(CLOSED)
+    _end(child)
+    fault = watch.explain(CLOSED)
     assert fault is not None
     if words.startswith("raised"):
         assert fault.headline == f"rank 1 {words}, last in the code around the trainer"
     else:
-        assert fault.headline == f"rank 1 {words or 'exited with status 0'} while rank 0 went on"
+        assert fault.headline == f"rank 1 {words} while rank 0 went on"
+
+
+def test_a_rank_that_ends_while_others_ask_who_is_stuck(
+    ranks: Ranks, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.pretend(Process.of(child.pid))
+    watch = ranks.watch(0)
+    asked = iter([lambda: _end(child), lambda: None])
+    monkeypatch.setattr(watch, "_pulses", lambda: next(asked)() or {})
+    fault = watch.explain(TIMEOUT)
+    assert fault is not None
+    assert fault.headline == "rank 1 exited with status 0 while rank 0 went on"
 
 
 def test_a_rank_that_left_is_missed_by_those_who_need_it(ranks: Ranks) -> None:
