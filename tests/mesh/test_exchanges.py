@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -19,49 +17,63 @@ from autosplit import CollectiveCosts, DeviceSpeed, Link
 from autosplit.passes.analysis.operator_cost import graph_flops
 from autosplit.pipeline.training import options as trainer_options
 from autosplit.stage import Stage
-from tests.all_true import assert_all
-from tests.mesh.exchange_workers import Reference, built, stage_of
-from tests.mesh.workers import REFERENCE, by_stage, refusal, round_trip, share, trainer
+from tests.mesh.exchange_models import built, stage_of
+from tests.mesh.workers import (
+    REFERENCE,
+    assert_refused,
+    assert_round_trip,
+    assert_step,
+    mesh_of,
+    norm_of,
+    of_shares,
+    place,
+    share,
+    trainer,
+)
 from tests.ranks import ranks
 
 CLIPPED = {"max_grad_norm": 0.5}
 
 
-def mesh_of(**sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+def assert_as_eager(mesh: DeviceMesh, ways: str, along: str, shards: str, **options: Any) -> None:
+    """A step is that of the same modules in eager mode, each share's in one stage: losses, the
+    means of all shares' gradients, and their norm. Sums of more than two are in some order.
+    """
+    stages, names = mesh["pp"].size() if "pp" in mesh.mesh_dim_names else 1, (shards, along)
+    dimensions = [name for name in names if name in mesh.mesh_dim_names]
+    model = nn.Sequential(*(stage_of(at, mesh[along], ways) for at in range(stages)))
+    own = share(place(mesh, *dimensions))
+    (losses,), gradients, _ = of_shares(model, [own], nn.functional.mse_loss)
+    for name, gradient in gradients.items():
+        for each in dimensions:
+            if each != along or ".experts." not in name:  # whose are of all tokens already
+                dist.all_reduce(gradient, group=mesh.get_group(each))
+            gradient /= mesh[each].size()
+    expected = losses, gradients, norm_of(gradients.values())
+    few = mesh.size() // stages == 2
+    with trainer(mesh, built(mesh, ways), stages, **options, **CLIPPED) as made:
+        assert_step(made, own, expected, exact=lambda name: few or ".experts." in name)
 
 
 @ranks(4)
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("ep", {"schedule": "zb-h1", "memory": "lean"}), ("cp", {"memory": "lean"})],
+    ("sizes", "ways", "options"),
+    [
+        ({"pp": 2, "ep": 2}, "ep", {"schedule": "zb-h1", "memory": "lean"}),
+        ({"pp": 2, "cp": 2}, "cp", {"memory": "lean"}),
+        ({"pp": 2, "efsdp": 1, "ep": 2}, "few", {}),
+        ({"efsdp": 2, "ep": 2}, "few", {}),
+        ({"dp_shard": 2, "cp": 2}, "cp", {}),
+    ],
+    ids=["ep", "cp", "efsdp 1", "efsdp", "dp_shard"],
 )
-def test_a_step_is_that_of_one_process(options: dict[str, Any], name: str) -> None:
-    mesh = mesh_of(pp=2, **{name: 2})
-    with trainer(mesh, built(mesh, name), 2, **options, **CLIPPED) as made:
-        reference = Reference(name, (0, 1), [(0, 1)])
-        reference.agrees(made, mesh.get_local_rank(name), exact=lambda _: True)
-
-
-@ranks(4)
-def test_all_is_sharded_along_ep_and_experts_are_not() -> None:
-    mesh = mesh_of(pp=2, efsdp=1, ep=2)
-    with trainer(mesh, built(mesh), 2, **CLIPPED) as made:
-        reference = Reference("few", (0, 1), [(0, 1)])
-        reference.agrees(made, mesh.get_local_rank("ep"), exact=lambda _: True)
-
-
-@ranks(4)
-@pytest.mark.parametrize(
-    ("shards", "name", "ways"), [("efsdp", "ep", "few"), ("dp_shard", "cp", "cp")]
-)
-def test_all_is_sharded_along_both_and_experts_along_one(shards: str, name: str, ways: str) -> None:
-    """Gradients of experts are sums of two, others' of four, in whichever order."""
-    mesh = mesh_of(**{shards: 2, name: 2})
-    own = 2 * mesh.get_local_rank(shards) + mesh.get_local_rank(name)
-    with trainer(mesh, built(mesh), 1, **CLIPPED) as made:
-        reference = Reference(ways, (0,), [(0, 1), (2, 3)])
-        reference.agrees(made, own, exact=lambda each: ".experts." in each)
+def test_a_step_is_that_of_eager_mode(
+    sizes: dict[str, int], ways: str, options: dict[str, Any]
+) -> None:
+    """All is sharded along both dimensions, where there are two, and experts along one."""
+    along = "cp" if "cp" in sizes else "ep"
+    shards = "dp_shard" if along == "cp" else "efsdp"
+    assert_as_eager(mesh_of(**sizes), ways, along, shards, **options)
 
 
 @ranks(4)
@@ -94,25 +106,20 @@ def test_what_collectives_take_is_measured() -> None:
 @ranks(4)
 def test_checkpoints_have_all_experts() -> None:
     """They are taken up by the same mesh and by one process."""
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
     mesh = mesh_of(pp=2, ep=2)
-    found = round_trip(
+    assert_round_trip(
         lambda: trainer(mesh, built(mesh), 2, **CLIPPED, **REFERENCE),
         lambda: trainer(None, stage_of, 2, ranks=1, **CLIPPED, **REFERENCE),
         lambda step: share(mesh.get_local_rank("ep"), step),
-        Path(folder[0]),
-        by_stage,
     )
-    assert_all(found)
 
 
 @ranks(4)
 def test_what_is_refused() -> None:
     mesh, shards = mesh_of(pp=2, ep=2), mesh_of(pp=2, efsdp=1, ep=2)
 
-    def said(build: Any, over: DeviceMesh = mesh) -> str:
-        return refusal(lambda: trainer(over, build, 2))
+    def given(build: Any, over: DeviceMesh = mesh) -> Any:
+        return lambda: trainer(over, build, 2)
 
     def copied(index: int) -> nn.Module:
         module = stage_of(index, mesh["ep"])
@@ -129,10 +136,17 @@ def test_what_is_refused() -> None:
     def mixed(index: int) -> nn.Module:
         return fully_shard(stage_of(index, shards["ep"]), mesh=shards["efsdp"])
 
-    assert "a mesh has not both 'ep' and 'tp'" in said(stage_of, mesh_of(ep=2, tp=2))
-    assert "a mesh has not both 'ep' and 'cp'" in said(stage_of, mesh_of(ep=2, cp=2))
-    assert "and 'dp_shard': call that of experts" in said(stage_of, mesh_of(ep=2, dp_shard=2))
-    assert "of any stage is shared by them: let experts be parameters distribute" in said(stage_of)
-    assert "0.bias is a DTensor of which each rank along 'ep' has a copy" in said(copied)
-    assert "PipelineTrainer has no mesh with 'efsdp'" in said(sharded)
-    assert "experts and others, which other ranks share" in said(mixed, shards)
+    assert_refused(
+        [
+            ("a mesh has not both 'ep' and 'tp'", given(stage_of, mesh_of(ep=2, tp=2))),
+            ("a mesh has not both 'ep' and 'cp'", given(stage_of, mesh_of(ep=2, cp=2))),
+            ("and 'dp_shard': call that of experts", given(stage_of, mesh_of(ep=2, dp_shard=2))),
+            (
+                "of any stage is shared by them: let experts be parameters distribute",
+                given(stage_of),
+            ),
+            ("0.bias is a DTensor of which each rank along 'ep' has a copy", given(copied)),
+            ("PipelineTrainer has no mesh with 'efsdp'", given(sharded)),
+            ("experts and others, which other ranks share", given(mixed, shards)),
+        ]
+    )

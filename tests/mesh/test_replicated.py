@@ -1,90 +1,331 @@
-"""Pipelines with replicas, over real Gloo processes."""
+"""Pipelines with replicas, over four Gloo processes."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autosplit.errors import PipelineError
-from tests.all_true import assert_all
-from tests.mesh import workers
-from tests.ranks import Ranks
+from autosplit.mesh.reduction import CAP
+from autosplit.pipeline.engine.results import Bucket
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.stage import Stage
+from tests.mesh.workers import (
+    REFERENCE,
+    ROWS,
+    WIDTH,
+    M,
+    assert_refused,
+    assert_round_trip,
+    assert_step,
+    block,
+    by_hand,
+    gradients_of,
+    mesh_of,
+    of_shares,
+    share,
+    trainer,
+)
+from tests.ranks import ranks
 
-Results = list[dict[str, Any]]
+MESH = {"pp": 2, "dp_replicate": 2}
+TURNED = {"dp_replicate": 2, "pp": 2}
+
+
+def own_share(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    return share(mesh.get_local_rank("dp_replicate"))
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("sizes", "stages", "options"),
+    [
+        (MESH, 2, {"cap": 10}),
+        (TURNED, 2, {"split_backward": False, **REFERENCE}),
+        (MESH, 4, {"schedule": "zb-v", "cap": 100, **REFERENCE}),
+    ],
+)
+def test_a_step_is_that_of_one_process(
+    sizes: dict[str, int], stages: int, options: dict[str, Any]
+) -> None:
+    """Bit for bit, which averages the shares of two."""
+    mesh = mesh_of(**sizes)
+    losses, *rest = by_hand(block, stages, 2)
+    with trainer(mesh, stages=stages, max_grad_norm=1e9, **options) as made:
+        expected = losses[mesh.get_local_rank("dp_replicate")], *rest
+        assert_step(made, own_share(mesh), expected)
+
+
+@ranks(4)
+def test_replicas_of_one_stage_after_another() -> None:
+    """Of four, whose gradients are added in some order; and of a whole model that is cut."""
+    mesh, given = mesh_of(dp_replicate=4), {"max_grad_norm": 1e9}
+    losses, *rest = by_hand(block, 2, 4)
+    with trainer(mesh, **given, **REFERENCE) as made:
+        expected = losses[dist.get_rank()], *rest
+        assert_step(made, own_share(mesh), expected, exact=lambda _: False)
+    mesh, model = mesh_of(**MESH), nn.Sequential(*(block(index) for index in range(2)))
+    options = {"example": torch.zeros(ROWS // M, WIDTH), "planning": {"costs": "estimate"}}
+    with trainer(mesh, model, **options) as made:
+        seen = made.forward_backward(own_share(mesh))
+    assert seen.tolist() == by_hand(block, 2, 2)[0][mesh.get_local_rank("dp_replicate")]
+
+
+@contextlib.contextmanager
+def counted_reductions() -> Iterator[list[int]]:
+    """The bytes of each all-reduce of gradients that starts inside."""
+    found: list[int] = []
+    original = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype != torch.float64 and tensor.numel() > 1:  # not losses, norms, meetings
+            found.append(tensor.nbytes)
+        return original(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        yield found
+
+
+WEIGHT, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("cap", "expected"),
+    # Beside the gradients goes a number for each parameter.
+    [(CAP, [2 * WEIGHT + 2 * BIAS + 16]), (10, [WEIGHT + 4, BIAS + 4] * 2)],
+)
+def test_each_bucket_is_reduced_once_a_step(cap: int, expected: list[int]) -> None:
+    mesh = mesh_of(**MESH)
+    with trainer(mesh, cap=cap, **REFERENCE) as made:
+        made.step(own_share(mesh))
+        with counted_reductions() as reductions:
+            made.step(own_share(mesh))
+            made.step(own_share(mesh))
+    assert sorted(reductions) == sorted([*expected, *expected])
+
+
+@ranks(4)
+def test_a_stage_is_reduced_while_the_other_of_its_rank_is_computed() -> None:
+    order: list[str] = []
+    run, start = Stage.backward_weight, Bucket.start
+
+    def ran(self: Any, microbatch: Any) -> None:
+        order.append(f"{self.index}W{microbatch}")
+        run(self, microbatch)
+
+    def started(self: Any) -> None:
+        order.append("reduction")
+        start(self)
+
+    mesh, options = mesh_of(**MESH), {"schedule": "gpipe", "weights": "2bp", "cap": 100}
+    with (
+        mock.patch.object(Stage, "backward_weight", ran),
+        mock.patch.object(Bucket, "start", started),
+        trainer(mesh, stages=4, microbatches=2, **options) as made,
+    ):
+        made.step(own_share(mesh))
+    one, other = dict.fromkeys(each[0] for each in order if "W" in each)
+    first, second = order.index(f"{one}W1"), order.index(f"{other}W1")
+    assert first < order.index("reduction") < second
+
+
+class Counting(nn.Module):
+    """A block with a buffer that each forward writes."""
+
+    seen: Tensor
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block = block(index)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(x)
+        self.seen.copy_(found.detach().sum())
+        return found
+
+
+class Partly(nn.Module):
+    """A block with a parameter that gets no gradient."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block = block(index)
+        self.unused = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(x)
+        return found
+
+
+def everywhere(value: Any) -> list[Any]:
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, value)
+    return found
+
+
+@ranks(4)
+def test_replicas_start_with_one_model_and_keep_its_buffers() -> None:
+    mesh = mesh_of(**MESH)
+    replica = mesh.get_local_rank("dp_replicate")
+    with trainer(mesh, lambda index: Counting(index + 10 * replica), **REFERENCE) as made:
+        made.step(own_share(mesh))
+        losses = everywhere(made.evaluate(own_share(mesh)).tolist())
+        assert made.mesh is mesh
+        assert made.rank == mesh.get_local_rank("pp")
+        (values,) = made.state_dict().values()
+    rows = everywhere(torch.cat([each.flatten() for each in values.values()]))
+    places = mesh.mesh.tolist()
+    one, other = places[made.rank]
+    assert torch.equal(rows[one], rows[other])
+    assert losses[places[0][0]] != losses[places[0][1]]
+    assert all(losses[a] == losses[b] for a, b in zip(*places, strict=True))
+
+
+@ranks(4)
+def test_parameters_without_a_gradient_stay_without_and_steps_accumulate() -> None:
+    mesh = mesh_of(**MESH)
+    _, expected, _ = by_hand(Partly, 2, 2)
+    with trainer(mesh, Partly, **REFERENCE) as made:
+        for times in (1, 2):
+            made.forward_backward(own_share(mesh))
+            found = gradients_of(made)
+            assert len(found) == 4
+            assert all(torch.equal(each, times * expected[name]) for name, each in found.items())
+
+
+@ranks(4)
+def test_what_all_replicas_find() -> None:
+    """One schedule, other shapes of batches, the memory of a pipeline, and a timeline."""
+    mesh = mesh_of(**MESH)
+    own = own_share(mesh)
+    with trainer(mesh, schedule="auto", **REFERENCE) as made:
+        for _ in range(4):
+            made.step(own)
+        first, *others = everywhere(made.schedule.ranks)
+    assert others == [first] * 3
+    with trainer(mesh, record="memory", **REFERENCE) as made:
+        made.step(own)
+        made.step(tuple(each[:4] for each in own))
+        assert len(made.memory().bands) == 2
+        actions = [each.action for each in made.timeline().spans]
+    reduced = [str(each) for each in actions if each.kind is ActionKind.REDUCE_GRAD]
+    assert sorted(reduced) == ["0REDUCE_GRAD", "1REDUCE_GRAD"]
+
+
+class Tied(nn.Module):
+    """A block with the parameter that all stages share."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block = block(index)
+        torch.manual_seed(7)
+        self.tied = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.block(x) * self.tied
+        return found
+
+
+@ranks(4)
+def test_copies_of_parameters_within_a_pipeline() -> None:
+    """Near one process, and the same bits wherever a parameter is."""
+    mesh, model = mesh_of(**MESH), nn.Sequential(Tied(0), Tied(1))
+    model[1].tied = model[0].tied
+    losses, gradients, norm = of_shares(model, map(share, range(2)), F.mse_loss)
+    expected = losses[mesh.get_local_rank("dp_replicate")], gradients, norm
+    gradients["1.tied"] = gradients["0.tied"]
+    options = {"shared_parameters": [((0, "tied"), (1, "tied"))], **REFERENCE}
+    with trainer(mesh, Tied, max_grad_norm=1e9, **options) as made:
+        assert_step(made, own_share(mesh), expected, exact=lambda _: False)
+        mine = gradients_of(made)
+        for other in everywhere(mine):
+            assert all(torch.equal(mine[name], other[name]) for name in mine.keys() & other.keys())
+
+
+@ranks(4)
+def test_checkpoints() -> None:
+    """They are taken up by the same mesh bit for bit, by a pipeline of four, and in one process."""
+    mesh, line = mesh_of(**MESH), mesh_of(pp=4)
+    assert_round_trip(
+        lambda: trainer(mesh, stages=4, schedule="interleaved", **REFERENCE),
+        lambda: trainer(stages=4, ranks=1, **REFERENCE),
+        lambda step: share(mesh.get_local_rank("dp_replicate"), step),
+        line=lambda: trainer(line, stages=4, **REFERENCE),
+    )
+
 
 KNOWN = "'pp' (the stages of one pipeline), 'dp_replicate' (replicas of it, each with its own share"
-SAID = {
-    "dp": f"mesh dimension 'dp' is not supported; those that are: {KNOWN}",
-    "nameless": "the dimensions of the mesh of (2, 2) ranks have no names: init_device_mesh(",
-    "tp": "the mesh has 2 ranks along 'tp', and no parameter of any stage is shared by them",
-    "half": "the mesh (pp=2) is of 2 ranks, [0, 1], and the process group has 4, 0 to 3",
-    "no mesh": "mesh is a DeviceMesh of torch.distributed.device_mesh; got a str",
-    "ranks": "ranks=2 has no effect beside mesh, which says who takes part",
-    "two meshes": "every rank must be given the same mesh, but its pipelines are ((0, 2), (1, 3))",
-    "two names": "every rank must be given the same mesh, but its pipelines are at the places",
-    "long": "the mesh has 4 ranks along 'pp' for 2 stages: each needs at least one stage",
-    "cuda": "the mesh is one of 'cpu' devices, but the stages go to meta: init_device_mesh('meta'",
-    "shapes": "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give every rank",
-    "any shape": "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give each",
-    "built differently": "the ranks 2 and 3 hold replicas of the same stages, which must be built",
-}
 
 
-@pytest.fixture(scope="module")
-def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder: Path = tmp_path_factory.mktemp("mesh")
-    return on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
+@ranks(4)
+def test_what_is_refused() -> None:
+    mesh, turned = mesh_of(**MESH), mesh_of(**TURNED)
+    named, rank = mesh_of(pp=2, tp=2), dist.get_rank()
+    own = own_share(mesh)
+    half = tuple(each[:4] for each in own) if mesh.get_local_rank("dp_replicate") else own
 
+    def built(made: Any, **options: Any) -> Any:
+        return lambda: trainer(made, **REFERENCE, **options)
 
-@pytest.mark.parametrize("case", [*workers.EXACT, "no pipeline"])
-def test_losses_gradients_and_norm(four: Results, case: str) -> None:
-    """Bit for bit those of autograd in one process, which averages the shares of two."""
-    for found in four:
-        assert_all(found[case])
+    def ran(batch: Any, build: Any = block, **options: Any) -> Any:
+        def act() -> None:
+            with trainer(mesh, build, **REFERENCE, **options) as made:
+                made.step(batch)
 
+        return act
 
-@pytest.mark.parametrize("case", ["reductions", "saved"])
-def test_what_all_ranks_find_right(four: Results, case: str) -> None:
-    """Each bucket is reduced once a step; a checkpoint is taken up by
-    the same mesh bit for bit, and by other ones.
-    """
-    for found in four:
-        assert_all(found[case])
-
-
-def test_a_whole_model_is_cut_for_the_pipeline(four: Results) -> None:
-    assert [found["whole"] for found in four] == [True] * 4
-
-
-def test_a_stage_is_reduced_while_the_other_of_its_rank_is_computed(four: Results) -> None:
-    for found in four:
-        order = found["under way"]
-        one, other = dict.fromkeys(each[0] for each in order if "W" in each)
-        first, second = order.index(f"{one}W1"), order.index(f"{other}W1")
-        assert first < order.index("reduction") < second
-
-
-def test_what_replicas_share(four: Results) -> None:
-    """They start with one model, keep its buffers, and each has its own losses; parameters without
-    a gradient stay without, steps accumulate, and all find one schedule.
-    """
-    for found in four:
-        also = dict(found["also"])
-        assert also.pop("timeline") == ["0REDUCE_GRAD", "1REDUCE_GRAD"]
-        assert_all(also)
-
-
-@pytest.mark.parametrize("case", SAID)
-def test_what_is_refused(four: Results, case: str) -> None:
-    for found in four:
-        assert SAID[case] in found["refused"][case]
-
-
-def test_a_killed_rank_ends_all_replicas(on_ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(PipelineError):
-        on_ranks(workers.with_a_death, 4, (tmp_path,), timeout=60)
-    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(3)]
-    how = ("rank 3 was killed by SIGKILL", "rank 3 ended without a word")  # once it is reaped
-    assert all(each.startswith(how) for each in said)
+    shapes = "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give"
+    assert_refused(
+        [
+            (
+                f"mesh dimension 'dp' is not supported; those that are: {KNOWN}",
+                built(mesh_of(pp=2, dp=2)),
+            ),
+            (
+                "the dimensions of the mesh of (2, 2) ranks have no names: init_device_mesh(",
+                built(init_device_mesh("cpu", (2, 2))),
+            ),
+            ("2 ranks along 'tp', and no parameter of any stage is shared by them", built(named)),
+            (
+                "the mesh (pp=2) is of 2 ranks, [0, 1], and the process group has 4, 0 to 3",
+                built(DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",))),
+            ),
+            (
+                "mesh is a DeviceMesh of torch.distributed.device_mesh; got a str",
+                built("pp=2"),
+            ),
+            ("ranks=2 has no effect beside mesh, which says who takes part", built(mesh, ranks=2)),
+            (
+                "given the same mesh, but its pipelines are ((0, 2), (1, 3))",
+                built(mesh if rank < 2 else turned),
+            ),
+            (
+                "given the same mesh, but its pipelines are at the places",
+                built(mesh if rank < 2 else named),
+            ),
+            (
+                "the mesh has 4 ranks along 'pp' for 2 stages: each needs at least one stage",
+                built(mesh_of(pp=4)),
+            ),
+            (
+                "of 'cpu' devices, but the stages go to meta: init_device_mesh('meta'",
+                built(mesh, device="meta"),
+            ),
+            (f"{shapes} every rank", ran(half, memory_limit="1GiB")),
+            (f"{shapes} each", ran(half)),
+            (
+                "the ranks 2 and 3 hold replicas of the same stages, which must be built",
+                ran(own, lambda index: nn.Linear(WIDTH, WIDTH, bias=rank != 3)),
+            ),
+        ]
+    )

@@ -1,69 +1,337 @@
-"""Pipelines whose stages are sharded, over real Gloo processes."""
+"""Pipelines whose stages are sharded, over four Gloo processes."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from tests.all_true import assert_all
-from tests.mesh import sharded_workers as workers
-from tests.ranks import Ranks
+from autosplit.pipeline import build
+from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
+from tests.mesh.workers import (
+    REFERENCE,
+    WIDTH,
+    M,
+    assert_refused,
+    assert_round_trip,
+    assert_step,
+    by_hand,
+    gradients_of,
+    mesh_of,
+    place,
+    share,
+    trainer,
+)
+from tests.ranks import ranks
 
-Results = list[dict[str, Any]]
-
-SAID = {
-    "plain": "the mesh has 'dp_shard', and parameter '0.0.weight' of stage",
-    "whole": "the mesh has 'dp_shard', and a whole model that is cut here is not sharded: give a",
-    "partly": "is not sharded: let the function that builds stages call fully_shard(module, mesh=",
-    "along pp": "along the trainer's mesh these are [",
-    "all ranks": "are sharded over the ranks [0, 1, 2, 3]; along the trainer's mesh these are [",
-    "no dimension": "and PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device",
-    "no mesh": "and PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device",
-    "shared": "are shared by several stages (shared_parameters), whose gradients would have to be",
-    "limit": "those that are sharded along 'dp_shard' are gathered in a step: leave one of the two",
-    "no sync": "are not to be reduced (set_requires_gradient_sync, set_requires_all_reduce): a",
-    "factory": "is sharded, and stage_factory=ReferenceStage is to make it: only autosplit.Stage",
-    "failing": "rank 3 failed in 1F1: RuntimeError: INDICES element is out of DATA bounds",
-}
-
-
-@pytest.fixture(scope="module")
-def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder: Path = tmp_path_factory.mktemp("sharded")
-    return on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("case", [*workers.EXACT, "always", "another name"])
-def test_a_step_is_that_of_one_process(four: Results, case: str) -> None:
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def uneven(index: int) -> nn.Sequential:
+    """Stage ``index``: an inner width and a scale that two ranks cannot divide."""
+    torch.manual_seed(index)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)),
+        nn.LayerNorm(WIDTH),
+        Scale(),
+    )
+
+
+def sharded(
+    mesh: DeviceMesh, build: Callable[[int], nn.Module] = uneven, /, **options: Any
+) -> Callable[[int], nn.Module]:
+    """Builds stages in two groups each."""
+    names = ("dp_replicate", "dp_shard", "fsdp")
+    along = tuple(name for name in mesh.mesh_dim_names or () if name in names)
+
+    def stage(index: int) -> nn.Module:
+        module: Any = build(index)
+        fully_shard(module[0], mesh=mesh[along], **options)
+        made: nn.Module = fully_shard(module, mesh=mesh[along], **options)
+        return made
+
+    return stage
+
+
+def number_of(mesh: DeviceMesh) -> int:
+    return place(mesh, "dp_replicate", "dp_shard")
+
+
+def share_of(mesh: DeviceMesh, step: int = 0) -> tuple[Tensor, Tensor]:
+    return share(number_of(mesh), step)
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[Counter[str]]:
+    """How many all-gathers and reduce-scatters of FSDP's start inside."""
+    found: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        for kind in (_fsdp_collectives.DefaultAllGather, _fsdp_collectives.DefaultReduceScatter):
+
+            def called(*args: Any, kind: Any = kind, run: Any = kind.__call__, **more: Any) -> Any:
+                found[kind.__name__] += 1
+                return run(*args, **more)
+
+            stack.enter_context(mock.patch.object(kind, "__call__", called))
+        yield found
+
+
+def gathering_always() -> Schedule:
+    """1F1B in which a stage is whole for one action at a time."""
+    schedule = build("1f1b", 2, M)
+
+    def around(action: Action) -> Iterator[Action]:
+        yield Action(action.stage, ActionKind.UNSHARD, 0)
+        yield action
+        yield Action(action.stage, ActionKind.RESHARD, 0)
+
+    rows = tuple(tuple(each for a in row for each in around(a)) for row in schedule.ranks)
+    return replace(schedule, ranks=rows)
+
+
+MESH = {"pp": 2, "dp_shard": 2}
+KEPT, FREED = ({"reshard_after_forward": each} for each in (False, True))
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("sizes", "stages", "sharding", "gathers", "options"),
+    [
+        ({"dp_shard": 2, "pp": 2}, 2, KEPT, 1, {"split_backward": False}),
+        (MESH, 4, FREED, 1, {"schedule": "zb-v", "memory": "lean"}),
+        (MESH, 2, {}, 3 * M, {"schedule": gathering_always()}),
+    ],
+    ids=["fused", "zb-v", "always"],
+)
+def test_a_step_is_that_of_one_process(
+    sizes: dict[str, int], stages: int, sharding: Any, gathers: int, options: dict[str, Any]
+) -> None:
     """Bit for bit that of autograd, which averages the shares of two, with one reduction for each
-    parameter group; also where parameters cannot be divided, under a schedule that gathers and
-    frees them around each action, and over a mesh of these ranks whose dimension has another name.
+    parameter group; also where parameters cannot be divided, and under a schedule that gathers and
+    frees them around each action.
     """
-    for found in four:
-        assert_all(found[case])
+    mesh = mesh_of(**sizes)
+    losses, *rest = by_hand(uneven, stages, 2)
+    expected = losses[number_of(mesh)], *rest
+    with trainer(mesh, sharded(mesh, **sharding), stages, max_grad_norm=1e9, **options) as made:
+        with collectives() as counted:
+            assert_step(made, share_of(mesh), expected)
+        assert made.evaluate(share_of(mesh)).tolist() == expected[0]
+        groups = 2 * len(made.modules)
+        local = [p for module in made.modules.values() for p in module.parameters()]
+        assert len(gradients_of(made)) == len(local)
+    assert counted["DefaultReduceScatter"] == groups
+    # Of the stage's first group, and of its root: to be captured, and to be run.
+    assert counted["DefaultAllGather"] == (1 + gathers) * groups
 
 
-@pytest.mark.parametrize("case", ["replicated", "half", "training", "saved"])
-def test_what_all_ranks_find_right(four: Results, case: str) -> None:
-    """Copies of shards; another dtype; clipped training, taken early or not; checkpoints that the
-    same mesh takes up bit for bit, and others, and the other way round.
+@ranks(4)
+def test_another_name_and_copies_of_shards() -> None:
+    """Over a mesh of the same ranks whose dimension is called otherwise; and where four numbers are
+    added in some order.
     """
-    for found in four:
-        assert_all(found[case])
+    for mesh, other in (
+        (mesh_of(**MESH), mesh_of(pp=2, fsdp=2)),
+        (flat := mesh_of(dp_replicate=2, dp_shard=2), flat),
+    ):
+        losses, *rest = by_hand(uneven, 2, 4 if mesh is flat else 2)
+        with trainer(mesh, sharded(other), max_grad_norm=1e9) as made:
+            expected = losses[number_of(mesh)], *rest
+            assert_step(made, share_of(mesh), expected, exact=lambda _, m=mesh: m is not flat)
 
 
-def test_what_stages_do_between_steps(four: Results) -> None:
-    for found in four:
-        also = dict(found["also"])
+def _in_float32(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), target)  # torch 2.11 has no loss of two dtypes
+
+
+@ranks(4)
+def test_half_precision() -> None:
+    """Microbatches' gradients of bfloat16 are added up, and reduced, in float32."""
+    mesh, model = mesh_of(**MESH), nn.Sequential(uneven(0), uneven(1)).bfloat16()
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    for replica in range(2):
+        own = {name: torch.zeros_like(total) for name, total in sums.items()}
+        for x, y in zip(*(each.chunk(M) for each in share(replica)), strict=True):
+            model.zero_grad()
+            (_in_float32(model(x.bfloat16()), y) / M).backward()
+            for name, p in model.named_parameters():
+                own[name] += p.grad
+        for name, total in own.items():
+            sums[name] += total / 2
+    with trainer(mesh, sharded(mesh, mp_policy=HALF), loss_fn=_in_float32) as made:
+        made.forward_backward(share_of(mesh))
+        for name, gradient in gradients_of(made).items():
+            assert torch.equal(gradient, sums[name]), name
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    made = uneven(0)
+    made.load_state_dict(module.state_dict())
+    return made
+
+
+@ranks(4)
+def test_clipped_training() -> None:
+    """Three steps, of which two are taken early, held against one process."""
+
+    def slow(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    mesh, model = mesh_of(**MESH), nn.Sequential(uneven(0), uneven(1))
+    optimizer = slow(list(model.parameters()))
+    for _ in range(3):
+        _, gradients, norm = by_hand(lambda i: _copy(model[i]), 2, 2)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.5, torch.tensor(norm))
+        optimizer.step()
+    with trainer(mesh, sharded(mesh), optimizer_fn=slow, max_grad_norm=0.5) as made:
+        for step in (made.step_async, made.step_async, made.step):
+            step(share_of(mesh))
+        assert made.grad_norm == norm
+        for at, module in made.modules.items():
+            for name, parameter in module.named_parameters():
+                assert torch.equal(parameter.full_tensor(), model.get_parameter(f"{at}.{name}"))
+
+
+@ranks(4)
+def test_what_stages_do_between_steps() -> None:
+    """Steps accumulate; buffers and the timeline; parameters are freed between steps; what is not a
+    number on one rank is none on all; and the modules can be used without the trainer, too.
+    """
+    mesh = mesh_of(**MESH)
+    own = share_of(mesh)
+    with trainer(mesh, sharded(mesh), record=True, max_grad_norm=1.0) as made:
+        made.forward_backward(own)
+        once = gradients_of(made)
+        made.forward_backward(own)
+        assert all(torch.equal(each, 2 * once[k]) for k, each in gradients_of(made).items())
+        modules = dict(made.modules)
+        data = [p.data for module in modules.values() for p in module.parameters()]
+        assert {type(each).__name__ for each in data} == {"DTensor"}
+        ran = [span.action for span in made.timeline().spans if span.action.kind.is_whole]
         reduced = ["0REDUCE_GRAD"] * 2 + ["1REDUCE_GRAD"] * 2
-        assert also.pop("timeline") == ["0UNSHARD", "1UNSHARD", *reduced]
-        assert also.pop("nan") == ["nan", True]
-        assert_all(also)
+        by_kind = sorted(map(str, ran), key=lambda text: (text[1:] != "UNSHARD", text))
+        assert by_kind == ["0UNSHARD", "1UNSHARD", *reduced]
+        made.step(own)
+        more = tuple(torch.cat([each, each[:M]]) for each in own)
+        assert made.forward_backward(more).equal(made.evaluate(more))
+        made.forward_backward((own[0] * float("nan"), own[1]) if number_of(mesh) else own)
+        assert str(made.grad_norm) == "nan"
+        assert all(gradient.isnan().any() for gradient in gradients_of(made).values())
+    for module in modules.values():
+        assert module(own[0]).shape == own[0].shape
 
 
-@pytest.mark.parametrize("case", SAID)
-def test_what_is_refused(four: Results, case: str) -> None:
-    for found in four:
-        assert SAID[case] in found["refused"][case]
+@ranks(4)
+def test_checkpoints() -> None:
+    """They are taken up by the same mesh bit for bit, and by one process, and back."""
+    mesh = mesh_of(**MESH)
+    assert_round_trip(
+        lambda: trainer(mesh, sharded(mesh)),
+        lambda: trainer(build=uneven, ranks=1, **REFERENCE),
+        lambda step: share_of(mesh, step),
+    )
+
+
+class NoNaN(nn.Module):
+    """Fails where there is one, in its graph, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        beyond = x.isnan().any() * WIDTH
+        return x.index_select(-1, torch.arange(WIDTH) + beyond)
+
+
+@ranks(4)
+def test_what_is_refused() -> None:
+    mesh, pairs = mesh_of(**MESH), mesh_of(pp=2, dp_replicate=2)
+    own = share_of(mesh)
+
+    def built(build: Any, made: DeviceMesh | None = mesh, **options: Any) -> Any:
+        return lambda: trainer(made, build, **options)
+
+    def ran(build: Any, batch: Any = own, **options: Any) -> Any:
+        def act() -> None:
+            with trainer(mesh, build, **options) as made:
+                made.step(batch)
+
+        return act
+
+    def wrongly(part: DeviceMesh | None) -> Any:
+        return lambda index: fully_shard(uneven(index), mesh=part)
+
+    def partly(index: int) -> nn.Module:
+        module: Any = uneven(index)
+        fully_shard(module[0], mesh=mesh["dp_shard"])
+        return module
+
+    def failing(index: int) -> nn.Module:
+        return nn.Sequential(Scale(), *[NoNaN()] * index)
+
+    def unreduced(index: int) -> nn.Module:
+        module: Any = sharded(mesh)(index)
+        module.set_requires_gradient_sync(False)
+        made: nn.Module = module
+        return made
+
+    strange = tuple(each.clone() for each in own)
+    if number_of(mesh):
+        strange[0][2] = float("nan")  # of microbatch 1
+    tied = [((0, "2.scale"), (1, "2.scale"))]
+    no_mesh = "and PipelineTrainer has no mesh with 'dp_shard': give it mesh=init_device"
+    whole, along = nn.Linear(6, 6), "along the trainer's mesh these are ["
+    assert_refused(
+        [
+            ("the mesh has 'dp_shard', and parameter '0.0.weight' of stage", built(uneven)),
+            ("let the function that builds stages call fully_shard(module, mesh=", built(partly)),
+            (
+                "the mesh has 'dp_shard', and a whole model that is cut here is not sharded: give",
+                built(whole, example=own[0][:2]),
+            ),
+            (along, built(wrongly(mesh["pp"]))),
+            (f"are sharded over the ranks [0, 1, 2, 3]; {along}", built(wrongly(None))),
+            (no_mesh, built(wrongly(pairs["dp_replicate"]), pairs)),
+            (no_mesh, built(wrongly(None), None, stages=4)),
+            (
+                "shared by several stages (shared_parameters), whose gradients would have to be",
+                built(sharded(mesh), shared_parameters=tied),
+            ),
+            (
+                "sharded along 'dp_shard' are gathered in a step: leave one of the two",
+                built(sharded(mesh), memory_limit="1GiB"),
+            ),
+            (
+                "not to be reduced (set_requires_gradient_sync, set_requires_all_reduce): a",
+                ran(unreduced),
+            ),
+            (
+                "and stage_factory=ReferenceStage is to make it: only autosplit.Stage",
+                ran(sharded(mesh), **REFERENCE),
+            ),
+            (
+                "rank 3 failed in 1F1: RuntimeError: INDICES element is out of DATA bounds",
+                ran(sharded(mesh, failing), strange),
+            ),
+        ]
+    )

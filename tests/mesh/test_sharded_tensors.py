@@ -2,41 +2,273 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
-from tests.all_true import assert_all
-from tests.mesh import sharded_tensor_workers as workers
-from tests.ranks import Ranks
+import autosplit
+from autosplit.errors import AutosplitError, PipelineError
+from tests.mesh.parallel_models import (
+    WIDTH,
+    Block,
+    Build,
+    batch,
+    loss_of,
+    named,
+    of_words,
+    parallel,
+    stage_of,
+    still,
+)
+from tests.mesh.workers import (
+    REFERENCE,
+    M,
+    assert_refused,
+    assert_round_trip,
+    assert_step,
+    mesh_of,
+    norm_of,
+    of_shares,
+    place,
+    whole,
+)
+from tests.ranks import Ranks, ranks
 
-SAID = {
-    "elsewhere": "along the trainer's mesh these are [",
-    "on some ranks": "every rank must be given the same mesh, but rank 0 has none: its pipelines",
-    "fewer ranks": "torch does not reshard to fewer ranks",
-}
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MESH = {"dp_shard": 2, "tp": 2}
 
 
-@pytest.fixture(scope="module")
-def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("both")
-    return on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
+def sharded(mesh: DeviceMesh, build: Build, **options: Any) -> Build:
+    """A group for each block, and one for what is left."""
+
+    def stage(index: int) -> nn.Module:
+        module = build(index)
+        for part in module:
+            if isinstance(part, Block):
+                fully_shard(part, mesh=mesh["dp_shard"], **options)
+        made: nn.Module = fully_shard(module, mesh=mesh["dp_shard"], **options)
+        return made
+
+    return stage
 
 
-@pytest.mark.parametrize("case", [*workers.EXACT, "half", "split"])
-def test_a_step_is_that_of_eager_mode(four: list[dict[str, Any]], case: str) -> None:
-    """Bit for bit that of the same modules under FSDP2, or of means over shares in eager mode."""
-    for found in four:
-        assert_all(found[case])
+def norms_apart(mesh: DeviceMesh) -> Build:
+    """A stage with norms that the plan does not name, of which each rank has a copy, and other
+    values on each rank but the first.
+    """
+
+    def build(index: int) -> nn.Module:
+        module = stage_of(index, 1, 1).eval()
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for part in module:
+            if isinstance(part, Block):
+                parallelize_module(part, mesh["tp"], plan)
+                with torch.no_grad():
+                    part.norm.bias.add_(mesh.get_local_rank("tp"))
+        return module
+
+    return build
 
 
-def test_checkpoints(four: list[dict[str, Any]]) -> None:
+def own_batch(mesh: DeviceMesh, step: int = 0) -> tuple[Tensor, Tensor]:
+    return batch(mesh.get_local_rank("dp_shard"), step)
+
+
+@ranks(4)
+def test_a_step_is_that_of_eager_mode() -> None:
+    """Bit for bit the means over shares."""
+    mesh = mesh_of(**MESH)
+    build = still(parallel(mesh, 1))
+    with loss_parallel():
+        losses, *rest = of_shares(build(0), map(batch, range(2)), loss_of)
+        with of_words(mesh, 1, sharded(mesh, build), memory="lean", overlap="none") as made:
+            expected = losses[mesh.get_local_rank("dp_shard")], *rest
+            assert_step(made, own_batch(mesh), expected, named(1))
+
+
+@ranks(4)
+def test_half_precision() -> None:
+    """As FSDP2 of the same module, which reduces behind the last microbatch."""
+    mesh = mesh_of(**MESH)
+    with torch.random.fork_rng():
+        plain = norms_apart(mesh)(0)
+        # As a trainer starts: with the first rank's values.
+        dist.broadcast(plain[0].norm.bias.detach(), group=mesh.get_group("tp"), group_src=0)
+        model = sharded(mesh, lambda index: plain, mp_policy=HALF)(0)
+    losses = []
+    for number, (x, y) in enumerate(zip(*(each.chunk(M) for each in own_batch(mesh)), strict=True)):
+        model.set_requires_gradient_sync(number == M - 1)
+        loss = loss_of(model(x), y)
+        (loss / M).backward()
+        losses.append(loss.item())
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+    expected = losses, gradients, norm_of(gradients.values())
+    with of_words(mesh, 1, sharded(mesh, norms_apart(mesh), mp_policy=HALF)) as made:
+        assert_step(made, own_batch(mesh), expected, named(1))
+
+
+@ranks(4)
+def test_a_split_module_trains_as_fsdp2_of_it_unsplit() -> None:
+    mesh = mesh_of(**MESH)
+    found = []
+    for wrap in (lambda model: model, autosplit.split):
+        plain = sharded(mesh, still(parallel(mesh, 1, 1)))(0)
+        model: Any = wrap(plain)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        seen = []
+        for step in range(2):
+            given = own_batch(mesh, step)
+            for number, (x, y) in enumerate(zip(*(e.chunk(M) for e in given), strict=True)):
+                plain.set_requires_gradient_sync(model is not plain or number == M - 1)
+                with loss_parallel():
+                    loss_of(model(x), y).backward()
+            assert all(isinstance(p.grad, DTensor) for p in model.parameters())  # pending ones, too
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [norm, *model.parameters()]
+        found.append([whole(each.detach()) for each in seen])
+    assert all(map(torch.equal, *found))
+
+
+@ranks(4)
+def test_checkpoints() -> None:
     """They have whole tensors, and are taken up by this mesh and by one process."""
-    for found in four:
-        assert_all(found["saved"])
+    mesh = mesh_of(**MESH)
+    build = sharded(mesh, norms_apart(mesh))
+    assert_round_trip(
+        lambda: of_words(mesh, 1, build, max_grad_norm=0.5),
+        lambda: of_words(None, 1, lambda index: stage_of(index, 1, 1), ranks=1, **REFERENCE),
+        lambda step: own_batch(mesh, step),
+        named(1),
+    )
 
 
-@pytest.mark.parametrize("case", SAID)
-def test_what_is_refused(four: list[dict[str, Any]], case: str) -> None:
-    for found in four:
-        assert SAID[case] in found["refused"][case]
+@ranks(4)
+def test_what_is_refused() -> None:
+    mesh, turned, line = mesh_of(**MESH), mesh_of(tp=2, dp_shard=2), mesh_of(dp_shard=4, tp=1)
+
+    def elsewhere(index: int) -> nn.Module:
+        """Ranks share tensors along dp_shard, and shards lie along tp."""
+        made: nn.Module = fully_shard(norms_apart(turned)(index), mesh=turned["dp_shard"])
+        return made
+
+    fewer = sharded(line, norms_apart(line), reshard_after_forward=2)
+    some = mesh if dist.get_rank() % 2 else None
+    assert_refused(
+        [
+            ("along the trainer's mesh these are [", lambda: of_words(mesh, 1, elsewhere)),
+            ("torch does not reshard to fewer ranks", lambda: of_words(line, 1, fewer)),
+            (
+                "every rank must be given the same mesh, but rank 0 has none: its pipelines",
+                lambda: of_words(some, 4, lambda index: stage_of(index, 4)),
+            ),
+        ]
+    )
+
+
+# --- three dimensions, on eight ranks, of which one is killed -------------------------------------
+
+
+_to_live = 0
+"""How many calls this process has left, where it is to be killed."""
+
+
+@torch.library.custom_op("autosplit_tests::weather", mutates_args=())
+def weather(x: Tensor) -> Tensor:
+    global _to_live
+    _to_live -= 1
+    if _to_live == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x.clone()
+
+
+weather.register_fake(torch.empty_like)
+weather.register_autograd(lambda ctx, grad: grad)
+
+
+class Odd(nn.Module):
+    """A block of which neither what a rank has along tp nor what it has the whole of can be sharded
+    evenly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(weather(self.up(x))) + self.mix(x)[..., 1:]
+        return found
+
+
+def odd(mesh: DeviceMesh, stages: int) -> Callable[[int], Any]:
+    """Stages of such blocks, two in all; sharded, where the mesh has a dimension for that."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+    def build(index: int) -> Any:
+        parts = []
+        for number in range(index * 2 // stages, (index + 1) * 2 // stages):
+            torch.manual_seed(number)
+            parts.append(parallelize_module(Odd(), mesh["tp"], plan))
+        module = nn.Sequential(*parts)
+        if stages == 1 or "dp_shard" not in (mesh.mesh_dim_names or ()):
+            return module
+        fully_shard(module[0], mesh=mesh["dp_shard"])
+        return fully_shard(module, mesh=mesh["dp_shard"])
+
+    return build
+
+
+def mean_square(y: Tensor, _: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def eight_ranks(folder: Path) -> None:
+    """Steps are those of eager mode; then rank 5 is killed in the second microbatch of another,
+    and the others leave what they see of that in a folder.
+    """
+    global _to_live
+    rank, rows = dist.get_rank(), set()
+    try:
+        for along in ("dp_replicate", "dp_shard"):
+            mesh = mesh_of(pp=2, **{along: 2}, tp=2)
+            own = place(mesh, along)
+            losses, *rest = of_shares(odd(mesh, 1)(0), map(batch, range(2)), mean_square)
+            with of_words(mesh, 2, odd(mesh, 2), loss_fn=mean_square) as made:
+                assert_step(made, batch(own), (losses[own], *rest), named(2))
+                if along == "dp_shard":
+                    for module in made.modules.values():
+                        rows |= {p.to_local().shape[0] for p in module.parameters()}
+                    assert rows == ({2, 3} if own == 0 else {1, 2})
+                    _to_live = 2 if rank == 5 else 0
+                    made.step(batch(own))
+    except AutosplitError as error:
+        (folder / str(rank)).write_text(str(error))
+        raise
+
+
+def test_a_killed_rank_ends_all(on_ranks: Ranks, tmp_path: Path) -> None:
+    """Those of its pipeline, of its parts of tensors and of its shards."""
+    with pytest.raises(PipelineError, match="rank 5"):
+        on_ranks(eight_ranks, 8, (tmp_path,), timeout=200)
+    how = ("rank 5 was killed by SIGKILL", "rank 5 ended without a word")  # once it is reaped
+    said = {each.name: each.read_text() for each in tmp_path.iterdir()}
+    assert sorted(said) == [*"0123467"]
+    assert all(each.startswith(how) for each in said.values()), said

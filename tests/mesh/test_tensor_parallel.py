@@ -1,58 +1,229 @@
-"""Pipelines whose stages share tensors with other ranks, over real Gloo processes."""
+"""Pipelines whose stages share tensors with other ranks, over four Gloo processes."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
-from tests.all_true import assert_all
-from tests.mesh import tensor_parallel_workers as workers
-from tests.ranks import Ranks
+from autosplit import CollectiveCosts, DeviceSpeed, Link
+from autosplit.checkpoint import read_checkpoint
+from tests.mesh.parallel_models import (
+    WIDTH,
+    WORDS,
+    Build,
+    batch,
+    loss_of,
+    named,
+    of_words,
+    parallel,
+    stage_of,
+    still,
+)
+from tests.mesh.workers import (
+    REFERENCE,
+    assert_round_trip,
+    assert_step,
+    mesh_of,
+    of_shares,
+    refusal,
+    same,
+    whole,
+)
+from tests.ranks import Ranks, forget_meshes, ranks
 
-LIES = "is a DTensor over the ranks"
-SAID = {
-    "over the pipeline": (LIES, "let each stage be parallelize_module(stage, mesh['tp'], plan),"),
-    "no tp": (LIES, "the trainer has no mesh with 'tp' or 'ep': let each stage be parallelize_mod"),
-    "nothing shared": ("the mesh has 2 ranks along 'tp', and no parameter of any stage is shared",),
-    "other widths": ("hold parts of the same stages, which must be built alike",),
-    "memory": ("every rank must build the same trainer, but memory is 'fast' on rank 0 and",),
-    "other batches": ("share the tensors of their stages and were given different batches: give ",),
-    "other seeds": ("share the tensors of a stage and have the losses", "the same seed"),
-    "handed on": ("returns output, a DTensor", "use_local_output=True"),
-}
-
-
-@pytest.fixture(scope="module")
-def four(on_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("parts")
-    return on_ranks(workers.four_ranks, 4, (folder,), timeout=200)
-
-
-def test_losses_gradients_and_norm(four: list[dict[str, Any]]) -> None:
-    """Bit for bit those of eager mode with the tensors shared alike, in one stage."""
-    for found in four:
-        seen = [found[case] for case in workers.EXACT]
-        assert all(each["losses"] and each["gradients"] and each["norm"] for each in seen), found
-
-
-def test_checkpoints(four: list[dict[str, Any]]) -> None:
-    """They have whole tensors, and are taken up by this mesh, one process, and torch's loader."""
-    for found in four:
-        assert_all(found["saved"])
-
-
-@pytest.mark.parametrize("case", SAID)
-def test_what_is_refused(four: list[dict[str, Any]], case: str) -> None:
-    for found in four:
-        assert all(part in found["refused"][case] for part in SAID[case]), found["refused"][case]
+SLOW = CollectiveCosts(Link(1.0), DeviceSpeed(1e12, 1e11))
 
 
-def test_a_part_that_is_no_number_is_seen_by_all(four: list[dict[str, Any]]) -> None:
-    assert [found["1f1b"]["nan"] for found in four] == ["nan True"] * 4
+@ranks(4)
+@pytest.mark.parametrize(
+    ("sizes", "stages", "options"),
+    [
+        ({"pp": 2, "tp": 2}, 2, {"memory": 500, "accumulation": "exact", "weights": "2bp"}),
+        ({"tp": 2, "pp": 2}, 4, {"schedule": "zb-v", "memory": "lean", "overlap": SLOW}),
+    ],
+)
+def test_a_step_is_that_of_eager_mode(
+    sizes: dict[str, int], stages: int, options: dict[str, Any]
+) -> None:
+    """Bit for bit, with the tensors shared alike, in one stage; and a part of a parameter on one
+    rank that is no number is seen by all.
+    """
+    mesh = mesh_of(**sizes)
+    model = still(parallel(mesh, 1, stages))(0)
+    build = still(parallel(mesh, stages, stages))
+    with loss_parallel(), of_words(mesh, stages, build, **options) as made:
+        (losses,), *rest = of_shares(model, [batch()], loss_of)
+        assert_step(made, batch(), (losses, *rest), named(stages, stages))
+        if stages == 2:
+            if dist.get_rank() == 3:
+                weight: Any = made.modules[1].get_parameter("0.up.weight")
+                with torch.no_grad():
+                    weight.to_local()[0, 0] = math.nan
+            assert made.forward_backward(batch()).isnan().all()
+            assert str(made.grad_norm) == "nan"
+
+
+@ranks(4)
+def test_checkpoints() -> None:
+    """They have whole tensors, and are taken up by this mesh, one process, and torch's loader; they
+    are written while the next step runs.
+    """
+    mesh = mesh_of(pp=2, tp=2)
+    build = parallel(mesh, 2)
+    with loss_parallel():
+        path = assert_round_trip(
+            lambda: of_words(mesh, 2, build, max_grad_norm=0.5),
+            lambda: of_words(None, 1, lambda index: stage_of(index, 1), ranks=1, **REFERENCE),
+            lambda step: batch(0, step),
+            named(2),
+            own=lambda stage, name: name,
+            asynchronous=True,
+        )
+    torchs = {"model": parallel(mesh, 1)(0).state_dict()}
+    load(torchs, checkpoint_id=path, process_group=mesh.get_group("tp"))
+    loaded = {name: whole(each) for name, each in torchs["model"].items()}
+    assert same(loaded, read_checkpoint(path))
+
+
+def new_mesh(second: str = "tp") -> DeviceMesh:
+    forget_meshes()  # waits on the groups of one may have ended
+    return mesh_of(**{"pp": 2, second: 2})
+
+
+@ranks(4)
+def test_what_is_refused() -> None:
+    """Bad stages and batches."""
+    rank = dist.get_rank()
+
+    def said(build: Any, given: Any = new_mesh, batches: int = 1, **options: Any) -> str:
+        mesh = new_mesh()  # a trainer that ends takes the waits on its mesh with it
+
+        def act() -> None:
+            whose = mesh if given is new_mesh else given()
+            with loss_parallel(), of_words(whose, 2, build(mesh), **options) as made:
+                made.step(batch(rank % batches))
+
+        return refusal(act)
+
+    def ours(mesh: DeviceMesh) -> Build:
+        return parallel(mesh, 2)
+
+    def widened(mesh: DeviceMesh) -> Build:
+        wider = nn.Linear(WIDTH, WIDTH, bias=rank % 2 == 0)
+        return lambda index: nn.Sequential(wider, parallel(mesh, 2)(index))
+
+    def seeded(mesh: DeviceMesh) -> Build:
+        """Drops what all ranks have the whole of."""
+
+        def build(index: int) -> nn.Module:
+            layers = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS if index else WIDTH)
+            plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            module = parallelize_module(nn.Sequential(*layers, nn.Dropout(0.5)), mesh["tp"], plan)
+            torch.manual_seed(rank)
+            return module
+
+        return build
+
+    def over_pipeline(mesh: DeviceMesh) -> Build:
+        plan = {"0.up": ColwiseParallel()}
+        return lambda index: parallelize_module(stage_of(index, 2), mesh["pp"], plan)
+
+    def handed_on(mesh: DeviceMesh) -> Build:
+        plan = {"1": ColwiseParallel(use_local_output=False)}
+        return lambda index: parallelize_module(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)), mesh["tp"], plan
+        )
+
+    for found, *texts in (
+        (
+            said(over_pipeline),
+            "is a DTensor over the ranks",
+            "let each stage be parallelize_module(stage, mesh['tp'], plan),",
+        ),
+        (
+            said(ours, lambda: new_mesh("dp_replicate")),
+            "is a DTensor over the ranks",
+            "the trainer has no mesh with 'tp' or 'ep': let each stage be parallelize_mod",
+        ),
+        (
+            said(lambda mesh: lambda index: stage_of(index, 2)),
+            "the mesh has 2 ranks along 'tp', and no parameter of any stage is shared",
+        ),
+        (said(widened), "hold parts of the same stages, which must be built alike"),
+        (
+            said(ours, memory="lean" if rank % 2 else "fast"),
+            "every rank must build the same trainer, but memory is 'fast' on rank 0 and",
+        ),
+        (
+            said(ours, batches=2, **REFERENCE),
+            "share the tensors of their stages and were given different batches: give ",
+        ),
+        (
+            said(seeded, **REFERENCE),
+            "share the tensors of a stage and have the losses",
+            "the same seed",
+        ),
+        (said(handed_on), "returns output, a DTensor", "use_local_output=True"),
+    ):
+        assert all(text in found for text in texts), found
+
+
+class Weather(nn.Module):
+    """A block that is bad in what the stage does with its second microbatch."""
+
+    def __init__(self, block: nn.Module, act: Callable[[], None]) -> None:
+        super().__init__()
+        self.block = block
+        self._act, self._calls = act, 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weather:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        if self._calls == 3:  # building the stage runs the module once
+            self._act()
+        found: Tensor = self.block(x)
+        return found
+
+
+def fail() -> None:
+    if dist.get_rank() == 3:
+        raise ValueError("bad weather")
+
+
+def failing() -> str:
+    """What is heard of a rank that fails. Torch knows meshes of the same ranks as one, so that its
+    groups, whose waits have ended, are of no more use to these processes.
+    """
+    mesh = new_mesh()
+
+    def build(index: int) -> nn.Module:
+        module = parallel(mesh, 2)(index)
+        module[0].up = Weather(module[0].up, fail)
+        return module
+
+    def act() -> None:
+        with loss_parallel(), of_words(mesh, 2, build, **REFERENCE) as made:
+            made.step(batch())
+
+    return refusal(act)
 
 
 def test_a_rank_that_fails_ends_those_that_wait_for_its_part(on_ranks: Ranks) -> None:
-    for heard in on_ranks(workers.failing, 4, timeout=60):
+    for heard in on_ranks(failing, 4, timeout=60):
         assert "rank 3 failed in 1F1: ValueError: bad weather" in heard
