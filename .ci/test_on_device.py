@@ -18,13 +18,14 @@ from benchmarks.split.page import PARTS  # noqa: E402
 from tests import devices  # noqa: E402
 
 COMPARED = ("eager", "inductor")
+AT_ONCE = ("--numprocesses", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
 AS_THERE = ("--size", "large", "--threads", "1")
 
 
 def main(name: str, chosen: list[str]) -> None:
     if said := devices.refusal(name):
         sys.exit(said)
-    tests = run("pytest", "--device", name, "-rfE", *chosen)
+    tests = run("pytest", "--device", name, *AT_ONCE, "-rfE", *chosen)
     where = ROOT / "build" / f"on-{name}"
     measured = run(
         "benchmarks.split", *COMPARED, *AS_THERE, "--device", name, "--output", str(where)

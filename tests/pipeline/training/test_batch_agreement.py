@@ -29,7 +29,10 @@ BATCHES: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "targets of fewer samples": (((X, Y[:4]),), (FEWER,)),
     "of no samples": (((X[:0], Y[:0]),), ("0 samples along dimension 0 cannot be cut",)),
     "no pair": ((X,), ("a batch is a pair (inputs, targets); got a tensor of shape [16, 6]",)),
-    "an array": (((X.numpy(), Y),), ("found a ndarray: torch.from_numpy(array) makes a tensor",)),
+    "an array": (
+        ((X.cpu().numpy(), Y),),
+        ("found a ndarray: torch.from_numpy(array) makes a tensor",),
+    ),
     "nothing": ((None,), (NOTHING, "takes the batch's targets; got None")),
     "indivisible, a part each": (
         ((X[:15], None), (None, Y[:15])),
