@@ -82,11 +82,15 @@ _HOMES = {
     "write_timeline": "autosplit.report.timelines",
 }
 
+_FACES = ("passes", "pipeline", "pipelining")
+
 
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is asked for, the planner and its pipeline only by
     whoever plans.
     """
+    if name in _FACES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)

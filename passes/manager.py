@@ -25,6 +25,7 @@ from .rewrites.padded_sums import concatenate_padded_sums
 from .rewrites.peephole import (
     divide_backward_operators,
     fold_transposes,
+    forget_statistics,
     half_precision_dropout,
 )
 from .verify import verify, verify_graph
@@ -40,6 +41,7 @@ class Pass:
 
 PASSES: tuple[Pass, ...] = (
     Pass("divide_backward_operators", divide_backward_operators),
+    Pass("forget_statistics", forget_statistics),
     Pass("half_precision_dropout", half_precision_dropout),
     Pass("dead_code", dead_code),
     Pass("padded_sums", concatenate_padded_sums),

@@ -73,7 +73,7 @@ def _write(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for buffer, value in zip(buffers, values, strict=True):
             if is_dtensor(buffer):
                 buffer.copy_(value)
-            else:
+            elif value is not buffer:  # else written by F
                 kinds[buffer.dtype].append((buffer, value))
         for pairs in kinds.values():
             torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])

@@ -7,6 +7,9 @@ which are wanted: one call for the input and one for weight and bias do the same
 mask exists on the normalisation operators too; there the weight gradient is a by-product of
 the input's and dividing would do the reductions twice, so they stay whole.
 
+``forget_statistics``: the backward of batch norm in training takes running statistics and reads
+those of the batch. Without the former, F saves less, and may write them where they lie.
+
 ``half_precision_dropout``: dropout's backward, rounded as autograd rounds it on a CPU. Autograd
 multiplies the gradient by noise, ``mask / (1 - p)``, which a tensor of bfloat16 or float16 holds
 rounded. The operator that tracing puts there multiplies by the exact number: gradients would
@@ -69,6 +72,18 @@ def _divide_call(graph: fx.Graph, node: fx.Node) -> None:
 
 
 aten = torch.ops.aten
+
+
+def forget_statistics(program: SplitGraphs) -> bool:
+    """Take running statistics from every backward that ignores them; True if there was one."""
+    changed = False
+    for node in calls(program.joint.graph):
+        if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
+            kept = (*node.args[:3], None, None, *node.args[5:])
+            changed = changed or node.args != kept
+            node.args = kept
+    return changed
+
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -14,7 +14,7 @@ from autosplit.passes.graph import calls, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, is_donated, reusable_operands
 from autosplit.passes.lowering.codegen import generate
 from tests.passes.graphs import Made, joint_of
-from tests.semantics.against_autograd import assert_equals_autograd
+from tests.semantics.against_autograd import assert_equals_autograd, one_by_one
 
 # What a backward may write over: values that the forward saved and that nobody else can reach.
 
@@ -118,9 +118,10 @@ def test_operand_that_must_live(function: Callable[[Tensor, Tensor], object]) ->
 
 def test_sizes_that_vary_are_not_asked() -> None:
     """A comparison of symbolic sizes would make the graph fit one size only."""
-    module = make_fx(lambda x, y: (x @ y) + x, tracing_mode="symbolic")(
+    module = make_fx(lambda x, y: [(x @ y) + x], tracing_mode="symbolic")(
         torch.randn(4, 5), torch.randn(5, 5)
     )
+    module.graph.output_node().meta["roles"] = [Role(Kind.OUTPUT, "output")]
     (product,) = [node for node in calls(module.graph) if "mm" in str(node.target)]
     assert reusable_operands(module.graph) == {}
     assert product.meta["val"].fake_mode.shape_env.guards == []
@@ -136,3 +137,68 @@ def test_what_is_saved_stays_as_it_was() -> None:
 
     saving = Made(lambda m, x: (x @ m.weight).exp() + x, weight=torch.randn(4, 4))
     assert_equals_autograd(saving, [(torch.randn(3, 4, requires_grad=True),)] * 2)
+
+
+# Updates of buffers: where eager mode writes them, unless somebody reads what was there.
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+def through(m: Made, x: Tensor) -> Tensor:
+    for block in m.blocks:
+        x = block(x)
+    return x
+
+
+def reading_before(m: Made, x: Tensor) -> Tensor:
+    before = m.blocks[0].norm.running_mean * 2
+    return through(m, x) * before
+
+
+def reading_between(m: Made, x: Tensor) -> Tensor:
+    return through(m, x) * m.blocks[0].norm.running_var
+
+
+def returning(m: Made, x: Tensor) -> tuple[Tensor, Tensor]:
+    return through(m, x), m.blocks[1].norm.running_mean.clone()
+
+
+def counting(m: Made, x: Tensor) -> Tensor:
+    old = m.count.clone()
+    m.count.mul_(3)
+    return through(m, x) * old * m.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_are_written_where_they_lie(dtype: torch.dtype) -> None:
+    blocks = nn.ModuleList([Block(nn.BatchNorm1d(3)) for _ in range(3)])
+    model, x = Made(through, blocks=blocks).to(dtype), torch.randn(5, 3, dtype=dtype)
+    split = assert_equals_autograd(model, [(x,)] * 2)
+    assert copies_in(split, x) == copies_in(split.unsplit, x)
+
+
+def copies_in(model: Callable[[Tensor], object], x: Tensor) -> int:
+    """How often a call copies a tensor."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(x)
+    return sum("copy_" in event.name for event in profile.events())
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("forward", [through, reading_before, reading_between, returning, counting])
+def test_what_was_in_a_buffer_is_read_before_it_is_written(
+    forward: Callable[[Made, Tensor], object], shared: bool
+) -> None:
+    norms = [nn.BatchNorm1d(3)] * 3 if shared else [nn.BatchNorm1d(3) for _ in range(3)]
+    model = Made(forward, blocks=nn.ModuleList(map(Block, norms)))
+    model.register_buffer("count", torch.ones(3))
+    # Running statistics are written behind autograd's back: with all forwards before all
+    # backwards, plain autograd multiplies with those of the last.
+    assert_equals_autograd(model, [(torch.randn(5, 3),) for _ in range(2)], orders=[one_by_one])

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 import autosplit
 from autosplit import CollectiveCosts, DeviceSpeed, Link
-from autosplit.passes import Kind, Rates, SplitGraphs, memory_setting, run
+from autosplit.passes import Kind, Rates, Role, SplitGraphs, memory_setting, run
 from autosplit.passes.analysis.collective_order import exposed_time
 from autosplit.passes.analysis.operator_cost import duration, flops, graph_flops, value_bytes
 from autosplit.passes.analysis.operators import is_start, is_wait, start_of
@@ -211,7 +211,7 @@ def test_operand_of_a_collective_is_not_written_over_before_its_wait() -> None:
     begun = graph.call_function(ops.all_gather_into_tensor.default, (made, 2, "0"))
     risky = graph.call_function(torch.ops.aten.mul.Tensor, (made, x))
     waited = graph.call_function(ops.wait_tensor.default, (begun,))
-    graph.output([risky, waited])
+    graph.output([risky, waited]).meta["roles"] = [Role(Kind.OUTPUT, each) for each in "ab"]
     for node in (x, made, risky):
         node.meta["val"] = value
     begun.meta["val"] = waited.meta["val"] = torch.empty(8)
