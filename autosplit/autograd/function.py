@@ -8,7 +8,6 @@ module is all that they have.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -36,9 +35,9 @@ from autosplit.torch_internals.autograd import (
     untraced,
     will_run,
     without_autocast,
+    write_buffers,
 )
 from autosplit.torch_internals.distributed import asked_by_pipelining
-from autosplit.torch_internals.dtensor import is_dtensor
 
 from .delivery import weight_gradients
 from .pending import PendingQueue, PendingWork
@@ -60,23 +59,8 @@ def run_forward(functions: SplitFunctions, state: State, leaves: list[Any]) -> F
     with without_autocast():
         result = functions.forward(state, leaves)
     if functions.updated_state:
-        _write([state[name] for name in functions.updated_state], result.updates)
+        write_buffers([state[name] for name in functions.updated_state], result.updates)
     return result
-
-
-def _write(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values into buffers, all of a dtype at once: a network of batch norms has hundreds, and
-    a GPU takes longer to be told of each than to write it.
-    """
-    kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    with torch.no_grad():
-        for buffer, value in zip(buffers, values, strict=True):
-            if is_dtensor(buffer):
-                buffer.copy_(value)
-            elif value is not buffer:  # else written by F
-                kinds[buffer.dtype].append((buffer, value))
-        for pairs in kinds.values():
-            torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])
 
 
 class WeightAnchor:

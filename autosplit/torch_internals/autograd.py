@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter, is_not
@@ -275,6 +276,21 @@ def add_gradients(
         return
     for each in zip(parameters, homes, grads, borrowed, strict=True):
         add_gradient(*each)
+
+
+def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into buffers, all of a dtype at once: a network of batch norms has hundreds, and
+    a GPU takes longer to be told of each than to write it.
+    """
+    kinds: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            if is_dtensor(buffer):
+                buffer.copy_(value)
+            elif value is not buffer:  # else written by F
+                kinds[buffer.dtype].append((buffer, value))
+        for pairs in kinds.values():
+            torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])
 
 
 def add_gradient(parameter: Tensor, home: Any, grad: Tensor, borrowed: bool) -> None:
