@@ -18,7 +18,6 @@ WANTED = (
     "autosplit/passes/manager.py",
     "autosplit/pipeline/builders/families.py",
     "autosplit/py.typed",
-    "autosplit/report/timelines.html",
 )
 PROBE = """
 import pathlib, sys

@@ -67,7 +67,7 @@ from .options import (
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for a rank.")
 @folder_to_write(
     "--output",
-    help="Folder for timeline.html, timeline.png, trace.json, results.json and the graphs.",
+    help="Folder for trace.json, timeline.png, results.json and the graphs.",
 )
 @json_option
 @typed_errors

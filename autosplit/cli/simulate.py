@@ -130,7 +130,7 @@ def _each(what: str, numbers: Sequence[float], size: int, stages: int) -> list[S
 @click.option("--message", type=float, help="Megabytes of a microbatch between two stages.")
 @click.option("--cap", type=float, help="Search the shortest step that keeps no more on any rank.")
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
-@folder_to_write("--output", help="Folder for timeline.html and .png, and trace.json.")
+@folder_to_write("--output", help="Folder for trace.json and timeline.png.")
 @json_option
 @typed_errors
 def simulate(

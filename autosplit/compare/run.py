@@ -49,7 +49,7 @@ def write_json(comparison: Comparison, file: pathlib.Path) -> None:
 
 
 def write_timelines_of(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
-    """``write_timelines``, on whose page each step is above what it would be if nothing were lost;
+    """``write_timelines``, in whose trace each step is above what it would be if nothing were lost;
     returns the paths.
     """
     rows, both = [], []
@@ -59,4 +59,4 @@ def write_timelines_of(comparison: Comparison, folder: pathlib.Path) -> list[pat
         rows.append((row.title, timeline))
         both += [(f"{row.title}, measured", timeline), (f"{row.title}, simulated", ideal)]
     title = f"{comparison.rows[0].stages} stages"
-    return write_timelines(rows, folder, title=title, page_rows=both)
+    return write_timelines(rows, folder, title=title, trace_rows=both)
