@@ -1,5 +1,5 @@
 """Factories for `autosplit compare` and `autosplit inspect`: a LLaMA-like decoder on English
-text, a multilayer perceptron and a residual convnet on synthetic classes.
+text, a multilayer perceptron and a residual convnet on synthetic classes. Each has its loss inside.
 
 Their keyword settings (`--set dim=256`) are the fields of the config that each one names.
 """
@@ -14,33 +14,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.compare import Workload, configure
 from examples import text
 from examples.decoder import Decoder, LlamaConfig, next_byte_loss
 from examples.stages import seeded, sequential_stage
+from examples.workload import WithLoss, Workload, configure, whole
 
 # The part of a model's seed (see `seeded`) that draws its data and none of its weights.
 _DATA = 1_000_000
 
 
-def llama(**overrides: object) -> Workload:
+Example = tuple[WithLoss, tuple[Tensor, Tensor]]
+
+
+def llama(**overrides: object) -> Example:
     """The decoder learns to predict the next byte of English text; settings: LlamaConfig."""
+    return whole(llama_workload(**overrides))
+
+
+def mlp(**overrides: object) -> Example:
+    """A multilayer perceptron that learns to tell noisy vectors apart; settings: MlpConfig."""
+    return whole(mlp_workload(**overrides))
+
+
+def convnet(**overrides: object) -> Example:
+    """A residual convnet that learns to tell noisy images apart; settings: ConvNetConfig."""
+    return whole(convnet_workload(**overrides))
+
+
+def llama_workload(**overrides: object) -> Workload:
+    """The decoder in stages, with its text; settings: LlamaConfig."""
     config = configure(LlamaConfig, overrides)
     return Workload(
         stage_fn=functools.partial(Decoder, config),
         loss_fn=next_byte_loss,
         batch_fn=functools.partial(text.batch, seq=config.seq),
         microbatch_size=config.microbatch_size,
-        tokens_per_sample=config.seq,
         shared_parameters=functools.partial(_tied_parameters, config),
     )
-
-
-def llama_whole(**overrides: object) -> tuple[Decoder, tuple[Tensor]]:
-    """The whole decoder and the arguments of one call; settings: LlamaConfig."""
-    config = configure(LlamaConfig, overrides)
-    inputs, _ = text.batch(0, config.microbatch_size, config.seq)
-    return Decoder(config), (inputs,)
 
 
 def _tied_parameters(config: LlamaConfig, stages: int) -> Sequence[Sequence[tuple[int, str]]]:
@@ -59,8 +69,8 @@ class MlpConfig:
     seed: int = 0
 
 
-def mlp(**overrides: object) -> Workload:
-    """A multilayer perceptron that learns to tell noisy vectors apart; settings: MlpConfig."""
+def mlp_workload(**overrides: object) -> Workload:
+    """The perceptron in stages, with its vectors; settings: MlpConfig."""
     config = configure(MlpConfig, overrides)
     with seeded(config.seed, _DATA):
         prototypes = torch.randn(config.classes, config.features)
@@ -70,7 +80,6 @@ def mlp(**overrides: object) -> Workload:
         loss_fn=F.cross_entropy,
         batch_fn=functools.partial(noisy_prototypes, prototypes),
         microbatch_size=config.microbatch_size,
-        tokens_per_sample=1,
     )
 
 
@@ -92,9 +101,8 @@ class ConvNetConfig:
     seed: int = 0
 
 
-def convnet(**overrides: object) -> Workload:
-    """A residual convnet with batch norm that learns to tell noisy images apart; settings:
-    ConvNetConfig."""
+def convnet_workload(**overrides: object) -> Workload:
+    """The convnet, which has batch norm, in stages, with its images; settings: ConvNetConfig."""
     config = configure(ConvNetConfig, overrides)
     with seeded(config.seed, _DATA):
         coarse = torch.randn(config.classes, 3, 4, 4)
@@ -106,7 +114,6 @@ def convnet(**overrides: object) -> Workload:
             noisy_prototypes, F.interpolate(coarse, size=(config.image, config.image))
         ),
         microbatch_size=config.microbatch_size,
-        tokens_per_sample=1,
     )
 
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import pathlib
 from typing import Any
 
 import click
 
-from autosplit.compare.example import load_workload
+from autosplit.compare.example import samples_of, trained_example
 from autosplit.compare.run import compare as run
 from autosplit.compare.run import write_json, write_timelines_of
 from autosplit.compare.settings import Settings, comparison_table, durations_table
+from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.builders.schedule_request import AUTO
 from autosplit.runtime.split_options import check_backend
 
 from .options import (
     backend,
     counts,
-    dimensions,
     folder_to_write,
     json_option,
     names,
@@ -34,11 +34,6 @@ from .options import (
 @backend
 @click.option("--stages", default=2, show_default=True, help="Pipeline stages.")
 @click.option("--ranks", type=int, help="Processes; default: one for each stage.")
-@click.option(
-    "--mesh",
-    callback=dimensions,
-    help="Processes along each dimension, such as pp=2,dp_replicate=2; in place of --ranks.",
-)
 @click.option(
     "--schedule",
     "schedules",
@@ -77,20 +72,16 @@ def compare(
     json_file: pathlib.Path | None,
     stages: int,
     ranks: int | None,
-    mesh: tuple[tuple[str, int], ...],
     **options: Any,
 ) -> None:
     """Train FACTORY with the fused and with the split backward, alternating step by step, and print
     what changed. FACTORY (MODULE:NAME) returns (model, args), of a microbatch, or (model, args,
-    kwargs), whose output stands in for the loss; or an autosplit.compare.Workload.
+    kwargs). Trained is the output's own loss, or the output where it is a number; else its mean
+    square stands in.
     """
     dump = str(output / "graphs") if output else None
-    if mesh and ranks is not None:
-        raise click.UsageError("--ranks has no effect beside --mesh, which says how many there are")
-    ranks = math.prod(size for _, size in mesh) if mesh else stages if ranks is None else ranks
-    settings = Settings(
-        factory=factory, stages=stages, ranks=ranks, mesh=mesh, dump=dump, **options
-    )
+    ranks = stages if ranks is None else ranks
+    settings = Settings(factory=factory, stages=stages, ranks=ranks, dump=dump, **options)
     _check_before_launch(settings)
     found = run(settings)
     if found is None:
@@ -108,13 +99,10 @@ def compare(
 def _check_before_launch(settings: Settings) -> None:
     """Fail here, in one process, on what every rank would fail on."""
     check_backend(settings.backend)
-    load_workload(settings.factory, settings.overrides)
-    for name in settings.schedules:
-        for count in settings.microbatches:
-            build(
-                name,
-                settings.stages,
-                count,
-                weights=settings.weights,
-                ranks=settings.along_pipeline,
+    for name, count in settings.cases:
+        if name == AUTO:
+            raise ScheduleError(
+                f"{AUTO!r} is searched while a trainer runs: compare schedules by name"
             )
+        build(name, settings.stages, count, weights=settings.weights, ranks=settings.ranks)
+    samples_of(trained_example(settings.factory, settings.overrides)[1])

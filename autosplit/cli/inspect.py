@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autosplit.cli.options import backend, folder_to_write, memory_option, setting, typed_errors
 from autosplit.compare.example import example_of
-from autosplit.compare.workload import failures_of, prepared
+from autosplit.compare.factory import failures_of, prepared
 from autosplit.errors import AutosplitError
 from autosplit.module import SplitModule
 from autosplit.splitting import split
@@ -68,8 +68,8 @@ def inspect(
     memory: str | int,
     folder: pathlib.Path | None,
 ) -> None:
-    """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns a Workload or
-    (model, args) or (model, args, kwargs).
+    """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns (model, args) or
+    (model, args, kwargs).
     """
     model, args, kwargs = example_of(prepared(factory, overrides)(), factory)
     if not no_input_grads:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autosplit.compare.example import example_of, memory_for_trials, resized, samples_of
-from autosplit.compare.workload import prepared
+from autosplit.compare.factory import prepared
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline.engine.launch import launch

@@ -1,9 +1,7 @@
-"""What a factory returns, as commands take it: a model with example inputs, or what is trained."""
+"""What a factory returns, as commands take it: a model with example inputs; batches of these."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
 import math
 import os
@@ -17,7 +15,7 @@ from autosplit.errors import PipelineError, PlanError
 from autosplit.text.figures import size_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-from .workload import Workload, failures_of, prepared
+from .factory import prepared
 
 
 def example_of(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -25,17 +23,13 @@ def example_of(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[s
 
     Args:
         made: what the factory `spec` returned: `(model, args)`, `(model, args, kwargs)`, where a
-            dictionary as `args` is keyword inputs; a model that has `dummy_inputs`, as those of
-            transformers do; or a Workload.
+            dictionary as `args` is keyword inputs; or a model that has `dummy_inputs`, as those of
+            transformers do.
         spec: for messages.
 
     Raises:
-        PipelineError: `made` is something else, or a Workload's own functions fail.
+        PipelineError: `made` is something else.
     """
-    if isinstance(made, Workload):
-        with failures_of(f"{spec}, of its batch or only stage,"):
-            inputs, _ = made.batch_fn(0, made.microbatch_size)
-            made = made.stage_fn(0, 1), inputs
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         model, args, kwargs = *made[:2], made[2] if len(made) == 3 else {}
         if isinstance(args, Mapping) and not kwargs:
@@ -56,46 +50,34 @@ def example_of(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[s
     )
 
 
-def load_workload(spec: str, overrides: Mapping[str, object]) -> Workload:
-    """What the factory `spec` returns for these settings, to be trained.
-
-    Of a model with example inputs, these are a microbatch, and what it puts out stands in for the
-    loss. Weights are drawn from the same seed wherever this is called.
+def trained_example(spec: str, overrides: Mapping[str, object]) -> tuple[nn.Module, Any]:
+    """The model that the factory `spec` returns for these settings, and the inputs of a microbatch,
+    as a trainer takes them. Weights are drawn from the same seed wherever this is called.
 
     Raises:
-        PipelineError: as `prepared`, or the factory returns neither.
-        PlanError: example inputs without samples.
+        PipelineError: as `prepared` and `example_of`.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = prepared(spec, overrides)()
-    if isinstance(made, Workload):
-        return made
-    model, args, kwargs = example_of(made, spec)
-    positional = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
-    inputs = {**positional, **kwargs} if kwargs else args
-    build = functools.partial(copy.deepcopy, model)
-    return Workload(
-        stage_fn=lambda index, stages: build(),
-        loss_fn=stand_in_loss,
-        batch_fn=lambda step, size: (resized(inputs, size), ()),
-        microbatch_size=samples_of(inputs),
-        tokens_per_sample=_tokens_of(inputs),
-        model_fn=build,
-    )
+        model, args, kwargs = example_of(prepared(spec, overrides)(), spec)
+    names = inspect.signature(model.forward).parameters
+    return model, {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
 
 
-def stand_in_loss(output: Any, targets: Any) -> Tensor:
-    """An output's own `loss`, or the mean square of its first floating-point tensor."""
+def own_loss(output: Any, targets: Any) -> Tensor:
+    """An output's own `loss`, or the output itself where it is a number; otherwise the mean square
+    of its first floating-point tensor stands in for a loss.
+    """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     leaves = tree_flatten(output)[0]
     floating = (each for each in leaves if isinstance(each, Tensor) and each.is_floating_point())
-    return next(floating).float().square().mean()
+    first = next(floating)
+    return first if first.dim() == 0 else first.float().square().mean()
 
 
-def _tokens_of(inputs: Any) -> int:
+def tokens_of(inputs: Any) -> int:
     """Of a sample: the length of token ids; 1 where there are none."""
     first = next(each for each in tree_flatten(inputs)[0] if isinstance(each, Tensor))
     return 1 if first.dim() < 2 or first.is_floating_point() else first.shape[1]

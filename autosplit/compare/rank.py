@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tqdm import tqdm
 
 from autosplit.dump.dump import dump
-from autosplit.mesh.costs import device_of_group
-from autosplit.mesh.dimensions import REPLICATE
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.schedule.action import ActionKind
@@ -36,24 +34,19 @@ from autosplit.stage import Stage
 from autosplit.text.figures import spread
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-from .example import load_workload
+from .example import own_loss, resized, samples_of, tokens_of, trained_example
 from .settings import Comparison, Row, Settings
-from .workload import Workload
 
 Gradients = Mapping[str, Tensor]
 
 
-def single_process_gradients(
-    workload: Workload, microbatches: int, batch: tuple[Any, Any], device: torch.device
-) -> Gradients:
-    """Gradients of the mean loss over the microbatches, by name, on the CPU; of the whole model,
-    which runs in this process, on ``device``.
+def single_process_gradients(module: nn.Module, microbatches: Sequence[Any]) -> Gradients:
+    """Gradients of the mean loss over the microbatches' inputs, by name, on the CPU; of the whole
+    model, which runs in this process.
     """
-    module = workload.stage_fn(0, 1).to(device)
-    parts = (chunks(part, microbatches, device) for part in batch)
-    for inputs, targets in zip(*parts, strict=True):
-        loss = workload.loss_fn(_called(module, inputs), targets)
-        loss.backward(torch.full_like(loss, 1.0 / microbatches))
+    for inputs in microbatches:
+        loss = own_loss(_called(module, inputs), ())
+        loss.backward(torch.full_like(loss, 1.0 / len(microbatches)))
     return _on_cpu(module)
 
 
@@ -63,9 +56,9 @@ def _called(module: nn.Module, inputs: Any) -> Any:
     return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
 
 
-def chunks(part: Any, count: int, device: torch.device | None = None) -> list[Any]:
-    """Inputs or targets of a batch in ``count`` equal parts along dimension 0."""
-    leaves, spec = tree_flatten(part)
+def chunks(inputs: Any, count: int, device: torch.device) -> list[Any]:
+    """Those of a batch in ``count`` equal parts along dimension 0."""
+    leaves, spec = tree_flatten(inputs)
     cut = [
         each.to(device=device).chunk(count) if isinstance(each, Tensor) else [each] * count
         for each in leaves
@@ -88,34 +81,16 @@ def largest_difference(mine: Gradients, whole: Gradients) -> float:
     return max(differences, default=0.0)
 
 
-def measured_costs(workload: Workload, settings: Settings) -> ModelCosts | None:
-    """What the blocks of the whole model cost, measured on all ranks at once; None where the
-    workload has stages of its own.
-    """
-    if workload.model_fn is None:
-        return None
-    inputs, targets = workload.batch_fn(0, workload.microbatch_size)
-    whole = WholeModel.capture(workload.model_fn(), inputs)
+def measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelCosts:
+    """What the blocks of the whole model cost, measured on all ranks at once."""
+    whole = WholeModel.capture(copy.deepcopy(model), inputs)
     options = BlockOptions(
         split=SplitOptions(settings.backend),
-        loss_fn=workload.loss_fn,
-        targets=targets,
+        loss_fn=own_loss,
+        targets=(),
         device=device_of_trainer(alone=False),
     )
     return profile_together(whole, options, settings.profiling, alone=False)
-
-
-def stages_for(workload: Workload, settings: Settings, costs: ModelCosts | None) -> dict[str, Any]:
-    """Arguments of a trainer: the stages, or the whole model that it cuts for what it runs."""
-    if workload.model_fn is None:
-        shared = workload.shared_parameters(settings.stages)
-        return {
-            "model": lambda index: workload.stage_fn(index, settings.stages),
-            "stage_options": StageOptions(backend=settings.backend, shared_parameters=shared),
-        }
-    inputs, _ = workload.batch_fn(0, workload.microbatch_size)
-    options = StageOptions(backend=settings.backend, planning={"costs": costs})
-    return {"model": workload.model_fn(), "example": inputs, "stage_options": options}
 
 
 _Summary = tuple[Row, Timeline, Timeline]
@@ -141,8 +116,8 @@ class _Run:
 
 def compare_on_rank(settings: Settings) -> Comparison:
     """Run the whole comparison; the result is the same on every rank."""
-    workload = load_workload(settings.factory, settings.overrides)
-    costs = measured_costs(workload, settings)
+    model, inputs = trained_example(settings.factory, settings.overrides)
+    costs = measured_costs(model, inputs, settings)
     cases = settings.cases
     found: list[_Summary] = []
     total = len(cases) * 2 * (settings.warmup + settings.steps + 2)
@@ -150,7 +125,7 @@ def compare_on_rank(settings: Settings) -> Comparison:
     with tqdm(total=total, unit="step", disable=True if _rank() > 0 else None) as bar:
         for schedule, microbatches in cases:
             bar.set_description(f"{schedule} M={microbatches}")
-            case = _Case(settings, workload, costs, schedule, microbatches, bar.update)
+            case = _Case(settings, model, inputs, costs, schedule, microbatches, bar.update)
             found += case.run()
     return Comparison(*map(list, zip(*found, strict=True)))
 
@@ -161,17 +136,20 @@ class _Case:
     def __init__(
         self,
         settings: Settings,
-        workload: Workload,
-        costs: ModelCosts | None,
+        model: nn.Module,
+        inputs: Any,
+        costs: ModelCosts,
         schedule: str,
         microbatches: int,
         advance: Callable[[], Any],
     ) -> None:
         self.settings = settings
-        self.workload = workload
+        self.model, self.inputs = model, inputs
         self.costs = costs
         self.schedule = schedule
         self.microbatches = microbatches
+        self.samples = microbatches * samples_of(inputs)
+        self.batch = resized(inputs, self.samples)
         self.advance = advance
 
     def run(self) -> list[_Summary]:
@@ -182,7 +160,7 @@ class _Case:
                 self._measure_memory(run)
             for step in range(self.settings.warmup + self.settings.steps):
                 for run in runs:
-                    self._time_step(run, step)
+                    self._time_step(run, timed=step >= self.settings.warmup)
             self._dump_graphs(runs[1])
         finally:
             for run in runs:
@@ -192,62 +170,44 @@ class _Case:
     def _trainer(self, split: bool) -> PipelineTrainer:
         settings = self.settings
         return PipelineTrainer(
-            loss_fn=self.workload.loss_fn,
-            optimizer_fn=lambda parameters: torch.optim.AdamW(
-                parameters, lr=settings.learning_rate
-            ),
+            copy.deepcopy(self.model),
+            own_loss,
+            lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate),
+            example=self.inputs,
             stages=settings.stages,
             microbatches=self.microbatches,
             schedule=self._schedule(split),
-            mesh=self._mesh(),
+            stage_options=StageOptions(backend=settings.backend, planning={"costs": self.costs}),
             run_options=RunOptions(
                 split_backward=split,
                 weights=settings.weights if split else None,
                 timeout=settings.timeout,
                 record=True,
             ),
-            **stages_for(self.workload, settings, self.costs),
         )
-
-    def _mesh(self) -> DeviceMesh | None:
-        mesh = self.settings.mesh
-        if not mesh:
-            return None
-        names, sizes = zip(*mesh, strict=True)
-        return init_device_mesh(device_of_group().type, sizes, mesh_dim_names=names)
 
     def _schedule(self, split: bool) -> str:
         """Some schedules exist only split; what they are held against is 1F1B."""
         return self.schedule if split or SCHEDULES[self.schedule].fused else "1f1b"
 
-    def _batch(self, step: int) -> tuple[Any, Any]:
-        """That of all replicas."""
-        count = self.microbatches * self.settings.replicas
-        return self.workload.batch_fn(step, count * self.workload.microbatch_size)
-
-    def _share(self, run: _Run, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """What this rank's replica takes of a batch: tensors; named inputs have other values, too,
-        which are fixed when the model is cut.
+    @property
+    def _given(self) -> tuple[Any, Any]:
+        """What trainers take of a batch: tensors; named inputs have other values, too, which are
+        fixed when the model is cut.
         """
-        inputs, targets = batch
+        inputs = self.batch
         if isinstance(inputs, Mapping):
-            batch = {k: v for k, v in inputs.items() if isinstance(v, Tensor)}, targets
-        mesh, replicas = run.trainer.mesh, self.settings.replicas
-        if mesh is None or replicas == 1:
-            return batch
-        own = mesh.get_local_rank(REPLICATE)
-        inputs, targets = (chunks(part, replicas)[own] for part in batch)
-        return inputs, targets
+            inputs = {k: v for k, v in inputs.items() if isinstance(v, Tensor)}
+        return inputs, ()
 
     def _check_gradients(self, runs: list[_Run]) -> None:
         """Compare both trainers' gradients of step 0 with plain autograd's, on rank 0."""
-        batch = self._batch(0)
-        whole, again = None, functools.cache(lambda: self._whole(runs[0], batch))
+        whole, again = None, functools.cache(lambda: self._whole(runs[0].trainer.device))
         for run in runs:
-            run.trainer.forward_backward(self._share(run, batch))
+            run.trainer.forward_backward(self._given)
             gathered = _gather([*map(_on_cpu, run.trainer.modules.values())])
             if _rank() == 0:
-                whole = whole or self._whole(runs[0], batch)
+                whole = whole or self._whole(run.trainer.device)
                 mine = {name: g for part in gathered for own in part for name, g in own.items()}
                 run.difference = largest_difference(mine, whole)
                 if 0.0 < run.difference < math.inf and largest_difference(whole, again()):
@@ -256,13 +216,13 @@ class _Case:
                 module.zero_grad(set_to_none=True)
             self.advance()
 
-    def _whole(self, run: _Run, batch: tuple[Any, Any]) -> Gradients:
-        count = self.microbatches * self.settings.replicas
-        return single_process_gradients(self.workload, count, batch, run.trainer.device)
+    def _whole(self, device: torch.device) -> Gradients:
+        parts = chunks(self.batch, self.microbatches, device)
+        return single_process_gradients(copy.deepcopy(self.model).to(device), parts)
 
     def _measure_memory(self, run: _Run) -> None:
         """Steps that are not timed; the optimizer's state exists from here on."""
-        trainer, batch = run.trainer, self._share(run, self._batch(0))
+        trainer, batch = run.trainer, self._given
         trainer.step(batch)
         trainer.record = "memory"
         trainer.step(batch)
@@ -272,14 +232,14 @@ class _Case:
         run.peak = _gather(memory.fixed[at] + memory.peak_activations[at])
         self.advance()
 
-    def _time_step(self, run: _Run, step: int) -> None:
-        batch = self._share(run, self._batch(step))
+    def _time_step(self, run: _Run, *, timed: bool) -> None:
+        batch = self._given
         _barrier()
         start = time.perf_counter()
         losses = run.trainer.step(batch)
         seconds = time.perf_counter() - start
         run.losses.append(losses.mean().item())
-        if step >= self.settings.warmup:
+        if timed:
             run.seconds.append(seconds)
             run.timelines.append(run.trainer.timeline())
         self.advance()
@@ -298,9 +258,6 @@ class _Case:
         ideal_fused = simulate(fused.trainer.schedule, fused.durations())
         median = statistics.median(run.seconds)
         pairs = zip(fused.seconds, run.seconds, strict=True)
-        samples = self.microbatches * self.settings.replicas * self.workload.microbatch_size
-        hidden = [each.reduction_hidden for each in run.timelines]
-        shares = [each for each in hidden if each is not None]
         row = Row(
             schedule=self._schedule(run.split),
             split=run.split,
@@ -308,7 +265,7 @@ class _Case:
             microbatches=self.microbatches,
             median_s=median,
             spread_s=spread(run.seconds),
-            tokens_per_s=samples * self.workload.tokens_per_sample / median,
+            tokens_per_s=self.samples * tokens_of(self.inputs) / median,
             speedup=statistics.median(a / b for a, b in pairs),
             ideal_speedup=ideal_fused.makespan / ideal.makespan,
             bubble=statistics.median(each.bubble_ratio() for each in run.timelines),
@@ -318,15 +275,13 @@ class _Case:
             first_loss=run.losses[0],
             last_loss=run.losses[-1],
             durations_s=_by_kind(durations, self.settings.stages),
-            reduction_hidden=statistics.median(shares) if shares else None,
         )
         nearest = min(range(len(run.seconds)), key=lambda i: abs(run.seconds[i] - median))
         return row, run.timelines[nearest], ideal
 
 
 def _by_kind(durations: dict[tuple[int, ActionKind], float], stages: int) -> dict[str, list[float]]:
-    order = ["F", "I", "W", "B", ActionKind.REDUCE_GRAD.value]
-    kinds = sorted({kind.value for _, kind in durations}, key=order.index)
+    kinds = sorted({kind.value for _, kind in durations}, key="FIWB".index)
     return {kind: [durations[stage, ActionKind(kind)] for stage in range(stages)] for kind in kinds}
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from tabulate import tabulate
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.dimensions import PIPELINE, REPLICATE
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.text.figures import size_text
 
@@ -32,7 +31,7 @@ class Settings:
     """What to compare. Picklable: every rank gets a copy.
 
     Attributes:
-        factory: ``MODULE:FACTORY`` that returns a Workload.
+        factory: ``MODULE:FACTORY`` that returns a model and the inputs of a microbatch.
         overrides: keyword settings for the factory.
         stages: number of pipeline stages.
         ranks: number of processes; fewer along a pipeline than stages puts several stages in one.
@@ -47,11 +46,9 @@ class Settings:
         backend: how the stages' graphs are run, see ``autosplit.split``.
         profiling: seconds of measuring what a whole model's blocks cost, to cut it by.
         dump: folder in which every rank dumps the graphs of its stages, or None.
-        mesh: dimensions of the mesh and their sizes; empty: all ranks are one pipeline.
 
     Raises:
-        PipelineError: a number out of range, nothing to compare, or a dimension that trainers
-            do not know.
+        PipelineError: a number out of range, or nothing to compare.
     """
 
     factory: str
@@ -69,7 +66,6 @@ class Settings:
     backend: str = "eager"
     profiling: float = 10.0
     dump: str | None = None
-    mesh: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -81,22 +77,6 @@ class Settings:
         for name in ("schedules", "microbatches"):
             if not getattr(self, name):
                 raise PipelineError(f"{name} names nothing to compare: give one or more")
-        for name, _ in self.mesh:
-            if name not in (PIPELINE, REPLICATE):
-                raise PipelineError(
-                    f"a comparison has no mesh dimension {name!r}; it takes {PIPELINE!r} and "
-                    f"{REPLICATE!r}"
-                )
-
-    @property
-    def replicas(self) -> int:
-        """How many pipelines train the model."""
-        return dict(self.mesh).get(REPLICATE, 1)
-
-    @property
-    def along_pipeline(self) -> int:
-        """How many ranks a pipeline has."""
-        return dict(self.mesh).get(PIPELINE, 1) if self.mesh else self.ranks
 
     @property
     def cases(self) -> list[tuple[str, int]]:
@@ -123,11 +103,9 @@ class Row:
         peak_bytes: per rank, the most bytes of tensors at any time of forward and backward.
         max_grad_diff: largest difference from gradients of single-process autograd, of the whole
             model; None where those differ from call to call, as with dropout.
-        first_loss: mean loss of the first step, of replicas the first one's.
-        last_loss: mean loss of the last step, likewise.
+        first_loss: mean loss of the first step.
+        last_loss: mean loss of the last step.
         durations_s: action kind -> median seconds, by stage.
-        reduction_hidden: median share of the time of reducing gradients over replicas that does
-            not lengthen the step; None with one pipeline.
     """
 
     schedule: str
@@ -146,7 +124,6 @@ class Row:
     first_loss: float
     last_loss: float
     durations_s: dict[str, list[float]]
-    reduction_hidden: float | None = None
 
     @property
     def title(self) -> str:
@@ -187,14 +164,7 @@ def comparison_table(rows: Sequence[Row], style: str = "simple") -> str:
     """A row each; times are medians, the spread is the interquartile range."""
     align = ("left", "right", "left", *["right"] * 7, "left", "right", "left")
     table = [_cells(row) for row in rows]
-    headers = [*_HEADERS]
-    if any(row.reduction_hidden is not None for row in rows):
-        headers.append("reduction hidden")
-        align = (*align, "right")
-        for cells, row in zip(table, rows, strict=True):
-            hidden = row.reduction_hidden
-            cells.append("" if hidden is None else f"{hidden:.0%}")
-    return tabulate(table, headers, tablefmt=style, colalign=align, disable_numparse=True)
+    return tabulate(table, _HEADERS, tablefmt=style, colalign=align, disable_numparse=True)
 
 
 def durations_table(rows: Sequence[Row], style: str = "simple") -> str:

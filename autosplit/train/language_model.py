@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from autosplit.compare.workload import prepared
+from autosplit.compare.factory import prepared
 from autosplit.errors import PipelineError
 from autosplit.planner.meta_model import meta_model, model_of
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autosplit.compare.example import load_workload
+from autosplit.compare.factory import prepared
 from autosplit.pipeline.engine.launch import launch
 from autosplit.text.figures import quartiles, ratios, spread
 
@@ -19,7 +19,7 @@ from .turns import Rounds, Turn, Turns, gather, take_turns
 
 COUNTS = (2, 4, 8)
 BACKENDS = ("eager", "inductor")
-FACTORY = "examples.models:llama"
+FACTORY = "examples.models:llama_workload"
 OVERRIDES = {"seq": "128"}  # actions of 20 ms and more
 TARGET = {2: 1.05, 4: 1.05, 8: 1.0}  # our best over their best
 
@@ -96,7 +96,7 @@ def _on_rank(
     backend: str,
 ) -> list[Row]:
     warnings.filterwarnings("ignore")
-    turns = Turns(load_workload(factory, overrides), backend)
+    turns = Turns(prepared(factory, overrides)(), backend)
     return [row for count in microbatches for row in _compare(turns, contenders, count, rounds)]
 
 

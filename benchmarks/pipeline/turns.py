@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from autosplit.compare import Workload
 from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.engine.stages import (
@@ -26,6 +25,7 @@ from autosplit.pipeline.engine.stages import (
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.text.figures import spread
 from autosplit.torch_internals.state import distinct_storage_bytes
+from examples.workload import Workload
 
 from .contenders import Contender
 

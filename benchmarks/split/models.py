@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.compare import configure
 from examples.families import settings as families
 from examples.families.models import bert_config, llama_config, mamba_config, resnet_config
 from examples.families.settings import (
@@ -23,6 +22,7 @@ from examples.families.settings import (
     MambaSettings,
     ResNetSettings,
 )
+from examples.workload import configure
 
 from ..page import option
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autosplit.compare import Workload
-from autosplit.compare.example import load_workload
+from autosplit.compare.factory import prepared
 from autosplit.pipeline.engine.launch import launch
+from examples.workload import Workload
 
 from ..page import option
 from ..pipeline.turns import TIMEOUT, WARM_UP, Turn, attempt, gather, root_of, take_turns
@@ -27,7 +27,7 @@ from .contenders import CONTENDERS, ENTRIES, INSTEAD, UNDONATED, Entry, Step, Ta
 
 COUNTS = (2, 4, 8)
 RANKS = 2
-FACTORY = "examples.models:llama"
+FACTORY = "examples.models:llama_workload"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def measure(settings: Settings) -> list[Row]:
 def _on_rank(settings: Settings) -> list[Row]:
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)  # torch logs the whole schedule with each error that is expected
-    field = Field(load_workload(FACTORY, settings.model))
+    field = Field(prepared(FACTORY, settings.model)())
     return [
         row
         for schedule in settings.schedules

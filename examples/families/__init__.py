@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.compare import configure
 from autosplit.errors import PipelineError
 from examples import digits, text
 from examples.decoder import next_byte_loss
@@ -34,6 +33,7 @@ from examples.families.settings import (
     Settings,
 )
 from examples.stages import seeded, stage_layers
+from examples.workload import configure
 
 __all__ = ["FAMILIES", "PAPER", "TINY", "Family", "factory", "paper_factory"]
 

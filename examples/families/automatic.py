@@ -1,36 +1,39 @@
-"""The four families whole, to be cut by measured cost.
+"""The four families with their losses and data, to be cut by measured cost.
 
-`llama`, `bert`, `mamba` and `resnet` are factories for `autosplit compare`, as those in `by_hand`.
+`llama`, `bert`, `mamba` and `resnet` are factories for `autosplit compare`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from torch import Tensor
 
-from autosplit.compare import Workload
-from examples.families import FAMILIES, by_hand
+from examples.families import FAMILIES
+from examples.workload import WithLoss
 
-
-def workload(name: str, **overrides: object) -> Workload:
-    """A family with its data; the by-hand stages are there to check gradients by."""
-    return replace(by_hand.workload(name, **overrides), model_fn=FAMILIES[name](**overrides).build)
+Example = tuple[WithLoss, tuple[Tensor, Tensor]]
 
 
-def llama(**overrides: object) -> Workload:
+def with_loss(name: str, **overrides: object) -> Example:
+    """A family that puts out its loss, and a microbatch of its data."""
+    family = FAMILIES[name](**overrides)
+    return WithLoss(family.build(), family.loss_fn), family.batch_fn(0, family.microbatch_size)
+
+
+def llama(**overrides: object) -> Example:
     """Settings: LlamaSettings."""
-    return workload("llama", **overrides)
+    return with_loss("llama", **overrides)
 
 
-def bert(**overrides: object) -> Workload:
+def bert(**overrides: object) -> Example:
     """Settings: BertSettings."""
-    return workload("bert", **overrides)
+    return with_loss("bert", **overrides)
 
 
-def mamba(**overrides: object) -> Workload:
+def mamba(**overrides: object) -> Example:
     """Settings: MambaSettings."""
-    return workload("mamba", **overrides)
+    return with_loss("mamba", **overrides)
 
 
-def resnet(**overrides: object) -> Workload:
+def resnet(**overrides: object) -> Example:
     """Settings: ResNetSettings."""
-    return workload("resnet", **overrides)
+    return with_loss("resnet", **overrides)

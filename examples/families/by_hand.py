@@ -1,8 +1,7 @@
 """The four families cut by hand into stages of equal layer counts.
 
-`llama`, `bert`, `mamba` and `resnet` are factories for `autosplit compare`: each returns a
-Workload, whose stages are transformers' own modules under their own names. What a stage does not
-hold passes its input on.
+`llama`, `bert`, `mamba` and `resnet` each return a Workload, whose stages are transformers' own
+modules under their own names. What a stage does not hold passes its input on.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autosplit.compare import Workload
 from examples.families import FAMILIES, Family
 from examples.stages import stage_layers
+from examples.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,6 @@ def workload(name: str, **overrides: object) -> Workload:
         loss_fn=family.loss_fn,
         batch_fn=family.batch_fn,
         microbatch_size=family.microbatch_size,
-        tokens_per_sample=family.tokens_per_sample,
         shared_parameters=functools.partial(_tied_parameters, name, family),
     )
 

@@ -56,7 +56,7 @@ def test_peers_take_turns_and_one_that_fails_on_one_rank_is_a_row() -> None:
         Contender("1F1B", False, Schedule1F1B, split_backward=False, match="1f1b"),
         Contender("in flight: 1F1B", False, Schedule1F1B, match="in flight: 1f1b", in_flight=True),
     ]
-    factory = "examples.models:llama"
+    factory = "examples.models:llama_workload"
     rows = peers.measure(factory, (2,), 2, "eager", TINY, chosen)
     assert [row.schedule for row in rows] == [each.name for each in chosen]
     for row in rows:

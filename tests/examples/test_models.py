@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from autosplit.compare import Workload
 from autosplit.errors import PipelineError
 from examples import models
 from examples.decoder import Decoder
+from examples.workload import Workload, configure
 
 TINY: dict[str, Any] = {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 48, "seq": 16}
 FACTORIES: dict[str, Callable[[], Workload]] = {
-    "llama": lambda: models.llama(**TINY),
-    "llama_tied": lambda: models.llama(**TINY, tied=True),
-    "mlp": lambda: models.mlp(features=64, width=64, layers=4, microbatch_size=16),
-    "convnet": lambda: models.convnet(width=4, layers=4, image=8, microbatch_size=4),
+    "llama": lambda: models.llama_workload(**TINY),
+    "llama_tied": lambda: models.llama_workload(**TINY, tied=True),
+    "mlp": lambda: models.mlp_workload(features=64, width=64, layers=4, microbatch_size=16),
+    "convnet": lambda: models.convnet_workload(width=4, layers=4, image=8, microbatch_size=4),
 }
 
 
@@ -52,7 +53,7 @@ def test_a_workload_can_be_sent_to_another_process(workload: Workload) -> None:
 
 
 def test_a_tied_head_is_one_parameter_in_one_stage_and_two_copies_in_several() -> None:
-    workload = models.llama(**TINY, tied=True)
+    workload = models.llama_workload(**TINY, tied=True)
     whole = workload.stage_fn(0, 1)
     assert isinstance(whole, Decoder)
     assert whole.embedding is not None
@@ -65,14 +66,15 @@ def test_a_tied_head_is_one_parameter_in_one_stage_and_two_copies_in_several() -
     ((one, other),) = workload.shared_parameters(3)
     assert (one, other) == ((0, "embedding.weight"), (2, "head.weight"))
     assert torch.equal(first.get_parameter(one[1]), last.get_parameter(other[1]))
-    assert models.llama(**TINY).shared_parameters(3) == ()
+    assert models.llama_workload(**TINY).shared_parameters(3) == ()
 
 
-def test_llama_whole_is_the_workloads_model() -> None:
-    model, (inputs,) = models.llama_whole(**TINY)
-    workload = models.llama(**TINY)
-    assert torch.equal(inputs, workload.batch_fn(0, 2)[0])
-    assert torch.equal(model(inputs), workload.stage_fn(0, 1)(inputs))
+@pytest.mark.parametrize("name", ["llama", "mlp", "convnet"])
+def test_a_whole_model_puts_out_its_loss(name: str) -> None:
+    workload: Workload = getattr(models, f"{name}_workload")()
+    model, (inputs, targets) = getattr(models, name)()
+    loss = workload.loss_fn(workload.stage_fn(0, 1)(inputs), targets)
+    assert torch.equal(model(inputs, targets), loss)
 
 
 def test_more_stages_than_layers_are_refused(workload: Workload) -> None:
@@ -99,5 +101,37 @@ def test_a_stage_that_does_not_exist_is_refused(workload: Workload) -> None:
 )
 def test_impossible_settings_are_refused(settings: dict[str, int], message: str) -> None:
     with pytest.raises(PipelineError) as error:
-        models.llama(**{**TINY, **settings})
+        models.llama_workload(**{**TINY, **settings})
     assert str(error.value).startswith(message)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    dim: int = 4
+    rate: float = 0.5
+    tied: bool = False
+    name: str = "a"
+
+
+def test_settings_come_as_text_or_as_values() -> None:
+    assert configure(Sizes, {}) == Sizes()
+    text = {"dim": "8", "rate": "1e-3", "tied": "True", "name": "b"}
+    assert configure(Sizes, text) == Sizes(8, 1e-3, True, "b")
+    assert configure(Sizes, {"dim": 8, "rate": 1, "tied": True}) == Sizes(8, 1.0, True)
+    assert configure(Sizes, {"tied": "0"}) == Sizes(tied=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("dim", "8.5", "setting dim expects int, got '8.5'"),
+        ("dim", True, "setting dim expects int, got True"),
+        ("rate", "fast", "setting rate expects float, got 'fast'"),
+        ("tied", "yes", "setting tied expects true or false, got 'yes'"),
+        ("name", 3, "setting name expects str, got 3"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object, message: str) -> None:
+    with pytest.raises(PipelineError) as error:
+        configure(Sizes, {name: value})
+    assert str(error.value) == message

@@ -95,30 +95,6 @@ class Timeline:
         total = self.step_time * len(ranks)
         return 1.0 - busy / total if total > 0.0 else 0.0
 
-    @property
-    def reduction_hidden(self) -> float | None:
-        """Of the time in which ranks reduce gradients, the share in [0, 1] until the last rank of
-        the pipeline stops computing: the rest lengthens the step. None without reductions.
-        """
-        last = max((s.end for s in self.spans if s.action.kind.is_compute), default=0.0)
-        total = hidden = 0.0
-        for start, end in _united(s for s in self.spans if s.action.kind is ActionKind.REDUCE_GRAD):
-            total += end - start
-            hidden += max(0.0, min(end, last) - start)
-        return hidden / total if total > 0.0 else None
-
-
-def _united(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Times in which spans of one rank run, those that overlap once."""
-    found: list[tuple[int, float, float]] = []
-    for span in sorted(spans, key=lambda span: (span.rank, span.start)):
-        if found and found[-1][0] == span.rank and span.start <= found[-1][2]:
-            rank, start, end = found[-1]
-            found[-1] = rank, start, max(end, span.end)
-        else:
-            found.append((span.rank, span.start, span.end))
-    return [(start, end) for _, start, end in found]
-
 
 def median_durations(steps: Iterable[Iterable[Span]]) -> dict[tuple[int, ActionKind], float]:
     """Median seconds of each kind of action of each stage, by (stage, kind).

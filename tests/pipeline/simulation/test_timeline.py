@@ -128,7 +128,6 @@ def test_a_stage_is_reduced_behind_its_last_w() -> None:
         (1, "1REDUCE_GRAD", ends[1], ends[1] + 2.5),
     ]
     assert found.makespan == max(ends[0] + 1.5, ends[1] + 2.5)
-    assert alone.reduction_hidden is None
     assert found.bubble_ratio() > alone.bubble_ratio()
 
 
@@ -142,14 +141,6 @@ def test_buckets_follow_each_other_on_a_link() -> None:
         (19.5, 21.0),
         (21.0, 22.0),
     ]
-    assert found.reduction_hidden == 0.0
-
-
-def test_overlapping_reductions_of_a_rank_count_once() -> None:
-    weights = Action(0, ActionKind.BACKWARD_WEIGHT, 0)
-    reduction = Action(0, ActionKind.REDUCE_GRAD, 0)
-    spans = (Span(0, weights, 0.0, 4.0), Span(0, reduction, 1.0, 5.0), Span(0, reduction, 2.0, 3.0))
-    assert Timeline(1, spans).reduction_hidden == pytest.approx(0.75)
 
 
 def test_last_weights_come_stage_by_stage_the_largest_first() -> None:

@@ -1,7 +1,7 @@
 """A user's function named as `MODULE:FACTORY`: found, called with settings from a command line, and
 its failures told as its own.
 
-A factory takes keyword settings (`--set dim=256`) and returns `(model, args)` or a `Workload`, see
+A factory takes keyword settings (`--set dim=256`) and returns `(model, args)`, see
 `autosplit.compare.example`.
 """
 
@@ -9,49 +9,21 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import importlib
 import inspect
 import os
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from autosplit.errors import AutosplitError, PipelineError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    Settings = TypeVar("Settings", bound=DataclassInstance)
-    from torch import Tensor, nn
-
-
 _PLAIN = (bool, int, float, str)
-
-
-def configure(kind: type[Settings], overrides: Mapping[str, object]) -> Settings:
-    """A dataclass `kind` of settings with some of its fields overridden.
-
-    Values may be the text of a command line (`"256"`, `"true"`) or of the field's own type.
-    Fields are int, float, bool or str.
-
-    Raises:
-        PipelineError: an unknown name (the known ones are listed) or a value that does not
-            fit its field.
-    """
-    known = {field.name: field.type for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
-    for name in overrides:
-        if name not in known:
-            raise PipelineError(
-                f"unknown setting {name!r} of {kind.__name__}; known: {', '.join(known)}"
-            )
-    return kind(**{name: _convert(name, value, hints[name]) for name, value in overrides.items()})
 
 
 def _kinds(factory: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
@@ -70,8 +42,8 @@ def _kinds(factory: Callable[..., Any], signature: inspect.Signature) -> dict[st
 def _read(name: str, text: str, kind: Any) -> object:
     """The value that a text stands for."""
     if kind in _PLAIN:
-        return _convert(name, text, kind)
-    if kind is object:  # left to the factory, as `configure` takes it
+        return convert(name, text, kind)
+    if kind is object:  # left to the factory
         return text
     try:
         return ast.literal_eval(text)
@@ -79,7 +51,12 @@ def _read(name: str, text: str, kind: Any) -> object:
         return text
 
 
-def _convert(name: str, value: object, kind: type) -> object:
+def convert(name: str, value: object, kind: type) -> object:
+    """The value of a setting that is an int, float, bool or str, or the text of one.
+
+    Raises:
+        PipelineError: it is something else.
+    """
     truths = {"true": True, "1": True, "false": False, "0": False}
     try:
         if isinstance(value, str):
@@ -246,49 +223,3 @@ def _functions(module: ModuleType) -> list[str]:
         and not isinstance(value, type)
         and getattr(value, "__module__", None) == module.__name__
     )
-
-
-def _nothing_shared(stages: int) -> Sequence[Sequence[tuple[int, str]]]:
-    return ()
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model cut into stages, its loss and its data.
-
-    Attributes:
-        stage_fn: `stage_fn(index, stages)` builds stage `index` of `stages`. Deterministic:
-            a stage built alone has the weights that it has in the whole, `stage_fn(0, 1)`, by
-            which gradients are checked, and under the same names.
-        loss_fn: `loss_fn(output, target)` gives a scalar, the mean over the microbatch.
-        batch_fn: `batch_fn(step, size)` gives (inputs, targets) of `size` samples along the
-            first dimension, the same on every call and every rank; inputs as `example=` of a
-            trainer.
-        microbatch_size: samples in one microbatch.
-        tokens_per_sample: what a sample counts for in tokens/s; 1 where there are no tokens.
-        shared_parameters: `shared_parameters(stages)` gives groups of (stage, parameter name)
-            that are one parameter of the model, so their gradients must be summed and their
-            values kept equal.
-        model_fn: builds the whole model, the same weights each time. A comparison then trains
-            this one, cut by measured cost, and asks `stage_fn` for the whole only.
-    """
-
-    stage_fn: Callable[[int, int], nn.Module]
-    loss_fn: Callable[[Any, Any], Tensor]
-    batch_fn: Callable[[int, int], tuple[Any, Any]]
-    microbatch_size: int
-    tokens_per_sample: int
-    shared_parameters: Callable[[int], Sequence[Sequence[tuple[int, str]]]] = _nothing_shared
-    model_fn: Callable[[], nn.Module] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("microbatch_size", "tokens_per_sample"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise PipelineError(f"Workload needs {name} >= 1, got {value!r}")
-        for name in ("stage_fn", "loss_fn", "batch_fn"):
-            value = getattr(self, name)
-            if not callable(value):
-                raise PipelineError(
-                    f"Workload needs a function as {name}, got a {type(value).__name__}"
-                )

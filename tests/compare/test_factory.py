@@ -1,17 +1,16 @@
-"""Workload, the search for its factory, and settings from a command line."""
+"""The search for a factory, settings from a command line, and what is compared of gradients."""
 
 from __future__ import annotations
 
+import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from autosplit.compare.workload import Workload, configure, load_factory, prepared
+from autosplit.compare.factory import load_factory, prepared
+from autosplit.compare.rank import largest_difference
 from autosplit.errors import PipelineError
 
 
@@ -22,21 +21,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.setattr(sys, "modules", sys.modules.copy())
     return tmp_path
-
-
-def stage(index: int, stages: int) -> nn.Module:
-    return nn.Identity()
-
-
-def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
-    return torch.zeros(size), torch.zeros(size)
-
-
-@pytest.mark.parametrize("name", ["microbatch_size", "tokens_per_sample"])
-def test_a_workload_refuses_sizes_below_one(name: str) -> None:
-    sizes: dict[str, Any] = {"microbatch_size": 1, "tokens_per_sample": 1, name: 0}
-    with pytest.raises(PipelineError, match=f"^Workload needs {name} >= 1, got 0$"):
-        Workload(stage, nn.functional.mse_loss, batch, **sizes)
 
 
 def test_a_factory_is_found_in_the_working_directory(here: Path) -> None:
@@ -115,38 +99,6 @@ def test_a_missing_attribute_lists_the_functions_of_the_module(here: Path) -> No
     assert str(error.value) == ("mine:size is not callable but of type int; functions there: make")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    dim: int = 4
-    rate: float = 0.5
-    tied: bool = False
-    name: str = "a"
-
-
-def test_settings_come_as_text_or_as_values() -> None:
-    assert configure(Sizes, {}) == Sizes()
-    text = {"dim": "8", "rate": "1e-3", "tied": "True", "name": "b"}
-    assert configure(Sizes, text) == Sizes(8, 1e-3, True, "b")
-    assert configure(Sizes, {"dim": 8, "rate": 1, "tied": True}) == Sizes(8, 1.0, True)
-    assert configure(Sizes, {"tied": "0"}) == Sizes(tied=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("dim", "8.5", "setting dim expects int, got '8.5'"),
-        ("dim", True, "setting dim expects int, got True"),
-        ("rate", "fast", "setting rate expects float, got 'fast'"),
-        ("tied", "yes", "setting tied expects true or false, got 'yes'"),
-        ("name", 3, "setting name expects str, got 3"),
-    ],
-)
-def test_a_value_of_another_type_is_refused(name: str, value: object, message: str) -> None:
-    with pytest.raises(PipelineError) as error:
-        configure(Sizes, {name: value})
-    assert str(error.value) == message
-
-
 FACTORY = """
 from typing import Any, Literal, Optional
 import torch
@@ -219,3 +171,9 @@ def test_texts_that_do_not_fit_are_refused(
     with pytest.raises(PipelineError) as error:
         prepared(f"plain_factories:{name}", {**needed, key: text})
     assert str(error.value) == message
+
+
+def test_a_gradient_that_stages_lack_is_as_far_off_as_can_be() -> None:
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])
+    assert largest_difference({"a": one, "b": one}, {"a": other}) == 0.5
+    assert largest_difference({"b": one}, {"a": one}) == math.inf
