@@ -53,7 +53,6 @@ class Family:
         loss_fn: ``loss_fn(output, targets)`` gives a scalar, the mean over the microbatch.
         batch_fn: ``batch_fn(step, size)`` gives (inputs, targets) of ``size`` samples of real
             data along the first dimension, the same on every call and every rank.
-        tokens_per_sample: what a sample counts for; 1 for an image.
         layers: names of the modules that are the model's layers, in order.
     """
 
@@ -61,7 +60,6 @@ class Family:
     build: Callable[[], nn.Module]
     loss_fn: Callable[[Any, Tensor], Tensor]
     batch_fn: Callable[[int, int], Batch]
-    tokens_per_sample: int
     layers: tuple[str, ...]
 
     @property
@@ -119,7 +117,6 @@ def _language(
         build,
         language_loss,
         functools.partial(batch, seq=settings.seq),
-        settings.seq,
         tuple(f"{layers}.{number}" for number in range(settings.layers)),
     )
 
@@ -132,7 +129,6 @@ def resnet_family(**overrides: object) -> Family:
         functools.partial(build_resnet, settings),
         classification_loss,
         functools.partial(digits.batch, image=settings.image),
-        1,
         tuple(
             f"resnet.encoder.stages.{resolution}.layers.{number}"
             for resolution, depth in enumerate(settings.resolutions)
