@@ -13,7 +13,6 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.report.timelines import gaps
 from tests.pipeline.tables import schedule_of, seconds
 
 LINKS = Transfer(0.0, 4.0, host=Link(0.0, 2.0))
@@ -34,16 +33,12 @@ def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def test_a_slow_link_keeps_the_backward_waiting() -> None:
-    """And the page says for what."""
     costs = Costs([(1, 1, 1)] * 2, SIZES, replace(LINKS, bandwidth=0.25))
     timeline = costs.timeline(evicting())
     times = spans(timeline)
     assert times["0EVICT0"] == (1.0, 5.0)
     assert times["0LOAD0"] == (5.0, 9.0)
     assert times["0B0"][0] == 9.0
-    (wait,) = [gap for gap in gaps(timeline) if gap.after and str(gap.after.action) == "0B0"]
-    assert wait.cause is not None
-    assert str(wait.cause.action) == "0LOAD0"
 
 
 def test_who_is_to_hold_more_waits_for_what_was_sent_away_before_the_last_action() -> None:
