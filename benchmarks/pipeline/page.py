@@ -31,6 +31,7 @@ class Settings:
     soak: int = option(2000, "steps of the soak")
     backends: tuple[str, ...] = option(peers.BACKENDS, "of the peers' table", peers.BACKENDS)
     microbatches: tuple[int, ...] = option(peers.COUNTS, "of the peers' table", peers.COUNTS)
+    processes: int = option(2, "of the peers' table: one core each")
     ranks: tuple[int, ...] = option((*standin.UNITS,), "of the stand-ins' table", standin.UNITS)
 
 
@@ -74,15 +75,16 @@ that of activations alone.""",
     "peers": Part(
         "Beside torch.distributed.pipelining",
         """\
-The same decoder, two ranks with one thread each, the same batches, in one run: forward and backward
-of a whole step, until both ranks are done. Contenders take turns, in another order in each round; a
-ratio is the median of those of the same round, with its quartiles. *In flight* has the optimizer,
-too, and is the time from one step to the next, without a meeting of the ranks between them
+The same decoder on ranks of one thread each, two where no other number is named, the same batches,
+in one run: forward and backward of a whole step, until all ranks are done. Contenders take turns,
+in another order in each round; a ratio is the median of those of the same round, with its
+quartiles. *In flight* has the optimizer, too, and is the time from one step to the next, without a
+meeting of the ranks between them
 (`step_async`; torch's `step` waits for the other rank no more than its messages need).
 *Peak* is what the larger rank allocates in a step, parameters excluded. Sums of weight gradients
 are exact, bit for bit those of autograd, but for *fused sums* (`accumulation="fused"`).""",
         lambda settings: peers.measure_all(
-            settings.steps, settings.backends, settings.microbatches
+            settings.steps, settings.backends, settings.microbatches, settings.processes
         ),
         peers.render,
     ),
