@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from typing import TYPE_CHECKING, Any, Self
 
@@ -117,7 +116,7 @@ class SplitModule(ModuleProxy):
         fullgraph: bool = False,
         dynamic: bool | None = None,
         max_graphs: int = 64,
-        max_pending: float | None = None,
+        max_pending: float = 1,
     ) -> None:
         super().__init__(model)
         self.__dict__["_options"] = SplitOptions(backend, memory, overlap=overlap)
@@ -134,9 +133,7 @@ class SplitModule(ModuleProxy):
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_dynamic"] = dynamic
         self.__dict__["_max_graphs"] = max_graphs
-        default = math.inf if accumulation == "concatenated" else 1
-        bound = default if max_pending is None else max_pending
-        self.__dict__["_bound"] = PendingBound(bound)
+        self.__dict__["_bound"] = PendingBound(max_pending)
         self._attach()
 
     def _attach(self) -> None:

@@ -35,7 +35,7 @@ def split(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     max_graphs: int = 64,
-    max_pending: float | None = None,
+    max_pending: float = 1,
 ) -> SplitModule:
     """Split a model's backward into input gradients and weight gradients.
 
@@ -60,10 +60,7 @@ def split(
         accumulation: how a microbatch's weight gradients join those that are in ``.grad``.
             ``"exact"`` adds whole gradients, bit for bit as autograd does; ``"fused"`` lets
             matrix products and embeddings add into ``.grad`` themselves, which saves a pass over
-            it and rounds differently; ``"concatenated"`` is that, and makes one product for each
-            parameter over all the microbatches that one ``backward_weight()`` takes, where they
-            follow each other in one graph. Whole gradients are added, microbatch by microbatch,
-            all the same, wherever the graph's
+            it and rounds differently. Whole gradients are added all the same wherever the graph's
             parameters do not all have a ``.grad`` of the gradient's dtype, dense and laid out
             as its parameter, in memory that nothing else of the graph lies in; where somebody
             hooked into one of them; where calls share a backward, or not all parameters take
@@ -88,9 +85,9 @@ def split(
         max_graphs: how many graphs to keep (see ``SplitModule``).
         max_pending: how many microbatches (``backward()`` calls) may wait for their weight
             gradients, at least 1. Those of the oldest are computed where the next forward starts,
-            so that its own may wait, or at the end of a ``backward()`` that leaves more. None: 1,
-            or any number with ``accumulation="concatenated"``. Raise it, up to ``math.inf``, if you
-            choose yourself when ``backward_weight()`` runs: each one that waits holds memory.
+            so that its own may wait, or at the end of a ``backward()`` that leaves more. Raise it,
+            up to ``math.inf``, if you choose yourself when ``backward_weight()`` runs: each one
+            that waits holds memory.
 
     Raises:
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names

@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 
 from autosplit.autograd.function import run_forward
 from autosplit.mesh.costs import Overlap
-from autosplit.runtime.compiled_graph import Call
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.in_flight import (
@@ -79,9 +78,7 @@ class Stage:
             memory: what is held between the calls, see ``autosplit.split``.
             accumulation: how a microbatch's weight gradients join those before it. ``"exact"``
                 adds whole gradients, bit for bit as autograd does; ``"fused"`` lets matrix
-                products and embeddings add into the sum, which is faster and rounds differently;
-                ``"concatenated"`` is that, and makes one product for each parameter where
-                ``backward_weight`` is given several microbatches.
+                products and embeddings add into the sum, which is faster and rounds differently.
             grad_dtype: in which dtype weight gradients are summed; None for each parameter's
                 own. With ``torch.float32`` nothing of a bfloat16 gradient is lost in the sum;
                 ``publish`` rounds it once, to the parameter's ``grad_dtype``.
@@ -338,12 +335,8 @@ class Stage:
         arrived = [each or None for each in come] + [None] * others
         return self.functions.dependence.inputs_given(arrived)
 
-    def backward_weight(self, microbatch: int | Sequence[int]) -> None:
+    def backward_weight(self, microbatch: int) -> None:
         """W: add this microbatch's weight gradients to ``gradients``.
-
-        Args:
-            microbatch: whose; several at a time are added in the order given, or as one with
-                ``accumulation="concatenated"``.
 
         Raises:
             SplitError: this microbatch has nothing deferred, or ran on other parameters than
@@ -352,27 +345,9 @@ class Stage:
         if self._sharded and self.functions.has_backward:
             self.sharding.unshard()
         with _without_grad(), without_autocast():
-            if isinstance(microbatch, int):
-                self._weights.run([microbatch])
-            else:
-                self._weights.run_all(microbatch)
+            self._weights.run(microbatch)
         if self._sharded:
             self._hand_over()
-
-    @property
-    def joins_weights(self) -> bool:
-        """Whether ``backward_weight`` of several microbatches may be one call."""
-        functions = self.functions
-        asked = self._weights.sums.accumulation.concatenated
-        return asked and functions.has_backward and not functions.defers_numbers
-
-    def weight_calls(self, microbatches: Sequence[int]) -> list[list[int]]:
-        """The microbatches of each call that ``backward_weight`` of these makes, in order.
-
-        Raises:
-            SplitError: a microbatch has nothing deferred, or is named twice.
-        """
-        return self._weights.calls(microbatches)
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """B: I and W in one unsplit call; empties ``output_grads``.
@@ -397,25 +372,22 @@ class Stage:
             self._hand_over()
         return grads
 
-    def source(self, call: str, *, microbatches: int = 1, adds: bool = False) -> fx.GraphModule:
+    def source(self, call: str, *, adds: bool = False) -> fx.GraphModule:
         """The graph behind a call, as it is given to the backend.
 
         Args:
             call: the name of one of this class's methods; W counts as run whole.
-            microbatches: of how many microbatches, for W.
             adds: whether it adds to gradients that are there, rather than make them.
         """
-        sums = self._weights.sums
-        return self.functions.source(call, sums.accumulation, microbatches=microbatches, adds=adds)
+        return self.functions.source(call, self._weights.sums.accumulation, adds=adds)
 
-    def compile(self, calls: Iterable[Call] = ("backward_input", "backward_weight") * 2) -> None:
+    def compile(self, calls: Iterable[str] = ("backward_input", "backward_weight") * 2) -> None:
         """Compile the graphs of these calls ahead of their first run, and no others.
 
         Args:
             calls: names of this class's methods, in the order of one step, which begins without
                 gradients: later calls add to those that earlier ones made, which a backend may
                 have to compile another form of a graph for. Two microbatches, split, if not said.
-                ``("backward_weight", 4)`` is W of four microbatches in one call.
 
         Raises:
             SplitError: an unknown call; lists the known ones.

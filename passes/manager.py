@@ -16,7 +16,6 @@ from .errors import PassError
 from .graph import Kind, SplitGraphs, calls, inputs
 from .lowering import codegen
 from .lowering.accumulate import accumulate, fuse_accumulation
-from .lowering.concatenate_microbatches import concatenate_microbatches
 from .lowering.overlap_collectives import overlap_collectives
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.split_graphs import partition_forward_backward, split_backward
@@ -57,20 +56,14 @@ class WeightForm:
     """The form in which a graph that returns weight gradients is to run.
 
     Attributes:
-        microbatches: whose work one call does.
         adds: whether it adds into accumulators rather than returning gradients.
         dtype: of the accumulators; None where each has its gradient's own.
         fused: whether the operators that make gradients may add them.
     """
 
-    microbatches: int = 1
     adds: bool = False
     dtype: torch.dtype | None = None
     fused: bool = False
-
-
-def _concatenated(module: fx.GraphModule, form: WeightForm) -> fx.GraphModule | None:
-    return concatenate_microbatches(module, form.microbatches) if form.microbatches > 1 else None
 
 
 def _adding(module: fx.GraphModule, form: WeightForm) -> fx.GraphModule | None:
@@ -93,7 +86,6 @@ class GraphPass:
 
 
 GRAPH_PASSES: tuple[GraphPass, ...] = (
-    GraphPass("concatenate_microbatches", _concatenated),
     GraphPass("accumulate", _adding),
     GraphPass("fuse_accumulation", _fused),
 )
@@ -104,7 +96,7 @@ def run_on_graph(name: str, module: fx.GraphModule, form: WeightForm) -> fx.Grap
 
     Args:
         name: of the graph.
-        module: the graph, with all its operators where microbatches are concatenated.
+        module: the graph.
         form: what it is to become.
 
     Raises:

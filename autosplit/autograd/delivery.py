@@ -29,7 +29,7 @@ from autosplit.torch_internals.autograd import (
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
 from .lazy_gradient import ADDING, GradientSlot
-from .pending import PendingBound, PendingQueue, PendingWork, summed_gradients
+from .pending import PendingBound, PendingQueue, PendingWork
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
@@ -46,8 +46,7 @@ class Delivery:
 
     Args:
         accumulation: how they are added. In any form but the exact one W adds into the sums
-            itself where it may (see ``inplace_sums``), one thread at a time. In the concatenated
-            one, W of several microbatches runs in one call.
+            itself where it may (see ``inplace_sums``), one thread at a time.
 
     Attributes:
         accumulation: as given.
@@ -63,9 +62,6 @@ class Delivery:
     def __call__(self, microbatches: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
         """Compute and add what some ``backward()`` left, in their order.
 
-        With concatenated accumulation, those that follow each other and ran the same graph on the
-        same parameters and buffers go through one W.
-
         Args:
             microbatches: the work.
             slots: to which gradients are added; those of other parameters, to ``.grad``.
@@ -73,14 +69,9 @@ class Delivery:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        waiting = list(microbatches)
         with torch.no_grad(), without_autocast():
-            while waiting:
-                works = waiting.pop(0)
-                calls = [[work] for work in works]
-                while self.accumulation.concatenated and waiting and _fit(works, waiting[0]):
-                    calls[0] += waiting.pop(0)
-                self._add(calls, slots)
+            for works in microbatches:
+                self._add(works, slots)
 
     def announce(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
         """Have autograd's engine come by the nodes of the parameters, once for each microbatch,
@@ -89,39 +80,38 @@ class Delivery:
         for works in microbatches if self.looked_on else ():
             visit_leaves({id(leaf): leaf for work in works for _, leaf in work.named_leaves()})
 
-    def _add(self, calls: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
-        """What one ``backward()`` left, or several in one call of W."""
-        if self.accumulation.exact or len(calls) > 1 or not self._add_inside(calls[0], slots):
-            made = _gradients(calls)
+    def _add(self, works: Sequence[PendingWork], slots: Slots) -> None:
+        """What one ``backward()`` left."""
+        if self.accumulation.exact or len(works) > 1 or not self._add_inside(works[0], slots):
+            made = _gradients(works)
             homes = [slots.get(id(leaf), leaf) for leaf in made.leaves]
             with ADDING:
                 add_gradients(made.leaves, made.grads, made.borrowed, homes)
 
-    def _add_inside(self, works: Sequence[PendingWork], slots: Slots) -> bool:
+    def _add_inside(self, work: PendingWork, slots: Slots) -> bool:
         """Have W add into the sums, and add the gradients that I made; False where W must not."""
-        graph, state = works[0].graph, works[0].state
+        graph, state = work.graph, work.state
         if (
             self.looked_on
-            or works[0].skipped
+            or work.skipped
             or not graph.takes_variants
             or not graph.dependence.dense
             or torch.is_anomaly_enabled()
         ):
             return False
         # Not held while W lets go of it.
-        read = (tensor for work in works for tensor in (*work.deferred.read, *work.early))
+        read = (tensor for held in (work.deferred.read, work.early) for tensor in held)
         with ADDING:
             sums = inplace_sums(graph, graph.late_parameters, state, read, slots)
             if sums is None:
                 return False
-            handed = [work.deferred for work in works]
-            graph.backward_weight_together(handed, sums, self.accumulation)
+            graph.backward_weight(work.deferred, sums, self.accumulation)
             note_written(sums)
             early = [state[name] for name in graph.early_parameters]
             borrowed = [name in graph.dependence.borrowed for name in graph.early_parameters]
-            homes = [slots.get(id(leaf), leaf) for leaf in early]
-            for work in works if early else ():
-                add_gradients(early, work.early, borrowed, homes)
+            add_gradients(
+                early, work.early, borrowed, [slots.get(id(leaf), leaf) for leaf in early]
+            )
         return True
 
 
@@ -139,18 +129,18 @@ class _Gradients(NamedTuple):
     borrowed: Sequence[bool]
 
 
-def _gradients(calls: Sequence[Sequence[PendingWork]]) -> _Gradients:
-    """Run W. Several calls are of one ``backward()``: of a parameter that they share autograd adds
-    up what comes, in their order, before it adds that to ``.grad``.
+def _gradients(works: Sequence[PendingWork]) -> _Gradients:
+    """Run W of one ``backward()``. Of a parameter that several graphs share autograd adds up what
+    comes, in their order, before it adds that to ``.grad``.
     """
-    work = calls[0][0]
-    if len(calls) == 1 and type(work.state) is dict and not torch.is_anomaly_enabled():
+    work = works[0]
+    if len(works) == 1 and type(work.state) is dict and not torch.is_anomaly_enabled():
         leaves = [work.state[name] for name in work.graph.parameter_names]
         if not work.skipped and len(set(map(id, leaves))) == len(leaves):  # as a rule
-            return _Gradients(leaves, summed_gradients(calls[0]), work.graph.borrowed)
+            return _Gradients(leaves, work.gradients(), work.graph.borrowed)
     found: dict[int, tuple[Tensor, Tensor, bool]] = {}
-    for works in calls:
-        work, made = works[0], summed_gradients(works)
+    for work in works:
+        made = work.gradients()
         names, borrowed = work.graph.parameter_names, work.graph.dependence.borrowed
         if torch.is_anomaly_enabled():
             refuse_nan(dict(zip(names, made, strict=True)))
@@ -172,20 +162,6 @@ def weight_gradients(work: PendingWork) -> list[Tensor | None]:
     """
     named = work.named_gradients().items()
     return [None if name in work.skipped else grad for name, grad in named]
-
-
-def _fit(one: Sequence[PendingWork], other: Sequence[PendingWork]) -> bool:
-    """Whether W of two microbatches can run in one call."""
-    return len(one) == len(other) == 1 and run_together(one[0], other[0])
-
-
-def run_together(one: PendingWork, other: PendingWork) -> bool:
-    """Whether W of two pieces of work can run in one call: of one graph, on the same parameters."""
-    graph = one.graph
-    if graph is not other.graph or one.skipped or other.skipped:
-        return False
-    same = all(one.state[name] is other.state[name] for name in graph.parameter_names)
-    return same and graph.concatenates(one.deferred, other.deferred)
 
 
 def inplace_sums(
@@ -309,17 +285,12 @@ class ShardedDelivery(Delivery):
             with _sums_in_grad(slots.values()):
                 self.sharded.reduce()
 
-    def _add(self, calls: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
-        for works in calls:
-            self._check(works)
-        super()._add(calls, slots)
-        self.sharded.accumulate()
-
-    def _check(self, works: Sequence[PendingWork]) -> None:
-        """Refuse to run a W that reads parameters, as few do, on others than its forward's."""
-        for work in works:
+    def _add(self, works: Sequence[PendingWork], slots: Slots) -> None:
+        for work in works:  # few Ws read parameters, of which their forward read others then
             if self._reads_parameters(work):
                 self.sharded.check(work.writes)
+        super()._add(works, slots)
+        self.sharded.accumulate()
 
     def _reads_parameters(self, work: PendingWork) -> bool:
         deferred = work.deferred

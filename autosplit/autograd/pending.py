@@ -11,7 +11,6 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,36 +89,33 @@ class PendingWork:
         return [parameter for _, parameter in self.named_parameters()]
 
     def named_gradients(self) -> dict[str, Tensor]:
-        """Run W. Gradients in the order of ``graph.parameter_names``, skipped ones too, each a
-        tensor of its own.
+        """Run W. Gradients by name, skipped ones too, each a tensor of its own.
 
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
         with without_autocast():
-            gradients = summed_gradients([self])
+            gradients = self.gradients()
         borrowed = self.graph.dependence.borrowed
         named = zip(self.graph.parameter_names, gradients, strict=True)
         return {name: grad.clone() if name in borrowed else grad for name, grad in named}
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Run W. Gradients in the order of ``graph.parameter_names``, skipped ones too, of which
+        those that are ``graph.borrowed`` may share memory.
+        """
+        graph = self.graph
+        late = graph.backward_weight(self.deferred)
+        if not graph.early_parameters:
+            return late
+        found = dict(zip(graph.early_parameters, self.early, strict=True))
+        found |= zip(graph.late_parameters, late, strict=True)
+        return [found[name] for name in graph.parameter_names]
 
     def drop(self, parameters: Collection[int]) -> None:
         """Drop the gradients of these parameters (their ``id``)."""
         found = [name for name, each in self.named_parameters() if id(each) in parameters]
         self.skipped = self.skipped.union(found)
-
-
-def summed_gradients(works: Sequence[PendingWork]) -> Sequence[Tensor]:
-    """Weight gradients of one microbatch, or summed over several that run as one W, in the order
-    of ``parameter_names``.
-    """
-    graph = works[0].graph
-    late = graph.backward_weight_together([work.deferred for work in works])
-    if not graph.early_parameters:
-        return late
-    early = [reduce(torch.add, each) for each in zip(*(w.early for w in works), strict=True)]
-    found = dict(zip(graph.early_parameters, early, strict=True))
-    found |= zip(graph.late_parameters, late, strict=True)
-    return [found[name] for name in graph.parameter_names]
 
 
 @dataclasses.dataclass

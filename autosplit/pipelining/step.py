@@ -29,7 +29,6 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.runtime.compiled_graph import Call
 from autosplit.torch_internals.distributed import average_gradients
 from autosplit.torch_internals.pipelining_schedules import (
     RunningSchedule,
@@ -75,9 +74,9 @@ class ActionPlan:
         rows = tuple(tuple(map(Action.parse, row)) for row in running.rows)
         return cls(_fused(running, rows, rank), rows[rank])
 
-    def calls(self, stage: int) -> list[Call]:
+    def calls(self, stage: int) -> list[str]:
         """The calls of a stage's graphs in one step, in their order."""
-        found: list[Call] = []
+        found: list[str] = []
         for action in self.row:
             if action.stage != stage or action.kind not in _CALLS:
                 continue
@@ -353,7 +352,7 @@ class StageStep:
                 if parameter.grad is not None:
                     parameter.grad.div_(factor)
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[str]:
         """The calls of this stage's graphs in one step, in their order."""
         return self._plan.calls(self._stage.stage_index)
 

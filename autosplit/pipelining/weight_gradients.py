@@ -11,7 +11,6 @@ from torch import Tensor
 
 from autosplit.autograd.delivery import inplace_sums, note_written
 from autosplit.autograd.pending import PendingWork
-from autosplit.runtime.compiled_graph import Call
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.in_flight import InFlightMicrobatch
@@ -86,7 +85,7 @@ class WeightGradients:
             sums = inplace_sums(functions, names, state, read.read)
         return _Target(names, state, skipped, functions.dependence.borrowed, direct, sums)
 
-    def calls(self, functions: SplitFunctions, calls: Sequence[Call]) -> Sequence[Call]:
+    def calls(self, functions: SplitFunctions, calls: Sequence[str]) -> Sequence[str]:
         """Of a step's calls those whose graphs differ."""
         return calls if self._adds_inside(functions) else [*dict.fromkeys(calls)]
 

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.schedule.action import ActionKind, numbered
+from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 
 from .pictures import check_format, new_figure, save_figure
@@ -173,7 +173,7 @@ def _draw_bars(axes: Axes, index: str, timeline: Timeline, points_per_ms: float)
 
 def _label(span: Span, *, short: bool) -> str:
     kind = "" if short else span.action.kind.value
-    return f"{kind}{numbered(span.action.microbatches)}"
+    return f"{kind}{span.action.microbatch}"
 
 
 def _room(text: str) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.routes import needs_of, result_of
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span, Timeline
@@ -97,17 +97,11 @@ def _slice(process: int, span: Span, origin: float, thread: int) -> Event:
         "tid": thread,
         "ts": _microseconds(span.start - origin),
         "dur": _microseconds(span.end - span.start),
-        "args": {"stage": action.stage, **_microbatches(action)},
+        "args": {"stage": action.stage, "microbatch": action.microbatch},
     }
     if action.kind in _COLOURS:
         event["cname"] = _COLOURS[action.kind]
     return event
-
-
-def _microbatches(action: Action) -> dict[str, object]:
-    if len(action.microbatches) == 1:
-        return {"microbatch": action.microbatch}
-    return {"microbatches": list(action.microbatches)}
 
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:

@@ -9,7 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -257,7 +257,3 @@ class GradientGraph:
         graph = compile_graph(name, module, self._backend)
         hand_over(graph.strides, *self._takers)
         return graph.taking(given, wanted + [Role(Kind.WRITE, name) for name in self._writes])
-
-
-Call: TypeAlias = str | tuple[str, int]
-"""A call of a step: its name, and for how many microbatches at a time where that is not one."""

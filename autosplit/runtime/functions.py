@@ -8,7 +8,6 @@ references.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,15 +18,13 @@ from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import storage_root
-from autosplit.passes.graph import STATE, calls, concrete, fixed, inputs, is_size, outputs
+from autosplit.passes.graph import STATE, calls, concrete, fixed, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, lent
-from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
-from autosplit.passes.manager import WeightForm, run_on_graph
 from autosplit.passes.subgraph import inline, inlined
 from autosplit.runtime.residuals import Constants, HandOver, Residuals, State, TensorSpec
 from autosplit.torch_internals.dtensor import Sharding
 
-from .compiled_graph import Call, GradientGraph, compile_graph, hand_over, positions
+from .compiled_graph import GradientGraph, compile_graph, hand_over, positions
 from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
 from .refusals import AutocastGuard
@@ -90,7 +87,6 @@ class SplitFunctions:
         self.base = self
         self._backend = backend
         self._size: Callable[[Any], int] = concrete
-        self._together: dict[int, GradientGraph] = {}
         saved = self._compile_forward()
         self.tangent_specs = self._tangent_specs()
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
@@ -210,15 +206,14 @@ class SplitFunctions:
 
     def compile(
         self,
-        calls: Iterable[Call] = ("backward_input", "backward_weight"),
+        calls: Iterable[str] = ("backward_input", "backward_weight"),
         accumulation: Accumulation = EXACT,
     ) -> None:
         """Compile the graphs of these calls ahead of their first run.
 
         Args:
             calls: names of methods, in the order of one step: the first of a kind makes
-                gradients, later ones add to them. ``("backward_weight", 4)`` is W of four
-                microbatches in one call.
+                gradients, later ones add to them.
             accumulation: how they add.
 
         Raises:
@@ -231,49 +226,36 @@ class SplitFunctions:
             "backward": self.parameter_names,
         }
         order, made = [*makes], set[str]()
-        needed: set[tuple[int, int, bool]] = set()
-        for each in calls:
-            call, count = (each, 1) if isinstance(each, str) else each
+        needed: set[tuple[int, bool]] = set()
+        for call in calls:
             if call not in makes:
                 known = ", ".join(map(repr, makes))
                 raise SplitError(f"unknown call {call!r}; known ones: {known}")
-            needed.add(
-                (order.index(call), count, bool(makes[call]) and made.issuperset(makes[call]))
-            )
+            needed.add((order.index(call), bool(makes[call]) and made.issuperset(makes[call])))
             made.update(makes[call])
-        for place, count, adds in sorted(needed) if self.has_backward else ():
-            self._graph_of(order[place], count).compile(accumulation if adds else None)
+        for place, adds in sorted(needed) if self.has_backward else ():
+            self._graph_of(order[place]).compile(accumulation if adds else None)
 
     def source(
-        self,
-        call: str,
-        accumulation: Accumulation = EXACT,
-        *,
-        microbatches: int = 1,
-        adds: bool = False,
+        self, call: str, accumulation: Accumulation = EXACT, *, adds: bool = False
     ) -> fx.GraphModule:
         """The graph behind a call, as it is given to the backend.
 
         Args:
             call: the name of a method.
             accumulation: how gradients are added.
-            microbatches: of how many microbatches, for W.
             adds: whether it adds into gradients that are there.
         """
         if call == "forward":
             return self.graphs.forward
-        graph = self._graph_of(call, microbatches)
-        return inline(graph.source(accumulation if adds else None))
+        return inline(self._graph_of(call).source(accumulation if adds else None))
 
-    def _graph_of(self, call: str, microbatches: int) -> GradientGraph:
-        match call:
-            case "backward_input":
-                return self._input
-            case "backward_weight" if microbatches > 1:
-                return self._weight_of(microbatches)
-            case "backward_weight":
-                return self._weight
-        return self._weight if self._passes_on else self._unsplit
+    def _graph_of(self, call: str) -> GradientGraph:
+        if call == "backward_input":
+            return self._input
+        if call == "backward_weight" or self._passes_on:
+            return self._weight
+        return self._unsplit
 
     @cached_property
     def _handed(self) -> Handed:
@@ -304,26 +286,13 @@ class SplitFunctions:
 
     @cached_property
     def _weight(self) -> GradientGraph:
-        """W of one microbatch."""
+        """W."""
         return self._graph("backward_weight", self._handed.roles, self.late_parameters)
 
     @cached_property
     def _unsplit(self) -> GradientGraph:
         """B: takes the arguments of I; its other results are gradients of the module's inputs."""
         return self._graph("backward", self._taken, self.parameter_names, self._wanted)
-
-    def _weight_of(self, count: int) -> GradientGraph:
-        """W of several microbatches in one call; takes the residuals of each, one after another."""
-        if count not in self._together:
-            self._input.compile()  # decides how what W gets lies in memory
-            whole = inline(self._module("backward_weight"))
-            module = run_on_graph("backward_weight", whole, WeightForm(microbatches=count))
-            roles = self._handed.roles
-            given = [microbatch_role(role, index) for index in range(count) for role in roles]
-            self._together[count] = GradientGraph(
-                "backward_weight", module, given, self.late_parameters, backend=self._backend
-            )
-        return self._together[count]
 
     def _graph(
         self,
@@ -354,23 +323,6 @@ class SplitFunctions:
         """Parameter -> how its gradient lies over ranks when it is made, where it is a DTensor."""
         lying = self.capture.shardings.items()
         return {role.name: lies for role, lies in lying if role.kind is Kind.PARAMETER_GRAD}
-
-    @cached_property
-    def defers_numbers(self) -> bool:
-        """Whether W takes numbers read from data, or sizes that are left open: these differ between
-        microbatches, of which one graph cannot hold several.
-        """
-        if self.capture.sizes is not None:
-            return True
-        weight = self._graphs.backward_weight
-        taken = [] if weight is None else inputs(weight.graph, Kind.DEFERRED).values()
-        return any(map(is_size, taken))
-
-    def concatenates(self, one: Residuals, other: Residuals) -> bool:
-        """Whether W of two microbatches that ran these graphs can be one call: on the same
-        parameters and buffers, without numbers of their own.
-        """
-        return not self.defers_numbers and all(map(operator.is_, one.state, other.state))
 
     @cached_property
     def forward_constants(self) -> Constants:
@@ -478,37 +430,6 @@ class SplitFunctions:
             SplitError: a deferred tensor was written in place since I.
         """
         return self._run(self._weight, deferred.take(), gradients, accumulation)[1]
-
-    def backward_weight_together(
-        self,
-        deferred: Sequence[Residuals],
-        gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
-    ) -> Sequence[Tensor]:
-        """W of several microbatches in one call, with one matrix product for each parameter
-        over all of them, which rounds differently from one for each microbatch.
-
-        Args:
-            deferred: residuals of I, of each; taken. All must have run on the same parameters and
-                buffers.
-            gradients: as for ``backward_weight``.
-            accumulation: how to add the sum over these microbatches.
-
-        Returns:
-            As ``backward_weight``, summed over the microbatches.
-
-        Raises:
-            SplitError: a deferred tensor was written in place since I.
-        """
-        if len(deferred) == 1:
-            return self.backward_weight(deferred[0], gradients, accumulation)
-        graph = self._weight_of(len(deferred))
-        taken = [each.take() for each in deferred]
-        pool: list[Any] = []
-        for tensors in taken:
-            pool += tensors
-            tensors.clear()
-        return self._run(graph, pool, gradients, accumulation)[1]
 
     def backward(
         self,

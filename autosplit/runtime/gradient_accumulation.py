@@ -15,7 +15,7 @@ from autosplit.torch_internals.autograd import (
     has_tensor_hooks,
 )
 
-FORMS = ("exact", "fused", "concatenated")
+FORMS = ("exact", "fused")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Accumulation:
     Attributes:
         form: ``"exact"`` computes a gradient and adds it, and rounds as autograd does;
             ``"fused"`` lets matrix products and embeddings add into the sum themselves, which
-            saves a pass over it and rounds differently; ``"concatenated"`` is that, and makes
-            one product for each parameter where W of several microbatches runs in one call.
+            saves a pass over it and rounds differently.
         dtype: of the sums; None for that of each gradient.
 
     Raises:
@@ -47,11 +46,6 @@ class Accumulation:
     def exact(self) -> bool:
         """Whether whole gradients are added, microbatch by microbatch."""
         return self.form == "exact"
-
-    @cached_property
-    def concatenated(self) -> bool:
-        """Whether several microbatches' factors are concatenated."""
-        return self.form == "concatenated"
 
 
 EXACT = Accumulation()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from autosplit.device import GeneratorStates
 from autosplit.errors import SplitError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.gradient_accumulation import Accumulation, GradientSums
-from autosplit.torch_internals.autograd import has_tensor_hooks, without_autocast
+from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes
 
@@ -121,9 +120,6 @@ class InFlightMicrobatches:
         self._by_number.clear()
 
 
-_RESIDUALS = attrgetter("residuals")
-
-
 class PendingWeightGradients:
     """Microbatches between I and W, and the sums that their gradients are added to.
 
@@ -141,61 +137,20 @@ class PendingWeightGradients:
         self.sums = GradientSums(accumulation)
         self._owner = owner
 
-    def run_all(self, microbatches: Sequence[int]) -> None:
-        """Run W of several microbatches, in this order. With concatenated accumulation, those that
-        ran the same graph on the same parameters run as one.
+    def run(self, microbatch: int) -> None:
+        """W of a microbatch.
 
         Raises:
-            SplitError: as ``run``; a microbatch is named twice.
+            SplitError: it is not waiting, or ran on other parameters than those before it.
         """
-        for together in self.calls(microbatches):
-            self.run(together)
-
-    def run(self, microbatches: Sequence[int]) -> None:
-        """W of microbatches in one call.
-
-        Raises:
-            SplitError: one is not waiting, or ran on other parameters than those before it.
-        """
-        taken = [*map(self.in_flight.take, microbatches)]
-        functions, _, state, _, skipped = taken[0]
+        functions, deferred, state, _, skipped = self.in_flight.take(microbatch)
         if not functions.has_backward:
             return
-        names, deferred = functions.late_parameters, [*map(_RESIDUALS, taken)]
-        sums, how = self.into(names, state, skipped), self.sums.accumulation
-        gradients = functions.backward_weight_together(deferred, sums, how)
+        names, how = functions.late_parameters, self.sums.accumulation
+        sums = self.into(names, state, skipped)
+        gradients = functions.backward_weight(deferred, sums, how)
         if sums is None:
             self.sums.add(names, gradients, functions.dependence.borrowed, skipped)
-
-    def calls(self, microbatches: Sequence[int]) -> list[list[int]]:
-        """The microbatches of each call that ``run_all`` makes of these, in order.
-
-        Raises:
-            SplitError: as ``run_all``.
-        """
-        repeated = [m for at, m in enumerate(microbatches) if m in microbatches[:at]]
-        if repeated:
-            raise SplitError(f"{self._owner}: W of microbatch {repeated[0]} is asked for twice")
-        found: list[list[int]] = []
-        for microbatch in microbatches:
-            if found and self._fit(found[-1][0], microbatch):
-                found[-1].append(microbatch)
-            else:
-                found.append([microbatch])
-        return found
-
-    def _fit(self, first: int, second: int) -> bool:
-        """Whether W of two microbatches can run in one call."""
-        one, other = self.in_flight.get(first), self.in_flight.get(second)
-        names = one.functions.late_parameters
-        return (
-            self.sums.accumulation.concatenated
-            and one.functions is other.functions
-            and one.skipped == other.skipped
-            and all(one.state[name] is other.state[name] for name in names)
-            and one.functions.concatenates(one.residuals, other.residuals)
-            and not has_tensor_hooks(one.state[name] for name in names)
-        )
 
     def into(
         self, names: Sequence[str], state: State, skipped: Collection[str]

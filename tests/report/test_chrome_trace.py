@@ -10,7 +10,7 @@ import pytest
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.schedule.action import Action, JoinedWeights
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.timelines import write_chrome_trace
@@ -101,14 +101,6 @@ def test_a_slice_says_what_it_is(events: list[Event]) -> None:
     assert event["dur"] == pytest.approx(90_000)
     kinds = {e["cat"]: e["cname"] for e in phase(events, "X")}
     assert len(kinds) == len(set(kinds.values())) == 4
-
-
-def test_a_call_for_several_w_names_all_its_microbatches(tmp_path: Path) -> None:
-    several = JoinedWeights.of([Action.parse("0W0"), Action.parse("0W2")])
-    path = tmp_path / "trace.json"
-    write_chrome_trace([("joined", Timeline(1, (Span(0, several, 0.0, 0.003),)))], path)
-    (event,) = phase(json.loads(path.read_text())["traceEvents"], "X")
-    assert (event["name"], event["args"]) == ("0W0,2", {"stage": 0, "microbatches": [0, 2]})
 
 
 def test_arrows_join_producers_and_consumers(events: list[Event]) -> None:

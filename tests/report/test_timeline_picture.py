@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.schedule.action import Action, JoinedWeights
+from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.timeline_picture import draw_timelines, timeline_figure
 from tests.interpreters import printed_by
@@ -122,14 +122,6 @@ def test_bars_say_as_much_as_has_room(usual: int, labels: set[str]) -> None:
     long = timeline(1, "0 0F0 0 10000") if usual > 20 else timeline(1, "0 0F0 0 1000")
     shown = texts(timeline_figure([("", even), ("", long)]).axes[0])
     assert {each for each in shown if "idle" not in each} == labels
-
-
-def test_a_bar_of_several_w_names_all_of_them() -> None:
-    several = JoinedWeights.of([Action.parse(f"0W{each}") for each in (0, 2, 4, 6)])
-    spans = (Span(0, Action.parse("0F0"), 0.0, 0.1), Span(0, several, 0.1, 0.5))
-    axes = timeline_figure([("joined", Timeline(1, spans))]).axes[0]
-    assert {"F0", "W0,2,4,6"} <= set(texts(axes))
-    assert "0/0/0W0,2,4,6" in bars(axes)
 
 
 def test_bars_name_the_stage_where_a_rank_holds_several() -> None:

@@ -324,6 +324,6 @@ def test_compiled_sums_count_as_written() -> None:
 
 
 def test_unknown_accumulation() -> None:
-    known = "'exact', 'fused', 'concatenated'"
+    known = "'exact', 'fused'"
     with pytest.raises(SplitError, match=f"unknown accumulation 'sum'; known ones: {known}"):
         autosplit.split(nn.Linear(3, 2), accumulation="sum")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.schedule.action import Action, ActionKind, JoinedWeights
+from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import parcels_for, result_of
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -44,9 +43,8 @@ class BackwardStage(ForwardStage, Protocol):
     Gradients come and go as lists with one entry per output or input, None where there is none.
 
     What it may offer besides, as that class does, is asked for by name where it is needed:
-    ``recompute``, F again from its inputs, which ``forward(..., keep="inputs")`` keeps;
-    ``joins_weights``, W of several microbatches in one call, those of
-    ``weight_calls``; and ``held``, ``detach_held`` and ``attach_held``, for microbatches that move.
+    ``recompute``, F again from its inputs, which ``forward(..., keep="inputs")`` keeps; and
+    ``held``, ``detach_held`` and ``attach_held``, for microbatches that move.
     """
 
     def backward_input(
@@ -82,7 +80,7 @@ class Step(NamedTuple):
         deliver: hands on the result.
         waits: wait for what the action needs of moves, and post receives.
         recorded: whether a recorder is to note when it ran; moves and reductions note it
-            themselves, as W of several microbatches do call by call.
+            themselves.
         adds: whether it adds weight gradients.
         behind: hear that it is done.
     """
@@ -97,39 +95,11 @@ class Step(NamedTuple):
     behind: tuple[Callable[[], None], ...] = ()
 
 
-def join_adjacent_weights(row: Iterable[Action], stages: Mapping[int, object]) -> Iterator[Action]:
-    """A rank's actions, with W of one stage next to each other as one action where the stage can
-    run them together.
-
-    Where a rank holds several stages, Ws of others may stand in between: in a stretch of Ws nothing
-    waits for any of them, so a stage's later ones move up to its first.
-
-    Args:
-        row: the actions in order.
-        stages: the rank's stages by index.
-    """
-    joining = {at for at, stage in stages.items() if getattr(stage, "joins_weights", False)}
-    for are_weights, actions in groupby(row, _is_weight):
-        if not (are_weights and joining):
-            yield from actions
-            continue
-        groups: dict[Action | int, list[Action]] = {}
-        for action in actions:
-            key = action.stage if action.stage in joining else action
-            groups.setdefault(key, []).append(action)
-        yield from map(JoinedWeights.of, groups.values())
-
-
-def _is_weight(action: Action) -> bool:
-    return action.kind is ActionKind.BACKWARD_WEIGHT
-
-
 class Executor:
     """Runs the actions of ``rank`` on its stages.
 
     Each action is prepared once, as calls without arguments to look up; a step is a loop over them,
-    without autograd. Ws of one stage that stand next to each other are one call where the stage
-    joins them.
+    without autograd.
 
     Args:
         stages: the rank's stages by index.
@@ -186,7 +156,7 @@ class Executor:
         self._places: dict[Action, deque[int]] = defaultdict(deque)
         for at, action in enumerate(row):  # moves may stand there more than once
             self._places[action].append(at)
-        made = map(self._step, join_adjacent_weights(row, stages))
+        made = map(self._step, row)
         steps = [step for step in made if step is not None]
         last = {step.action.stage: at for at, step in enumerate(steps) if step.adds}
         self.completions = tuple(sorted(last, key=last.__getitem__))
@@ -281,12 +251,9 @@ class Executor:
             gathers = kind is ActionKind.UNSHARD
             call = partial(shards.gather if gathers else shards.free, action.stage)
             return Step(action, call, recorded=gathers)
-        waits: list[Callable[[], None]] = []
-        for microbatch in action.microbatches:
-            single = Action(action.stage, kind, microbatch)
-            at = self._places[single].popleft()
-            waits += [need] if moves is not None and (need := moves.needed(at)) else []
-            waits += self.messages.posts(single)
+        at = self._places[action].popleft()
+        need = None if moves is None else moves.needed(at)
+        waits = [*([need] if need else []), *self.messages.posts(action)]
         if kind is ActionKind.AWAIT:
             return Step(action, _nothing, waits=tuple(waits), recorded=False)
         return self._computing(action)._replace(waits=tuple(waits))
@@ -311,27 +278,12 @@ class Executor:
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
         if kind is ActionKind.RECOMPUTE:
             return Step(action, partial(self._recomputing(action).recompute, microbatch))
-        if isinstance(action, JoinedWeights):
-            call = partial(self._run_joined, action, stage)
-            return Step(action, call, recorded=False, adds=True)
         if kind is ActionKind.BACKWARD_WEIGHT:
             return Step(action, partial(stage.backward_weight, microbatch), adds=True)
         fused = kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
         send = self.messages.sender(result_of(action))
         return Step(action, backward, self._gradients_of(action), send, adds=fused)
-
-    def _run_joined(self, action: JoinedWeights, stage: Any) -> None:
-        """Run some W next to each other. Which go together is known only when it is their turn:
-        those whose forwards ran different graphs, because the module changed in between, do not.
-        """
-        for group in stage.weight_calls(action.microbatches):
-            call = partial(stage.backward_weight, group)
-            if self._recorder is None:
-                call()
-                continue
-            weights = [Action(action.stage, action.kind, each) for each in group]
-            self._recorder.run(JoinedWeights.of(weights), call)
 
     def _recomputing(self, action: Action) -> Any:
         stage = self._stages[action.stage]

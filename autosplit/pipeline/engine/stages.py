@@ -30,7 +30,7 @@ from autosplit.stage import Stage
 from autosplit.torch_internals.state import modes_kept, versions
 
 from .boundaries import Negotiation, TensorMeta
-from .executor import BackwardStage, join_adjacent_weights
+from .executor import BackwardStage
 from .transport import Receive, arguments
 
 
@@ -356,9 +356,9 @@ _CALLS = {
 def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> None:
     """Compile what the schedule runs of each stage: in a step, other ranks would wait for it."""
     for index, stage in traced(stages).items():
-        row = join_adjacent_weights(schedule.ranks[schedule.placement[index]], stages)
+        row = schedule.ranks[schedule.placement[index]]
         mine = [action for action in row if action.stage == index and action.kind in _CALLS]
-        stage.compile([(_CALLS[each.kind], len(each.microbatches)) for each in mine])
+        stage.compile([_CALLS[each.kind] for each in mine])
 
 
 def _examples(

@@ -136,7 +136,7 @@ def _like(fake: Tensor) -> Tensor:
     return fill(count, dtype=fake.dtype, device=fake.device).as_strided(sizes, strides)
 
 
-_Call = tuple[str, int, bool]
+_Call = tuple[str, bool]
 
 
 class CallMemory:
@@ -151,22 +151,19 @@ class CallMemory:
         self._known: WeakKeyDictionary[SplitFunctions, dict[_Call, LiveBytes]]
         self._known = WeakKeyDictionary()
 
-    def of(
-        self, stage: Stage, call: str, *, microbatches: int = 1, adds: bool = False
-    ) -> LiveBytes:
+    def of(self, stage: Stage, call: str, *, adds: bool = False) -> LiveBytes:
         """What is alive while a call runs.
 
         Args:
             stage: whose.
             call: the name of one of its methods; W counts as run whole.
-            microbatches: of how many microbatches, for W.
             adds: whether it adds to gradients that are there, rather than make them.
         """
         found = self._known.setdefault(stage.functions, {})
-        key = call, microbatches, adds
+        key = call, adds
         if key in found:
             return found[key]
-        module = stage.source(call, microbatches=microbatches, adds=adds)
+        module = stage.source(call, adds=adds)
         made = LiveBytes(module, self._workspace.of(module.graph))
         if self._workspace.measurable:
             found[key] = made

@@ -122,9 +122,8 @@ class MessageReplay:
 
     def post(self, action: Action) -> None:
         """Post the receives that are posted before an action."""
-        for each in action.microbatches:
-            for peer in self._posts.get(Action(action.stage, action.kind, each), ()):
-                self._post(peer, self._posted[peer] + 1)
+        for peer in self._posts.get(action, ()):
+            self._post(peer, self._posted[peer] + 1)
 
     def finish(self) -> None:
         """End a step: everything has arrived, and its losses are with the caller."""

@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from autosplit.passes import Kind, Role
 from autosplit.passes.lowering.buffers import LiveBytes
-from autosplit.passes.lowering.concatenate_microbatches import microbatch_role
 from autosplit.pipeline.engine.boundaries import Negotiation
-from autosplit.pipeline.engine.executor import join_adjacent_weights
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import LevelByOrder, recomputed
 from autosplit.pipeline.schedule.routes import result_of
@@ -69,8 +67,8 @@ class RankReplay:
     ) -> None:
         self._stages = stages
         self._calls = calls
-        self._row = [*join_adjacent_weights(schedule.ranks[rank], stages)]
-        self._again = recomputed(schedule.ranks[rank])
+        self._row = schedule.ranks[rank]
+        self._again = recomputed(self._row)
         self._moved = schedule.moved
         self._level = Level()
         self._messages = MessageReplay(schedule, rank, feeds, negotiation, self._level, posts)
@@ -219,12 +217,7 @@ class RankReplay:
     def _weight(self, action: Action) -> None:
         if self._stages[action.stage].functions.graphs.backward is None:
             return
-        taken: Held = {}
-        for place, microbatch in enumerate(action.microbatches):
-            deferred = self._deferred.pop((action.stage, microbatch))
-            if len(action.microbatches) > 1:
-                deferred = {microbatch_role(r, place): s for r, s in deferred.items()}
-            taken |= deferred
+        taken = self._deferred.pop((action.stage, action.microbatch))
         self._level.release(self._call(action, taken).values())
 
     def _call(self, action: Action, taken: Held) -> Held:
@@ -233,12 +226,7 @@ class RankReplay:
         Gradients that it makes are fixed from here on, see ``Band``.
         """
         call = _CALLS[action.kind]
-        live = self._calls.of(
-            self._stages[action.stage],
-            call,
-            microbatches=len(action.microbatches),
-            adds=self._adds(action.stage, call),
-        )
+        live = self._calls.of(self._stages[action.stage], call, adds=self._adds(action.stage, call))
         taken = self._named(action, taken, live)
         dying = [(roles, storage.bytes) for roles, storage in _alone(taken)]
         self._level.note(live.peak(dying) - _gradients(live))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import re
 import reprlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autosplit.errors import ScheduleError
@@ -125,11 +124,6 @@ class Action:
         number = "" if self.kind.is_whole else self.microbatch
         return f"{self.stage}{self.kind.value}{number}"
 
-    @property
-    def microbatches(self) -> tuple[int, ...]:
-        """The microbatches that it runs on: one, unless a call runs several W together."""
-        return (self.microbatch,)
-
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read ``str(action)`` back.
@@ -148,45 +142,3 @@ class Action:
                 + ("" if word in _KINDS else nearest(word, _KINDS))
             )
         return cls(int(match[1]), kind, int(match[3] or 0))
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedWeights(Action):
-    """W of several microbatches of one stage in one call: something that a rank did, which no
-    schedule lists.
-
-    The text form is that of W with all its microbatches: ``0W0-3``, or ``0W0,2,4``.
-
-    Attributes:
-        others: the microbatches behind the first one, ``microbatch``.
-    """
-
-    others: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, weights: Sequence[Action]) -> Action:
-        """One call for some W of one stage, in this order; of a single one, it itself."""
-        first, *rest = weights
-        if not rest:
-            return first
-        return cls(first.stage, first.kind, first.microbatch, tuple(w.microbatch for w in rest))
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{numbered(self.microbatches)}"
-
-    @property
-    def microbatches(self) -> tuple[int, ...]:
-        return (self.microbatch, *self.others)
-
-
-def numbered(microbatches: Sequence[int]) -> str:
-    """Numbers of microbatches in few letters: runs as their ends, ``0-3,7``."""
-    runs: list[list[int]] = []
-    for each in microbatches:
-        if runs and each == runs[-1][-1] + 1:
-            runs[-1].append(each)
-        else:
-            runs.append([each])
-    return ",".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
-    )

@@ -260,8 +260,7 @@ class LevelByOrder:
         elif kind in TAKERS:
             self._leave(self._passed)
         elif self._latest:
-            for microbatch in action.microbatches:
-                self._use(action.stage, microbatch)
+            self._use(action.stage, action.microbatch)
 
     def end(self, action: Action) -> None:
         """The action has ended."""

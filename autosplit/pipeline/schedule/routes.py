@@ -34,15 +34,14 @@ def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
     """The results that must exist before ``action`` starts: its own stage's first.
 
     F needs the outputs of the stages before it, I and B need their own F and the input gradients
-    of the stages behind it, W needs the I of each of its microbatches, RECOMPUTE its own F. What
+    of the stages behind it, W needs its own I, RECOMPUTE its own F. What
     moves need of each other is in ``moves``.
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.FORWARD:
         return tuple([Action(source, kind, microbatch) for source in feeds.sources(stage)])
     if kind is ActionKind.BACKWARD_WEIGHT:
-        inputs = ActionKind.BACKWARD_INPUT
-        return tuple([Action(stage, inputs, m) for m in action.microbatches])
+        return (Action(stage, ActionKind.BACKWARD_INPUT, microbatch),)
     if kind is ActionKind.BACKWARD_INPUT or kind is ActionKind.BACKWARD:
         inputs = ActionKind.BACKWARD_INPUT
         behind = [Action(target, inputs, microbatch) for target in feeds.targets(stage)]

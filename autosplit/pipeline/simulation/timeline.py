@@ -13,10 +13,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action on one rank, from ``start`` to ``end`` in seconds on a clock all ranks share.
-
-    Several W that ran as one call are one ``JoinedWeights``.
-    """
+    """One action on one rank, from ``start`` to ``end`` in seconds on a clock all ranks share."""
 
     rank: int
     action: Action
@@ -100,17 +97,10 @@ def median_durations(steps: Iterable[Iterable[Span]]) -> dict[tuple[int, ActionK
     """Median seconds of each kind of action of each stage, by (stage, kind).
 
     Args:
-        steps: the spans of each step. Those of one action, such as the slices of a W, are one; of
-            a call for several W each counts for an equal part.
+        steps: the spans of each step.
     """
     found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for spans in steps:
-        took: dict[tuple[int, ActionKind, int], float] = defaultdict(float)
         for span in spans:
-            action, many = span.action, span.action.microbatches
-            for microbatch in many:
-                key = action.stage, action.kind, microbatch
-                took[key] += (span.end - span.start) / len(many)
-        for (stage, kind, _), seconds in took.items():
-            found[stage, kind].append(seconds)
+            found[span.action.stage, span.action.kind].append(span.end - span.start)
     return {key: statistics.median(values) for key, values in found.items()}

@@ -153,14 +153,11 @@ class LimitTuner(Tuner):
             schedule: legal.
             least: of actions of a kind what the least of them holds, rather than the most.
         """
-        place, known = 0, self._by_size(schedule)
-        found: dict[tuple[int, ActionKind], int] = {}
-        for action, level in self._played(schedule):
-            count = len(action.microbatches)
-            size, key = level - max(known[place : place + count]), _key(action)
+        known, found = self._by_size(schedule), dict[tuple[int, ActionKind], int]()
+        for (action, level), before in zip(self._played(schedule), known, strict=True):
+            size, key = level - before, _key(action)
             if action.kind.is_compute:
                 found[key] = (min if least else max)(size, found.get(key, size))
-            place += count
         for key, size in found.items():
             self._graphs[key] = max(size, self._graphs.get(key, 0))
 

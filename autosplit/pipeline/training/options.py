@@ -46,8 +46,7 @@ class StageOptions:
         backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
         memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
         accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
-            None means ``"exact"``. ``"concatenated"`` makes one call of those Ws of a stage that
-            the schedule has next to each other on a rank.
+            None means ``"exact"``.
         grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
         overlap: what weight gradients hide in stages whose ranks exchange what they compute, see
             ``autosplit.split``. None means by costs that are measured when the trainer is built,
@@ -136,12 +135,6 @@ _REFUSED: tuple[tuple[_Refused, str], ...] = (
         "sharded along 'dp_shard' are gathered in a step: leave one of the two out",
     ),
     (
-        lambda o, s: s is not None and o.joins_weights and not s.split_backward,
-        "accumulation='concatenated' joins weight gradients (W) of several microbatches, and a "
-        "schedule with split_backward=False has no W: use accumulation='fused', or leave "
-        "split_backward=False out",
-    ),
-    (
         lambda o, s: s is not None and o.memory_limit is not None and not _is_searched(s),
         "memory_limit searches a schedule of I and W, for which it chooses the moves itself; "
         "{s.name!r} is another: name one such as '1f1b'",
@@ -206,11 +199,6 @@ class TrainerOptions:
                 "one stage; take a shorter 'pp' or cut the model into more stages"
             )
         return self.of_mesh
-
-    @property
-    def joins_weights(self) -> bool:
-        """Whether Ws of several microbatches are one call."""
-        return self.stages.accumulation == "concatenated"
 
     @property
     def tunes(self) -> bool:

@@ -82,18 +82,6 @@ def test_inductor_compiles_each_kind_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert_gradients_of_two(stage.module)
 
 
-def test_weights_of_several_microbatches_read_what_compiled_blocks_left() -> None:
-    """That W is one graph of all operators, of tensors that lie as Inductor chose."""
-    model = Stack()
-    stage = Stage(model, [BATCH.requires_grad_()], accumulation="concatenated", **INDUCTOR)
-    for microbatch in range(2):
-        stage.forward(microbatch, [BATCH.detach()])
-        stage.backward_input(microbatch, [torch.ones(2, 3, 3)])
-    stage.backward_weight([0, 1])
-    stage.publish()
-    assert_gradients_of_two(model)
-
-
 def assert_gradients_of_two(model: nn.Module) -> None:
     mine = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()

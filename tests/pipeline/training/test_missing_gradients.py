@@ -161,7 +161,7 @@ def test_in_replicas(along: str) -> None:
 
 WAYS: dict[str, Any] = {
     "weights that do not wait": {"memory": "fast"},
-    "joined": {"accumulation": "concatenated"},
+    "fused": {"accumulation": "fused"},
     "hooks": {},
 }
 

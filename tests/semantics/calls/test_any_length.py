@@ -48,13 +48,12 @@ def test_a_budget_is_met_for_each_length() -> None:
         split.backward_weight()
 
 
-@pytest.mark.parametrize("accumulation", ["fused", "concatenated"])
-def test_gradients_are_added_microbatch_by_microbatch(accumulation: str) -> None:
+def test_gradients_are_added_microbatch_by_microbatch() -> None:
     split = assert_equals_autograd(
         Attention(),
         batches(8, 5, 7, 7, 6, 6),
         compare=lambda what, mine, theirs: torch.testing.assert_close(mine, theirs, msg=what),
-        accumulation=accumulation,
+        accumulation="fused",
     )
     assert len(split.functions) == 2
 

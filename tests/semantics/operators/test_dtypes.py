@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import autosplit
-from autosplit import SplitError, Stage
+from autosplit import SplitError
 from autosplit.dynamo.partial_model import Partial
 from tests.semantics.against_autograd import Made, assert_equals_autograd, leaves
 
@@ -190,15 +190,3 @@ def test_under_hooks_for_saved_tensors_and_twice() -> None:
     assert split.pending_bytes > 0
     split.backward_weight()
     assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
-
-
-def test_microbatches_with_numbers_of_their_own_are_not_concatenated() -> None:
-    model = reading("times")
-    inputs = batch(3, 2)
-    stage = Stage(model, inputs[0], accumulation="concatenated")
-    for index, (x, n) in enumerate(inputs):
-        (found,) = stage.forward(index, [x.detach().requires_grad_(), n])
-        stage.backward_input(index, [torch.ones_like(found)])
-    stage.backward_weight([0, 1])
-    expected = sum(n * torch.ones(4, 5) @ x.detach() for x, n in inputs)
-    torch.testing.assert_close(stage.gradients["linear.weight"], expected)

@@ -1,4 +1,4 @@
-"""W of several microbatches: one by one, with the product adding, or as one call."""
+"""W of several microbatches: gradients added one by one, or by the product that makes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ COUNTS = (2, 4)
 WAYS: Mapping[str, str] = {
     "one by one": "exact",
     "fused": "fused",
-    "concatenated": "concatenated",
 }
 """What the table calls it -> ``accumulation`` of the trainer."""
 
@@ -45,14 +44,12 @@ class Found:
         steps: seconds of each step.
         weights: seconds that W took in each.
         peak: the most bytes of tensors that this rank holds in a step.
-        calls: how many calls of W it makes in a step.
         gap: distance of its gradients from those of one by one, over their norm.
     """
 
     steps: list[float] = dataclasses.field(default_factory=list)
     weights: list[float] = dataclasses.field(default_factory=list)
     peak: int = 0
-    calls: int = 0
     gap: float = 0.0
 
 
@@ -78,7 +75,6 @@ def _united(found: Sequence[Mapping[str, Found]]) -> dict[str, Any]:
             for way, ranks in every.items()
         },
         "peak": {way: max(each.peak for each in ranks) for way, ranks in every.items()},
-        "calls": {way: sum(each.calls for each in ranks) for way, ranks in every.items()},
         "gap": {way: max(each.gap for each in ranks) for way, ranks in every.items()},
     }
 
@@ -120,7 +116,6 @@ def _alternating(subject: Any, microbatches: int, steps: int) -> dict[str, Found
                     found[way].steps.append(time.perf_counter() - start)
                     found[way].weights.append(sum(_weights(trainer)))
         for way, trainer in trainers.items():
-            found[way].calls = len([*_weights(trainer)])
             batch = subject.batch_fn(0, size)
             resident = distinct_storage_bytes(_resident(trainer))
             found[way].peak = resident + peak_bytes(
@@ -194,7 +189,7 @@ def _resident(trainer: PipelineTrainer) -> list[Tensor]:
 
 
 def render(rows: Rows) -> str:
-    """Time of W and of the step over those of one by one, memory, and calls of W in a step."""
+    """Time of W and of the step over those of one by one, memory, and what rounds differently."""
     first, *others = WAYS
     return "\n\n".join(
         [
@@ -214,15 +209,8 @@ def render(rows: Rows) -> str:
                 ],
             ),
             table(
-                ["calls of W in a step", *WAYS, "distance of gradients"],
-                [
-                    [
-                        row["name"],
-                        *(str(row["calls"][way]) for way in WAYS),
-                        f"{row['gap'][others[-1]]:.0e}",
-                    ]
-                    for row in rows
-                ],
+                ["", "distance of gradients"],
+                [[row["name"], f"{row['gap'][others[-1]]:.0e}"] for row in rows],
             ),
         ]
     )

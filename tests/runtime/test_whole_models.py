@@ -1,4 +1,4 @@
-"""Whole models, whose inputs need no gradient: I and W of several microbatches, also in one W."""
+"""Whole models, whose inputs need no gradient: I and W of several microbatches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ import autosplit
 from autosplit import SplitModule
 from autosplit.passes.graph import calls
 from examples.families import FAMILIES, TINY
-from tests.gradients import assert_rounded, assert_same_gradients
-from tests.operators import Operators
-from tests.zoo import CASES, Case
+from tests.gradients import assert_same_gradients
 
 MAKING = {"mm", "bmm", "embedding_dense_backward", "convolution_backward"}
 ONE = {"layers": 1}
@@ -69,18 +67,6 @@ def test_halves_of_a_whole_model(name: str) -> None:
     assert not any("norm" in each or "attention" in each or "bmm" in each for each in others)
     run.split.backward_weight()
     assert_same_gradients(run.split, run.plain)
-
-
-def test_one_product_for_each_weight_over_all_pending() -> None:
-    run = Run("llama", accumulation="concatenated")
-    run.backward(3)
-    late = heavy(run.split, "backward_weight")
-    with Operators() as operators:
-        run.split.backward_weight()
-    assert run.split.pending == 0
-    for operator in ("mm", "embedding_dense_backward"):
-        assert operators.counts[operator] == late[operator]
-    assert_rounded(run.split, run.plain)
 
 
 class Adapted(nn.Module):
@@ -148,96 +134,3 @@ def test_some_inputs_need_a_gradient(prompted: bool, memory: str) -> None:
         assert not prompted or torch.equal(*grads)
     split.backward_weight()
     assert_same_gradients(split, plain)
-
-
-def pair(model: nn.Module, **options: Any) -> tuple[SplitModule, nn.Module]:
-    return autosplit.split(model, accumulation="concatenated", **options), copy.deepcopy(model)
-
-
-def backward(split: nn.Module, plain: nn.Module, case: Case, batches: list[Tensor]) -> None:
-    for batch in batches:
-        for model in (split, plain):
-            case.loss(model(batch)).backward()
-
-
-@pytest.mark.parametrize("memory", ["balanced", "lean"])
-def test_sums_of_earlier_microbatches_are_added_into(memory: str) -> None:
-    case = CASES["tied"]
-    split, plain = pair(case.build(), memory=memory)
-    backward(split, plain, case, [case.batch() for _ in range(2)])
-    split.backward_weight()
-    table = split.model.embed.weight.grad.data_ptr()
-    backward(split, plain, case, [case.batch() for _ in range(3)])
-    with Operators() as operators:
-        split.backward_weight()
-    assert split.model.embed.weight.grad.data_ptr() == table
-    assert operators.counts["addmm_"] == heavy(split, "backward_weight")["mm"]
-    assert_rounded(split, plain)
-
-
-def test_a_single_product_on_data() -> None:
-    """Nothing is I's to compute there; what F saved is concatenated."""
-    case = Case(lambda: nn.Linear(3, 2), lambda: torch.randn(4, 3))
-    split, plain = pair(case.build())
-    backward(split, plain, case, [case.batch() for _ in range(3)])
-    with Operators() as operators:
-        split.backward_weight()
-    assert operators.counts["mm"] == 1
-    assert_rounded(split, plain)
-
-
-def test_microbatches_of_several_shapes_go_together_by_shape() -> None:
-    case = CASES["tied"]
-    split, plain = pair(case.build())
-    sizes = [3, 3, 2, 3, 3, 3]
-    batches = [torch.randint(0, 11, (size, 5)) for size in sizes]
-    backward(split, plain, case, batches)
-    with Operators() as operators:
-        split.backward_weight()
-    scatters = operators.counts["embedding_dense_backward"] + operators.counts["index_add_"]
-    assert scatters == 3  # of two batches of 3, of one of 2, of three of 3
-    assert_rounded(split, plain)
-
-
-def test_hooks_see_each_microbatchs_own_gradient() -> None:
-    case = CASES["tied"]
-    split, plain = pair(case.build())
-    seen: list[Tensor] = []
-    split.model.body.weight.register_hook(lambda grad: seen.append(grad.clone()))
-    backward(split, plain, case, [case.batch() for _ in range(3)])
-    split.backward_weight()
-    assert len(seen) == 3
-    torch.testing.assert_close(sum(seen), plain.body.weight.grad)
-    assert_same_gradients(split, plain)
-
-
-def test_outputs_that_take_no_part_go_by_themselves() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.one(x), self.two(x)
-
-    split, plain = pair(Two())
-    for take in (slice(None), slice(1), slice(1), slice(None), slice(None)):
-        x = torch.randn(4, 3)
-        for model in (split, plain):
-            sum(each.sum() for each in model(x)[take]).backward()
-    split.backward_weight()
-    assert_rounded(split, plain)
-
-
-def test_parameters_that_were_replaced_meanwhile() -> None:
-    """Microbatches before and after are of different parameters."""
-    case = Case(lambda: nn.Linear(3, 2), lambda: torch.randn(4, 3))
-    split, plain = pair(case.build())
-    first, batches = split.model.weight, [case.batch() for _ in range(4)]
-    backward(split, plain, case, batches[:2])
-    split.model.weight = nn.Parameter(first.detach().clone())
-    plain_first, plain.weight = plain.weight, nn.Parameter(plain.weight.detach().clone())
-    backward(split, plain, case, batches[2:])
-    split.backward_weight()
-    torch.testing.assert_close(first.grad, plain_first.grad)
-    assert_rounded(split, plain)
