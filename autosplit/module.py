@@ -18,7 +18,6 @@ from autosplit.dump.tables import report
 from autosplit.dynamo.fallback import Fallback
 from autosplit.mesh.costs import Overlap
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.refusals import refuse_overlap
 from autosplit.runtime.specializations import CallFlattening, Specializations
 from autosplit.runtime.split_options import SplitOptions
@@ -93,7 +92,6 @@ class SplitModule(ModuleProxy):
     """
 
     _options: SplitOptions
-    _accumulation: Accumulation
     _max_graphs: int
     _bound: PendingBound
     _fullgraph: bool
@@ -111,7 +109,6 @@ class SplitModule(ModuleProxy):
         *,
         backend: str = "eager",
         memory: str | int = "balanced",
-        accumulation: str = "exact",
         overlap: Overlap = "collectives",
         fullgraph: bool = False,
         dynamic: bool | None = None,
@@ -129,7 +126,6 @@ class SplitModule(ModuleProxy):
                 "finds them; it goes with neither fullgraph=True nor a memory setting of your own. "
                 "backend='eager' has whole graphs for all sizes"
             )
-        self.__dict__["_accumulation"] = Accumulation(accumulation)
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_dynamic"] = dynamic
         self.__dict__["_max_graphs"] = max_graphs
@@ -145,10 +141,10 @@ class SplitModule(ModuleProxy):
         own["_bound"] = dataclasses.replace(own["_bound"], early=0)
         deliver: Delivery
         if sharded is None:
-            deliver = Delivery(own["_accumulation"])
+            deliver = Delivery()
             own["_queue"] = PendingQueue(deliver, own["_bound"])
         else:  # FSDP's hooks do not run inside of parts
-            deliver = ShardedDelivery(own["_accumulation"], sharded)
+            deliver = ShardedDelivery(sharded)
             own["_queue"], insist = ShardedQueue(deliver, own["_bound"]), True
         dynamic = own["_dynamic"]
         by_graphs = bool(dynamic) and not options.holds_open_sizes
@@ -254,8 +250,7 @@ class SplitModule(ModuleProxy):
         """Compute pending weight gradients and accumulate them into ``.grad``.
 
         They arrive as from an ordinary ``backward()``, of a time before any hook: gradients add up
-        one microbatch after the other, bit for bit unless another ``accumulation`` than
-        ``"exact"`` lets W round differently. A parameter that was replaced since
+        one microbatch after the other, bit for bit. A parameter that was replaced since
         the forward gets its gradient all the same; the new one none. Where this raises while it
         computes, the microbatches that were asked for are gone, and ``.grad`` raises when it is
         used: call ``zero_grad()`` and start the step again.
@@ -315,10 +310,7 @@ class SplitModule(ModuleProxy):
     ) -> SplitFunctions:
         leaves, structure = self._flatten(args, kwargs)
         functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
-        if self._accumulation.exact:
-            functions.compile()
-        else:  # a second microbatch's W adds into the first's gradients
-            functions.compile(("backward_input", *["backward_weight"] * 2), self._accumulation)
+        functions.compile()
         return functions
 
     def report(self) -> str:

@@ -30,7 +30,6 @@ def split(
     *,
     backend: str = "eager",
     memory: str | int = "balanced",
-    accumulation: str = "exact",
     overlap: Overlap = "collectives",
     fullgraph: bool = False,
     dynamic: bool | None = None,
@@ -57,16 +56,6 @@ def split(
             the bytes that one microbatch may hold between I and W; what F saves, parameters
             and gradients are not in it. ``report()`` shows what each setting would hold. A
             model that is split in parts is split as ``"balanced"``; others raise.
-        accumulation: how a microbatch's weight gradients join those that are in ``.grad``.
-            ``"exact"`` adds whole gradients, bit for bit as autograd does; ``"fused"`` lets
-            matrix products and embeddings add into ``.grad`` themselves, which saves a pass over
-            it and rounds differently. Whole gradients are added all the same wherever the graph's
-            parameters do not all have a ``.grad`` of the gradient's dtype, dense and laid out
-            as its parameter, in memory that nothing else of the graph lies in; where somebody
-            hooked into one of them; where calls share a backward, or not all parameters take
-            part in it; inside ``DistributedDataParallel``, whose reducer looks on; under anomaly
-            detection; and in a model that is split in parts, where several graphs took part or
-            Inductor compiled one for any size.
         overlap: what weight gradients hide. With ``"collectives"``, the default, I computes those
             that fit, by estimated costs, into its waits for collectives of tensor parallelism, and
             all graphs of the backward wait as late as they can; results are the same bit for bit,
@@ -93,7 +82,7 @@ def split(
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
-            setting, the accumulation or the overlap is unknown; a memory budget cannot be met;
+            setting or the overlap is unknown; a memory budget cannot be met;
             ``max_pending`` is less than 1;
             ``dynamic`` comes with options and a backend that it does not go with; or this is no
             module, no inputs.
@@ -116,7 +105,6 @@ def split(
         model,
         backend=backend,
         memory=memory,
-        accumulation=accumulation,
         overlap=overlap,
         fullgraph=fullgraph,
         dynamic=dynamic,

@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 from autosplit.autograd.function import run_forward
 from autosplit.mesh.costs import Overlap
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.in_flight import (
     HeldStorages,
     InFlightMicrobatch,
@@ -62,7 +61,6 @@ class Stage:
         index: int = 0,
         backend: str = "eager",
         memory: str | int = "balanced",
-        accumulation: str = "exact",
         grad_dtype: torch.dtype | None = None,
         late_input: bool = False,
         overlap: Overlap = "collectives",
@@ -76,9 +74,6 @@ class Stage:
             index: position in the pipeline.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what is held between the calls, see ``autosplit.split``.
-            accumulation: how a microbatch's weight gradients join those before it. ``"exact"``
-                adds whole gradients, bit for bit as autograd does; ``"fused"`` lets matrix
-                products and embeddings add into the sum, which is faster and rounds differently.
             grad_dtype: in which dtype weight gradients are summed; None for each parameter's
                 own. With ``torch.float32`` nothing of a bfloat16 gradient is lost in the sum;
                 ``publish`` rounds it once, to the parameter's ``grad_dtype``.
@@ -96,7 +91,7 @@ class Stage:
         """
         self.index = index
         self.module = module
-        owner, summed = f"stage {index}", Accumulation(accumulation, grad_dtype)
+        owner = f"stage {index}"
         options = SplitOptions(backend, memory, late_input, overlap)
         self.sharding = ShardedModule(module)
         self._sharded = bool(self.sharding.groups)
@@ -107,7 +102,7 @@ class Stage:
         self._found: _Fitting | None = None
         self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
-        self._weights = PendingWeightGradients(owner, summed)
+        self._weights = PendingWeightGradients(owner, grad_dtype)
         self._held = HeldStorages(owner, self._saved, self._weights.in_flight)
 
     def __repr__(self) -> str:
@@ -317,7 +312,7 @@ class Stage:
             names, sums = functions.early_parameters, self._weights.sums
             into = self._weights.into(names, state, skipped) if names else ()
             grads, deferred, early = functions.backward_input(
-                saved, given, into or None, sums.accumulation
+                saved, given, into or None, sums.dtype
             )
             if names and into is None:
                 sums.add(names, early, functions.dependence.borrowed, skipped)
@@ -363,7 +358,7 @@ class Stage:
             given = self._output_grads(functions, output_grads)
             skipped, idle = functions.dependence.missing(given)
             into, sums = self._weights.into(names, state, skipped), self._weights.sums
-            grads, gradients = functions.backward(saved, given, into, sums.accumulation)
+            grads, gradients = functions.backward(saved, given, into, sums.dtype)
             if into is None:
                 sums.add(names, gradients, functions.dependence.borrowed, skipped)
         for at in idle:
@@ -379,7 +374,7 @@ class Stage:
             call: the name of one of this class's methods; W counts as run whole.
             adds: whether it adds to gradients that are there, rather than make them.
         """
-        return self.functions.source(call, self._weights.sums.accumulation, adds=adds)
+        return self.functions.source(call, self._weights.sums.dtype, adds=adds)
 
     def compile(self, calls: Iterable[str] = ("backward_input", "backward_weight") * 2) -> None:
         """Compile the graphs of these calls ahead of their first run, and no others.
@@ -393,7 +388,7 @@ class Stage:
             SplitError: an unknown call; lists the known ones.
             BackendError: the backend cannot compile a graph.
         """
-        self.functions.compile(calls, self._weights.sums.accumulation)
+        self.functions.compile(calls, self._weights.sums.dtype)
 
     def publish(self) -> None:
         """Move ``gradients`` into the parameters' ``.grad``, adding to what is there.

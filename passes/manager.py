@@ -1,6 +1,4 @@
-"""Run the passes: two literal tuples, of the whole program and of one graph of it, verified after
-every change, dumped on request.
-"""
+"""Run the passes: one literal tuple, verified after every change, dumped on request."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ import torch
 from torch import fx
 
 from .errors import PassError
-from .graph import Kind, SplitGraphs, calls, inputs
+from .graph import SplitGraphs, calls
 from .lowering import codegen
-from .lowering.accumulate import accumulate, fuse_accumulation
+from .lowering.accumulate import accumulate
 from .lowering.overlap_collectives import overlap_collectives
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.split_graphs import partition_forward_backward, split_backward
@@ -51,64 +49,20 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightForm:
-    """The form in which a graph that returns weight gradients is to run.
-
-    Attributes:
-        adds: whether it adds into accumulators rather than returning gradients.
-        dtype: of the accumulators; None where each has its gradient's own.
-        fused: whether the operators that make gradients may add them.
-    """
-
-    adds: bool = False
-    dtype: torch.dtype | None = None
-    fused: bool = False
-
-
-def _adding(module: fx.GraphModule, form: WeightForm) -> fx.GraphModule | None:
-    return accumulate(module, form.dtype) if form.adds else None
-
-
-def _fused(module: fx.GraphModule, form: WeightForm) -> fx.GraphModule | None:
-    if not (form.fused and fuse_accumulation(module.graph)):
-        return None
-    module.recompile()
-    return module
-
-
-@dataclasses.dataclass(frozen=True)
-class GraphPass:
-    """A named step on one graph. ``run`` gives what comes of it; None: nothing is to be done."""
-
-    name: str
-    run: Callable[[fx.GraphModule, WeightForm], fx.GraphModule | None]
-
-
-GRAPH_PASSES: tuple[GraphPass, ...] = (
-    GraphPass("accumulate", _adding),
-    GraphPass("fuse_accumulation", _fused),
-)
-
-
-def run_on_graph(name: str, module: fx.GraphModule, form: WeightForm) -> fx.GraphModule:
-    """A graph that returns weight gradients in another form.
+def accumulating(name: str, module: fx.GraphModule, dtype: torch.dtype | None) -> fx.GraphModule:
+    """A graph that adds weight gradients into accumulators, of one that returns them.
 
     Args:
         name: of the graph.
         module: the graph.
-        form: what it is to become.
+        dtype: of the accumulators; None where each has its gradient's own.
 
     Raises:
-        PassError: an invariant is broken after a pass; every violation is listed.
+        PassError: an invariant is broken; every violation is listed.
     """
-    for each in GRAPH_PASSES:
-        made = each.run(module, form)
-        if made is not None:
-            module = made
-            adds = bool(inputs(module.graph, Kind.ACCUMULATOR))
-            verify_graph(f"{name}_accumulating" if adds else name, module, each.name)
-    return module
+    made = accumulate(module, dtype)
+    verify_graph(f"{name}_accumulating", made, "accumulate")
+    return made
 
 
 def run(

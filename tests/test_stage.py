@@ -36,23 +36,20 @@ def test_equals_autograd(name: str) -> None:
             each.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("run", "accumulation"),
-    [("W", "exact"), ("B", "exact"), ("B", "fused"), ("W", "fused")],
-)
-def test_hooks_of_parameters_see_each_microbatch(run: str, accumulation: str) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_hooks_of_parameters_see_each_microbatch(whole: bool) -> None:
     """A clamp of the sum would be another thing than the sum of what was clamped."""
     model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     batches = [torch.randn(8, 3) for _ in range(3)]
-    twins = Twins(model, batches, accumulation=accumulation)
+    twins = Twins(model, batches)
     for each in (model, twins.twin):
         for name in ("0.weight", "1.weight", "3.bias"):
             each.get_parameter(name).register_hook(lambda grad: grad.clamp(-0.5, 0.5))
     twins.forward()
-    twins.backward(whole=run == "B")
-    if run != "B":
+    twins.backward(whole=whole)
+    if not whole:
         twins.weights()
-    twins.assert_alike(exact=accumulation == "exact")
+    twins.assert_alike()
 
 
 def test_a_hook_that_waits_for_a_gradient_is_refused() -> None:
@@ -143,14 +140,13 @@ def test_output_gradient_dies_inside_the_backward() -> None:
     assert died() is None
 
 
-@pytest.mark.parametrize("accumulation", ["exact", "fused"])
-def test_where_i_is_late_w_is_the_whole_backward(accumulation: str) -> None:
+def test_where_i_is_late_w_is_the_whole_backward() -> None:
     """I runs nothing: it hands over what F saved and the gradient of the output, as they are."""
     model = SwiGLU()
     twin = copy.deepcopy(model)
     batches = [torch.randn(2, 4, 16) for _ in range(4)]
     grads: list[Tensor] = [torch.randn(2, 4, 16) for _ in batches]
-    stage = Stage(model, [batches[0]], accumulation=accumulation, late_input=True)
+    stage = Stage(model, [batches[0]], late_input=True)
     for microbatch, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
         stage.forward(microbatch, [batch.clone()])
         if microbatch % 2:
@@ -163,7 +159,7 @@ def test_where_i_is_late_w_is_the_whole_backward(accumulation: str) -> None:
         stage.backward_weight(microbatch)
     stage.publish()
     reference(twin, batches, grads)
-    assert_same_gradients(model, twin, exact=accumulation == "exact")
+    assert_same_gradients(model, twin)
 
 
 def test_lean_memory_computes_weight_gradients_in_i_of_a_first_stage() -> None:
@@ -209,13 +205,12 @@ def test_buffer_updates_land_in_forward_order() -> None:
     assert stage.module.scale.tolist() == [8.0] * 4
 
 
-@pytest.mark.parametrize("accumulation", ["exact", "fused"])
-def test_sparse_embedding_gradients(accumulation: str) -> None:
+def test_sparse_embedding_gradients() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
     indices = [torch.randint(10, (3, 5)) for _ in range(3)]
     grads = [torch.randn(3, 5, 4) for _ in indices]
     plain = copy.deepcopy(model)
-    stage = Stage(model, [indices[0]], accumulation=accumulation)
+    stage = Stage(model, [indices[0]])
     for microbatch, (each, grad) in enumerate(zip(indices, grads, strict=True)):
         stage.forward(microbatch, [each])
         stage.backward_input(microbatch, [grad])

@@ -1,32 +1,25 @@
 """``Delivery``: runs W of pending microbatches and adds the gradients to their parameters'.
 
-As autograd's engine would; and in place, while W runs, where it may. ``ShardedDelivery``: of a
-module that ``fully_shard`` has sharded, whose gradients are then reduced.
+As autograd's engine would. ``ShardedDelivery``: of a module that ``fully_shard`` has sharded, whose
+gradients are then reduced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.gradient_accumulation import EXACT, Accumulation
-from autosplit.runtime.residuals import State, TensorSpec
 from autosplit.torch_internals.autograd import (
     add_gradients,
     refuse_nan,
     visit_leaves,
     without_autocast,
 )
-from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
 from .lazy_gradient import ADDING, GradientSlot
 from .pending import PendingBound, PendingQueue, PendingWork
@@ -45,18 +38,15 @@ class Delivery:
     computed its gradient itself.
 
     Args:
-        accumulation: how they are added. In any form but the exact one W adds into the sums
-            itself where it may (see ``inplace_sums``), one thread at a time.
+        looked_on: see below.
 
     Attributes:
-        accumulation: as given.
         looked_on: whether somebody may wait for autograd's engine to come by the parameters:
             data parallelism, once a forward was inside of it; hooks on their nodes, where a
             forward did not look for them.
     """
 
-    def __init__(self, accumulation: Accumulation = EXACT, *, looked_on: bool = False) -> None:
-        self.accumulation = accumulation
+    def __init__(self, *, looked_on: bool = False) -> None:
         self.looked_on = looked_on
 
     def __call__(self, microbatches: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
@@ -82,37 +72,10 @@ class Delivery:
 
     def _add(self, works: Sequence[PendingWork], slots: Slots) -> None:
         """What one ``backward()`` left."""
-        if self.accumulation.exact or len(works) > 1 or not self._add_inside(works[0], slots):
-            made = _gradients(works)
-            homes = [slots.get(id(leaf), leaf) for leaf in made.leaves]
-            with ADDING:
-                add_gradients(made.leaves, made.grads, made.borrowed, homes)
-
-    def _add_inside(self, work: PendingWork, slots: Slots) -> bool:
-        """Have W add into the sums, and add the gradients that I made; False where W must not."""
-        graph, state = work.graph, work.state
-        if (
-            self.looked_on
-            or work.skipped
-            or not graph.takes_variants
-            or not graph.dependence.dense
-            or torch.is_anomaly_enabled()
-        ):
-            return False
-        # Not held while W lets go of it.
-        read = (tensor for held in (work.deferred.read, work.early) for tensor in held)
+        made = _gradients(works)
+        homes = [slots.get(id(leaf), leaf) for leaf in made.leaves]
         with ADDING:
-            sums = inplace_sums(graph, graph.late_parameters, state, read, slots)
-            if sums is None:
-                return False
-            graph.backward_weight(work.deferred, sums, self.accumulation)
-            note_written(sums)
-            early = [state[name] for name in graph.early_parameters]
-            borrowed = [name in graph.dependence.borrowed for name in graph.early_parameters]
-            add_gradients(
-                early, work.early, borrowed, [slots.get(id(leaf), leaf) for leaf in early]
-            )
-        return True
+            add_gradients(made.leaves, made.grads, made.borrowed, homes)
 
 
 class _Gradients(NamedTuple):
@@ -130,8 +93,8 @@ class _Gradients(NamedTuple):
 
 
 def _gradients(works: Sequence[PendingWork]) -> _Gradients:
-    """Run W of one ``backward()``. Of a parameter that several graphs share autograd adds up what
-    comes, in their order, before it adds that to ``.grad``.
+    """Run W. Several are of one ``backward()``: of a parameter that they share autograd adds up
+    what comes, in their order, before it adds that to ``.grad``.
     """
     work = works[0]
     if len(works) == 1 and type(work.state) is dict and not torch.is_anomaly_enabled():
@@ -164,80 +127,6 @@ def weight_gradients(work: PendingWork) -> list[Tensor | None]:
     return [None if name in work.skipped else grad for name, grad in named]
 
 
-def inplace_sums(
-    graph: SplitFunctions,
-    names: Sequence[str],
-    state: State,
-    read: Iterable[Tensor | None],
-    slots: Slots | None = None,
-) -> list[Tensor] | None:
-    """The parameters' ``.grad`` as accumulators; None where W must not add into them.
-
-    A graph is compiled for sums of its gradients' own dtype, and may write one sum before it has
-    read what the others are made from. So every ``.grad`` must be there, be an ordinary tensor
-    that lies as its parameter does, and share no memory with another or with what the graph reads.
-    One that is a DTensor must lie over ranks as the graph's gradient does.
-
-    Args:
-        graph: that adds.
-        names: of the parameters; dense ones, that do not overlap themselves.
-        state: has them.
-        read: what the graph reads; storages are compared whole.
-        slots: where the sums of some parameters are before they are in ``.grad``.
-    """
-    slots = slots or {}
-    sums: list[Tensor] = []
-    specs, lying = graph.dependence.gradient_specs, graph.gradient_shardings
-    for name in names:
-        parameter = state[name]
-        total = slots.get(id(parameter), parameter).grad
-        if total is None or not _lies(total, lying.get(name)):
-            return None
-        if not _fits(local_tensor(total), local_tensor(parameter), specs[name]):
-            return None
-        sums.append(total)
-    return sums if sums and _apart([*map(local_tensor, sums)], read) else None
-
-
-def note_written(sums: Sequence[Tensor]) -> None:
-    """Count a write into each sum, as what added to it may be compiled, which does not."""
-    increment_version([*sums, *(local_tensor(each) for each in sums if is_dtensor(each))])
-
-
-def _lies(total: Tensor, lies: Sharding | None) -> bool:
-    """Whether a sum lies over ranks as a gradient does, or both are of this rank alone."""
-    if lies is None:
-        return not is_dtensor(total)
-    return is_dtensor(total) and Sharding.of(total) == lies
-
-
-def _fits(total: Tensor, parameter: Tensor, spec: TensorSpec) -> bool:
-    return (
-        type(total) is Tensor
-        and total.layout is torch.strided
-        and total.dtype is spec.dtype
-        and total.shape == spec.shape
-        and total.stride() == parameter.stride()
-        and total.device == spec.device
-        and not total.requires_grad
-        and not total.is_inference()
-    )
-
-
-def _apart(sums: Iterable[Tensor], read: Iterable[Tensor | None]) -> bool:
-    """Whether no sum overlaps another one, or a tensor that is read."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in sums if t.nbytes)
-    if any(end > start for (_, end), (start, _) in pairwise(spans)):
-        return False
-    starts = [start for start, _ in spans]
-    for storage in (tensor.untyped_storage() for tensor in read if tensor is not None):
-        begin = storage.data_ptr()
-        before = bisect_left(starts, begin + storage.nbytes())
-        if before and spans[before - 1][1] > begin:
-            return False
-    return True
-
-
 class ShardedQueue(PendingQueue):
     """Pending microbatches of a sharded module.
 
@@ -265,15 +154,14 @@ class ShardedDelivery(Delivery):
     """Accumulates weight gradients unreduced, and reduces them when nothing is pending any more.
 
     Args:
-        accumulation: how gradients are added.
         sharded: the module.
 
     Attributes:
         queue: what this computes.
     """
 
-    def __init__(self, accumulation: Accumulation, sharded: ShardedModule) -> None:
-        super().__init__(accumulation)
+    def __init__(self, sharded: ShardedModule) -> None:
+        super().__init__()
         self.sharded = sharded
         self.queue: weakref.ref[ShardedQueue] | None = None
 
@@ -286,7 +174,8 @@ class ShardedDelivery(Delivery):
                 self.sharded.reduce()
 
     def _add(self, works: Sequence[PendingWork], slots: Slots) -> None:
-        for work in works:  # few Ws read parameters, of which their forward read others then
+        for work in works:
+            # Few Ws read parameters: not others than their forward's.
             if self._reads_parameters(work):
                 self.sharded.check(work.writes)
         super()._add(works, slots)

@@ -14,7 +14,6 @@ from autosplit.autograd.pending import PendingWork
 from autosplit.errors import CaptureError, SplitError
 from autosplit.mesh.costs import Overlap
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.in_flight import InFlightMicrobatch
 from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
 from autosplit.runtime.residuals import State
@@ -85,7 +84,6 @@ class SplitPipelineStage(RuntimeStage):
         *,
         backend: str = "eager",
         memory: str | int = "balanced",
-        accumulation: str = "exact",
         overlap: Overlap = "collectives",
         **others: Any,
     ) -> None:
@@ -101,15 +99,12 @@ class SplitPipelineStage(RuntimeStage):
             group: the ranks of the pipeline; None for all.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what one microbatch holds, see ``autosplit.split``.
-            accumulation: how microbatches' gradients add up, see ``autosplit.split``. Each W is a
-                call of its own, in every form.
             overlap: what weight gradients hide, see ``autosplit.split``.
             others: what torch's stage takes besides is refused.
 
         Raises:
             PipelineError: there is no process group, or an argument that only torch's stage takes.
-            SplitError: an unknown backend, memory setting, accumulation or overlap; lists the known
-                ones.
+            SplitError: an unknown backend, memory setting or overlap; lists the known ones.
         """
         del input_args, output_args  # in torch's places
         refuse_arguments(others)
@@ -117,7 +112,7 @@ class SplitPipelineStage(RuntimeStage):
         self.stage_index = stage_index  # the base class sets the module first
         self._options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
         super().__init__(submodule, stage_index, num_stages, device, group=group)
-        self._weights = WeightGradients(Accumulation(accumulation))
+        self._weights = WeightGradients()
         self._flatten = CallFlattening()
         self._results: dict[SplitFunctions, Results] = {}
         self._step = StageStep(self)
@@ -189,7 +184,7 @@ class SplitPipelineStage(RuntimeStage):
             made.refuse_objects(self._owner)
         if functions.has_backward:
             calls = self._weights.calls(functions, self._step.calls())
-            functions.compile(calls, self._weights.accumulation)
+            functions.compile(calls)
         return made
 
     def forward_one_chunk(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from autosplit.autograd.delivery import inplace_sums, note_written
 from autosplit.autograd.pending import PendingWork
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.gradient_accumulation import Accumulation
 from autosplit.runtime.in_flight import InFlightMicrobatch
-from autosplit.runtime.residuals import Residuals, State
+from autosplit.runtime.residuals import Residuals, State, TensorSpec
 from autosplit.torch_internals.autograd import KnownLeaves, add_gradients
+from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
 _SMALL = 2**20  # bytes of all weight gradients of a microbatch
 
@@ -29,8 +31,7 @@ class WeightGradients:
     it all at once.
     """
 
-    def __init__(self, accumulation: Accumulation) -> None:
-        self.accumulation = accumulation
+    def __init__(self) -> None:
         self._leaves = KnownLeaves()
         self._large: weakref.WeakKeyDictionary[SplitFunctions, bool] = weakref.WeakKeyDictionary()
 
@@ -40,17 +41,16 @@ class WeightGradients:
         """I: gradients of the inputs, and what is left for W. Empties ``grads``."""
         functions, saved, state = flight.functions, flight.residuals, flight.state
         target = self._target(functions, functions.early_parameters, state, skipped, saved)
-        sums, how = target.sums, self.accumulation
-        found, deferred, early = functions.backward_input(saved, grads, sums, how)
+        found, deferred, early = functions.backward_input(saved, grads, target.sums)
         target.add(early)
         return found, PendingWork(functions, deferred, state, skipped)
 
     def deferred(self, work: PendingWork) -> None:
         """W."""
-        functions, how, deferred = work.graph, self.accumulation, work.deferred
+        functions, deferred = work.graph, work.deferred
         names = functions.late_parameters
         target = self._target(functions, names, work.state, work.skipped, deferred)
-        target.add(functions.backward_weight(deferred, target.sums, how))
+        target.add(functions.backward_weight(deferred, target.sums))
 
     def whole(
         self, flight: InFlightMicrobatch, grads: list[Tensor | None], skipped: frozenset[str]
@@ -58,7 +58,7 @@ class WeightGradients:
         """B: gradients of the inputs. Empties ``grads``."""
         functions, saved, state = flight.functions, flight.residuals, flight.state
         target = self._target(functions, functions.parameter_names, state, skipped, saved)
-        found, weights = functions.backward(saved, grads, target.sums, self.accumulation)
+        found, weights = functions.backward(saved, grads, target.sums)
         target.add(weights)
         return found
 
@@ -82,7 +82,7 @@ class WeightGradients:
         direct = not skipped and self._adds_directly(functions, state)
         sums = None
         if direct and names and self._adds_inside(functions):
-            sums = inplace_sums(functions, names, state, read.read)
+            sums = _inplace_sums(functions, names, state, read.read)
         return _Target(names, state, skipped, functions.dependence.borrowed, direct, sums)
 
     def calls(self, functions: SplitFunctions, calls: Sequence[str]) -> Sequence[str]:
@@ -97,8 +97,6 @@ class WeightGradients:
 
     def _adds_inside(self, functions: SplitFunctions) -> bool:
         """Whether graphs add gradients themselves: small ones are added faster all at once."""
-        if not self.accumulation.exact:
-            return True
         if functions not in self._large:
             specs = functions.dependence.gradient_specs.values()
             bytes = sum(each.shape.numel() * each.dtype.itemsize for each in specs)
@@ -129,7 +127,7 @@ class _Target(NamedTuple):
         """Add what the graph has made."""
         names, state, own = self.names, self.state, self.borrowed
         if self.sums is not None:
-            note_written(self.sums)
+            _note_written(self.sums)
         elif self.direct:
             add_gradients([state[n] for n in names], found, [n in own for n in names])
         else:
@@ -137,3 +135,74 @@ class _Target(NamedTuple):
             pairs = [(n, g.clone() if n in own else g) for n, g in pairs if state[n].requires_grad]
             if pairs:
                 torch.autograd.backward([state[n] for n, _ in pairs], [g for _, g in pairs])
+
+
+def _inplace_sums(
+    graph: SplitFunctions,
+    names: Sequence[str],
+    state: State,
+    read: Iterable[Tensor | None],
+) -> list[Tensor] | None:
+    """The parameters' ``.grad`` as accumulators; None where W must not add into them.
+
+    A graph is compiled for sums of its gradients' own dtype, and may write one sum before it has
+    read what the others are made from. So every ``.grad`` must be there, be an ordinary tensor
+    that lies as its parameter does, and share no memory with another or with what the graph reads.
+    One that is a DTensor must lie over ranks as the graph's gradient does.
+
+    Args:
+        graph: that adds.
+        names: of the parameters; dense ones, that do not overlap themselves.
+        state: has them.
+        read: what the graph reads; storages are compared whole.
+    """
+    sums: list[Tensor] = []
+    specs, lying = graph.dependence.gradient_specs, graph.gradient_shardings
+    for name in names:
+        parameter = state[name]
+        total = parameter.grad
+        if total is None or not _lies(total, lying.get(name)):
+            return None
+        if not _fits(local_tensor(total), local_tensor(parameter), specs[name]):
+            return None
+        sums.append(total)
+    return sums if sums and _apart([*map(local_tensor, sums)], read) else None
+
+
+def _note_written(sums: Sequence[Tensor]) -> None:
+    """Count a write into each sum, as what added to it may be compiled, which does not."""
+    increment_version([*sums, *(local_tensor(each) for each in sums if is_dtensor(each))])
+
+
+def _lies(total: Tensor, lies: Sharding | None) -> bool:
+    """Whether a sum lies over ranks as a gradient does, or both are of this rank alone."""
+    if lies is None:
+        return not is_dtensor(total)
+    return is_dtensor(total) and Sharding.of(total) == lies
+
+
+def _fits(total: Tensor, parameter: Tensor, spec: TensorSpec) -> bool:
+    return (
+        type(total) is Tensor
+        and total.layout is torch.strided
+        and total.dtype is spec.dtype
+        and total.shape == spec.shape
+        and total.stride() == parameter.stride()
+        and total.device == spec.device
+        and not total.requires_grad
+        and not total.is_inference()
+    )
+
+
+def _apart(sums: Iterable[Tensor], read: Iterable[Tensor | None]) -> bool:
+    """Whether no sum overlaps another one, or a tensor that is read."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in sums if t.nbytes)
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        return False
+    starts = [start for start, _ in spans]
+    for storage in (tensor.untyped_storage() for tensor in read if tensor is not None):
+        begin = storage.data_ptr()
+        before = bisect_left(starts, begin + storage.nbytes())
+        if before and spans[before - 1][1] > begin:
+            return False
+    return True

@@ -24,9 +24,7 @@ from autosplit.backends.backend import (
 from autosplit.errors import BackendError, SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import inputs, outputs
-from autosplit.passes.manager import WeightForm, run_on_graph
-
-from .gradient_accumulation import Accumulation
+from autosplit.passes.manager import accumulating
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,25 +159,24 @@ class GradientGraph:
         self._takers = takers
         self._backend = backend
         self._writes = [role.name for role, _ in outputs(module.graph, Kind.WRITE)]
-        self._variants: dict[Accumulation | None, Boxed] = {}
+        self._variants: dict[tuple[torch.dtype | None, bool], Boxed] = {}
 
     def run(
-        self, pool: list[Any], gradients: Sequence[Tensor] | None, accumulation: Accumulation
+        self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
     ) -> tuple[list[Any], Sequence[Tensor]]:
         """The other results, and gradients: ``gradients``, or new ones without them.
 
         Args:
             pool: what was to be given, in that order; emptied.
             gradients: what to add into.
-            accumulation: how to add.
+            dtype: of these; None where each has its gradient's own.
         """
-        inside = None
-        if gradients is not None and not self._adds_outside(accumulation):
-            inside = accumulation
+        inside = gradients is not None and not self._adds_outside
+        if gradients is not None and inside:
             pool += gradients
-        call = self._variants.get(inside) or self._variant(inside)
+        call = self._variants.get((dtype, inside)) or self._variant(dtype, inside)
         results = self._written(call, pool) if self._writes else call(pool)
-        if inside is not None:
+        if inside:
             return results, gradients or ()
         made = results[len(self._others) :]
         del results[len(self._others) :]
@@ -198,22 +195,19 @@ class GradientGraph:
                 target.copy_(value)
         return results[: -len(targets)]
 
-    def compile(self, accumulation: Accumulation | None = None) -> None:
-        """Compile, unless that has been done, the form that adds up gradients in this way, or
-        without one the form that returns new ones.
+    def compile(self, dtype: torch.dtype | None, *, adds: bool) -> None:
+        """Compile, unless that has been done, the form that adds gradients into sums of a dtype,
+        or the one that returns new ones.
         """
-        inside = accumulation is not None and not self._adds_outside(accumulation)
-        self._variant(accumulation if inside else None)
-
-    def _adds_outside(self, accumulation: Accumulation) -> bool:
-        """Whether whole gradients are added after the graph, so that it needs no second form."""
-        return self._only_vectors and accumulation.exact and self._backend.compiles
+        self._variant(dtype, adds and not self._adds_outside)
 
     @cached_property
-    def _only_vectors(self) -> bool:
-        """Whether the gradients are of norms and biases only, which are cheap to hold and to
-        add.
+    def _adds_outside(self) -> bool:
+        """Whether gradients are added after the graph, so that it needs no second form: those of
+        norms and biases only, which are cheap to hold and to add.
         """
+        if not self._backend.compiles:
+            return False
         wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
         return all(
             value.meta["val"].ndim <= 1
@@ -221,35 +215,33 @@ class GradientGraph:
             if role in wanted
         )
 
-    def _variant(self, accumulation: Accumulation | None) -> Boxed:
-        if accumulation not in self._variants:
+    def _variant(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
+        key = dtype, adds
+        if key not in self._variants:
             with collecting_new_objects_only():
-                self._variants[accumulation] = self._make(accumulation)
-        return self._variants[accumulation]
+                self._variants[key] = self._make(*key)
+        return self._variants[key]
 
-    def source(self, accumulation: Accumulation | None = None) -> fx.GraphModule:
-        """The graph that is compiled to add up gradients in this way, or without one to return new
-        ones.
+    def source(self, dtype: torch.dtype | None, *, adds: bool) -> fx.GraphModule:
+        """The graph that is compiled to add gradients into sums of a dtype, or to return new ones.
 
         Raises:
             SplitError: a pass broke an invariant.
         """
-        if accumulation is None or self._adds_outside(accumulation):
+        if not adds or self._adds_outside:
             return self._module
-        fused = not (self._backend.compiles or accumulation.exact)
-        form = WeightForm(adds=True, dtype=accumulation.dtype, fused=fused)
         try:
-            return run_on_graph(self._name, self._module, form)
+            return accumulating(self._name, self._module, dtype)
         except PassError as error:
             raise SplitError(f"{self._name}_accumulating: {error}") from error
 
-    def _make(self, accumulation: Accumulation | None) -> Boxed:
+    def _make(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
         """A graph that takes what is given, then accumulators where it adds; and returns the other
         results, then new gradients where it does not, then new values of what it writes into.
         """
-        name, module, given = self._name, self.source(accumulation), [*self._given]
+        name, module, given = self._name, self.source(dtype, adds=adds), [*self._given]
         wanted = [*self._others]
-        if accumulation is None:
+        if not adds:
             wanted += [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
         else:
             name = f"{name}_accumulating"

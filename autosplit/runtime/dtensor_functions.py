@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autosplit.errors import SplitError
@@ -15,7 +16,6 @@ from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 
 from .compiled_graph import GradientGraph
 from .functions import ForwardResult, SplitFunctions
-from .gradient_accumulation import Accumulation
 
 
 class DTensorFunctions(SplitFunctions):
@@ -40,11 +40,11 @@ class DTensorFunctions(SplitFunctions):
         graph: GradientGraph,
         pool: list[Any],
         gradients: Sequence[Tensor] | None,
-        accumulation: Accumulation,
+        dtype: torch.dtype | None,
     ) -> tuple[list[Any], Sequence[Tensor]]:
         """Weight gradients as the user gets them: what they were added into, or new ones."""
         into = None if gradients is None else [local_tensor(each) for each in gradients]
-        results, made = super()._run(graph, pool, into, accumulation)
+        results, made = super()._run(graph, pool, into, dtype)
         if gradients is None:
             return results, self._whole(Kind.PARAMETER_GRAD, graph.parameters, made)
         return results, gradients

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from autosplit.backends.backend import Backend
@@ -25,7 +26,6 @@ from autosplit.runtime.residuals import Constants, HandOver, Residuals, State, T
 from autosplit.torch_internals.dtensor import Sharding
 
 from .compiled_graph import GradientGraph, compile_graph, hand_over, positions
-from .gradient_accumulation import EXACT, Accumulation
 from .gradient_dependence import GradientDependence
 from .refusals import AutocastGuard
 
@@ -187,13 +187,6 @@ class SplitFunctions:
         """Specs of traced tensors with the sizes that they have in a call."""
         return {name: TensorSpec.of(value).at(self._size) for name, value in traced.items()}
 
-    @property
-    def takes_variants(self) -> bool:
-        """Whether more forms of the graphs may be compiled: Inductor assumes more about sizes that
-        are open, and by now nobody guards that.
-        """
-        return self.capture.sizes is None or not self._backend.compiles
-
     @cached_property
     def autocast_guard(self) -> AutocastGuard:
         """Checks autocast before a backward that comes from autograd."""
@@ -207,14 +200,14 @@ class SplitFunctions:
     def compile(
         self,
         calls: Iterable[str] = ("backward_input", "backward_weight"),
-        accumulation: Accumulation = EXACT,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Compile the graphs of these calls ahead of their first run.
 
         Args:
             calls: names of methods, in the order of one step: the first of a kind makes
                 gradients, later ones add to them.
-            accumulation: how they add.
+            dtype: of what they add into; None where each has its gradient's own.
 
         Raises:
             SplitError: an unknown call.
@@ -234,28 +227,27 @@ class SplitFunctions:
             needed.add((order.index(call), bool(makes[call]) and made.issuperset(makes[call])))
             made.update(makes[call])
         for place, adds in sorted(needed) if self.has_backward else ():
-            self._graph_of(order[place]).compile(accumulation if adds else None)
+            self._graph_of(order[place]).compile(dtype, adds=adds)
 
     def source(
-        self, call: str, accumulation: Accumulation = EXACT, *, adds: bool = False
+        self, call: str, dtype: torch.dtype | None = None, *, adds: bool = False
     ) -> fx.GraphModule:
         """The graph behind a call, as it is given to the backend.
 
         Args:
             call: the name of a method.
-            accumulation: how gradients are added.
+            dtype: of what it adds into; None where each has its gradient's own.
             adds: whether it adds into gradients that are there.
         """
         if call == "forward":
             return self.graphs.forward
-        return inline(self._graph_of(call).source(accumulation if adds else None))
+        return inline(self._graph_of(call).source(dtype, adds=adds))
 
     def _graph_of(self, call: str) -> GradientGraph:
         if call == "backward_input":
             return self._input
-        if call == "backward_weight" or self._passes_on:
-            return self._weight
-        return self._unsplit
+        weights = call == "backward_weight" or self._passes_on
+        return self._weight if weights else self._unsplit
 
     @cached_property
     def _handed(self) -> Handed:
@@ -383,7 +375,7 @@ class SplitFunctions:
         saved: Residuals,
         output_grads: list[Tensor | None],
         gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
+        dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor | None], Residuals, Sequence[Tensor]]:
         """I.
 
@@ -391,7 +383,7 @@ class SplitFunctions:
             saved: residuals of F; taken.
             output_grads: in the order of ``output_names``; emptied.
             gradients: what to add the gradients of ``early_parameters`` into.
-            accumulation: how to add.
+            dtype: of ``gradients``; None where each has its gradient's own.
 
         Returns:
             Gradients in the order of ``capture.inputs``, None where there is none; residuals
@@ -403,7 +395,7 @@ class SplitFunctions:
         """
         read, (_, read_at, known) = saved.state, self._handed
         pool = self._backward_pool(saved, output_grads)
-        results, early = self._run(self._input, pool, gradients, accumulation)
+        results, early = self._run(self._input, pool, gradients, dtype)
         count = len(self.capture.inputs)
         deferred = Residuals(known, results[count:], tuple([read[at] for at in read_at]))
         return self._input_grads(results[:count]), deferred, early
@@ -412,7 +404,7 @@ class SplitFunctions:
         self,
         deferred: Residuals,
         gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
+        dtype: torch.dtype | None = None,
     ) -> Sequence[Tensor]:
         """W.
 
@@ -420,7 +412,7 @@ class SplitFunctions:
             deferred: residuals of I; taken.
             gradients: what to add into, in the order of ``late_parameters``; none of them may
                 share storage with another or with anything else that is handed over.
-            accumulation: how to add.
+            dtype: of ``gradients``; None where each has its gradient's own.
 
         Returns:
             ``gradients``; without them new tensors in that order, of which those named by
@@ -429,14 +421,14 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        return self._run(self._weight, deferred.take(), gradients, accumulation)[1]
+        return self._run(self._weight, deferred.take(), gradients, dtype)[1]
 
     def backward(
         self,
         saved: Residuals,
         output_grads: list[Tensor | None],
         gradients: Sequence[Tensor] | None = None,
-        accumulation: Accumulation = EXACT,
+        dtype: torch.dtype | None = None,
     ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
         """B, unsplit: I and W in one call. Arguments and results are theirs.
 
@@ -445,9 +437,9 @@ class SplitFunctions:
         """
         if self._passes_on:
             grads, deferred, _ = self.backward_input(saved, output_grads)
-            return grads, self.backward_weight(deferred, gradients, accumulation)
+            return grads, self.backward_weight(deferred, gradients, dtype)
         pool = self._backward_pool(saved, output_grads)
-        grads, made = self._run(self._unsplit, pool, gradients, accumulation)
+        grads, made = self._run(self._unsplit, pool, gradients, dtype)
         return self._input_grads(grads), made
 
     def _run(
@@ -455,10 +447,10 @@ class SplitFunctions:
         graph: GradientGraph,
         pool: list[Any],
         gradients: Sequence[Tensor] | None,
-        accumulation: Accumulation,
+        dtype: torch.dtype | None,
     ) -> tuple[list[Any], Sequence[Tensor]]:
         """One of the graphs, on arguments in its order; see ``GradientGraph.run``."""
-        return graph.run(pool, gradients, accumulation)
+        return graph.run(pool, gradients, dtype)
 
     def _input_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Gradients of inputs as the user gets them."""

@@ -1,10 +1,8 @@
-"""Gradient accumulation over microbatches: how gradients are added, and their sums."""
+"""Sums of weight gradients over the microbatches of a step."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,52 +13,22 @@ from autosplit.torch_internals.autograd import (
     has_tensor_hooks,
 )
 
-FORMS = ("exact", "fused")
-
-
-@dataclasses.dataclass(frozen=True)
-class Accumulation:
-    """How W and B add a microbatch's gradients to the sums.
-
-    Attributes:
-        form: ``"exact"`` computes a gradient and adds it, and rounds as autograd does;
-            ``"fused"`` lets matrix products and embeddings add into the sum themselves, which
-            saves a pass over it and rounds differently.
-        dtype: of the sums; None for that of each gradient.
-
-    Raises:
-        SplitError: an unknown form, or a dtype that is not floating-point.
-    """
-
-    form: str = "exact"
-    dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            known = ", ".join(map(repr, FORMS))
-            raise SplitError(f"unknown accumulation {self.form!r}; known ones: {known}")
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise SplitError(f"grad_dtype must be a floating-point dtype, got {self.dtype}")
-
-    @cached_property
-    def exact(self) -> bool:
-        """Whether whole gradients are added, microbatch by microbatch."""
-        return self.form == "exact"
-
-
-EXACT = Accumulation()
-
 
 class GradientSums:
     """Accumulated gradients of one stage's parameters.
 
+    Raises:
+        SplitError: a dtype that is not floating-point.
+
     Attributes:
-        accumulation: how they are added.
+        dtype: of the sums; None for that of each gradient.
         tensors: parameter name -> sum so far.
     """
 
-    def __init__(self, accumulation: Accumulation) -> None:
-        self.accumulation = accumulation
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise SplitError(f"grad_dtype must be a floating-point dtype, got {dtype}")
+        self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
 
@@ -140,7 +108,7 @@ class GradientSums:
         self.tensors, self._parameters = {}, {}
 
     def _own(self, gradient: Tensor, borrowed: bool) -> Tensor:
-        dtype = self.accumulation.dtype or gradient.dtype
+        dtype = self.dtype or gradient.dtype
         if not borrowed:
             return gradient.to(dtype)
         if gradient.layout is not torch.strided:  # of a sparse embedding

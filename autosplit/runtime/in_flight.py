@@ -15,7 +15,7 @@ from torch import Tensor
 from autosplit.device import GeneratorStates
 from autosplit.errors import SplitError
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.gradient_accumulation import Accumulation, GradientSums
+from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes
@@ -125,16 +125,16 @@ class PendingWeightGradients:
 
     Args:
         owner: whose, for messages.
-        accumulation: how gradients are added.
+        dtype: of the sums; None for that of each gradient.
 
     Attributes:
         in_flight: the microbatches between I and W.
         sums: the gradients so far.
     """
 
-    def __init__(self, owner: str, accumulation: Accumulation) -> None:
+    def __init__(self, owner: str, dtype: torch.dtype | None = None) -> None:
         self.in_flight = InFlightMicrobatches(owner, "backward_input")
-        self.sums = GradientSums(accumulation)
+        self.sums = GradientSums(dtype)
         self._owner = owner
 
     def run(self, microbatch: int) -> None:
@@ -146,9 +146,9 @@ class PendingWeightGradients:
         functions, deferred, state, _, skipped = self.in_flight.take(microbatch)
         if not functions.has_backward:
             return
-        names, how = functions.late_parameters, self.sums.accumulation
+        names = functions.late_parameters
         sums = self.into(names, state, skipped)
-        gradients = functions.backward_weight(deferred, sums, how)
+        gradients = functions.backward_weight(deferred, sums, self.sums.dtype)
         if sums is None:
             self.sums.add(names, gradients, functions.dependence.borrowed, skipped)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..page import Page, Part
 from ..results import Results
-from . import accumulation, cells, scaling, stages
+from . import cells, scaling, stages
 from .settings import Settings
 
 TEMPLATE = """\
@@ -57,17 +57,6 @@ all stages alike. Speed-up of split over fused, M = 1, N, N and 2N.""",
             settings, Results.read(Path(__file__).parent / "results.json").rows("stages")
         ),
         scaling.render,
-    ),
-    "accumulation": Part(
-        "W one by one, or fused",
-        """\
-Each family in two stages, one a process with one thread, under GPipe with every W at the end
-(`weights="2bp"`). Two `PipelineTrainer`s take turns step by step: `accumulation="exact"`, W *one
-by one*; `"fused"`, where the matrix product adds into the sum. *W of a step*: of both ranks
-together. *Peak*: of the larger rank. *Distance*: the largest of a fused gradient from one by one,
-over the norm of all.""",
-        accumulation.measure,
-        accumulation.render,
     ),
 }
 

@@ -29,7 +29,6 @@ class Contender:
         v_shaped: rank r holds stages r and 2P - 1 - r, rather than every P-th one.
         split_backward: whether I and W are separate actions.
         match: of one by torch, the name of the same schedule by autosplit.
-        accumulation: how autosplit adds up weight gradients.
         compiled: whether it also runs compiled, which takes a while to build.
         in_flight: whether steps follow each other, optimizer included, without all ranks meeting.
     """
@@ -41,7 +40,6 @@ class Contender:
     v_shaped: bool = False
     split_backward: bool = True
     match: str = ""
-    accumulation: str = "exact"
     compiled: bool = True
     in_flight: bool = False
 
@@ -63,9 +61,6 @@ OURS = (
     Contender("interleaved, fused", True, "interleaved", 2, split_backward=False),
     Contender("interleaved", True, "interleaved", 2),
     _MANY,
-    dataclasses.replace(
-        _MANY, name=f"{_MANY.name}, fused sums", accumulation="fused", compiled=False
-    ),
     _ZB_V,
     _DUAL,
     Contender("auto, 4 stages a rank", True, "auto", 4, compiled=False),

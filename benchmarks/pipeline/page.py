@@ -81,8 +81,7 @@ in another order in each round; a ratio is the median of those of the same round
 quartiles. *In flight* has the optimizer, too, and is the time from one step to the next, without a
 meeting of the ranks between them
 (`step_async`; torch's `step` waits for the other rank no more than its messages need).
-*Peak* is what the larger rank allocates in a step, parameters excluded. Sums of weight gradients
-are exact, bit for bit those of autograd, but for *fused sums* (`accumulation="fused"`).""",
+*Peak* is what the larger rank allocates in a step, parameters excluded.""",
         lambda settings: peers.measure_all(
             settings.steps, settings.backends, settings.microbatches, settings.processes
         ),

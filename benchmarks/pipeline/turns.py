@@ -103,7 +103,7 @@ class Turns:
         self._workload = workload
         self._backend = backend
         self._modules: dict[tuple[bool, int, int], nn.Module] = {}
-        self._stages: dict[tuple[str, int, int], TrainableStage] = {}
+        self._stages: dict[tuple[int, int], TrainableStage] = {}
         self._trainers: list[PipelineTrainer] = []
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
@@ -139,7 +139,7 @@ class Turns:
             stages=total,
             microbatches=microbatches,
             schedule=contender.schedule,
-            stage_options=StageOptions(stage_factory=self._factory(contender, total)),
+            stage_options=StageOptions(stage_factory=self._factory(total)),
             run_options=RunOptions(split_backward=contender.split_backward, timeout=TIMEOUT),
         )
         self._trainers.append(trainer)
@@ -196,15 +196,14 @@ class Turns:
                 module.compile(backend=self._backend)
         return self._modules[key]
 
-    def _factory(self, contender: Contender, total: int) -> StageFactory:
+    def _factory(self, total: int) -> StageFactory:
         """Makes a stage of a module or finds the one that was made of it before."""
-        make = SplitStage(self._backend, "balanced", contender.accumulation)
+        make = SplitStage(self._backend, "balanced")
 
         def factory(module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
-            key = (contender.accumulation, total, index)
-            if key not in self._stages:
-                self._stages[key] = make(module, args, index=index)
-            return self._stages[key]
+            if (total, index) not in self._stages:
+                self._stages[total, index] = make(module, args, index=index)
+            return self._stages[total, index]
 
         return factory
 

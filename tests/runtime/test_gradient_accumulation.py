@@ -9,21 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import SplitError, Stage
-from tests.microbatches import Twins, run_microbatches
+from tests.microbatches import run_microbatches
 
 
-@pytest.mark.parametrize(("name", "whole"), [("tied", True), ("bfloat16", False)])
-def test_fused_accumulation_agrees_but_for_rounding(name: str, whole: bool) -> None:
-    twins = Twins(name, accumulation="fused")
-    twins.forward()
-    twins.backward(whole=whole)
-    if not whole:
-        twins.weights()
-    twins.assert_rounded()
-
-
-@pytest.mark.parametrize("accumulation", ["exact", "fused"])
-def test_float32_sums_of_bfloat16_gradients_are_closer(accumulation: str) -> None:
+def test_float32_sums_of_bfloat16_gradients_are_closer() -> None:
     """To the sum in float64, over 64 microbatches, before and after the rounding at the end."""
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)).bfloat16()
     twin = copy.deepcopy(model).double()
@@ -33,7 +22,7 @@ def test_float32_sums_of_bfloat16_gradients_are_closer(accumulation: str) -> Non
         twin(batch.double()).backward(grad.double())
     errors = {}
     for dtype in (None, torch.float32):
-        stage = Stage(model, [batches[0]], accumulation=accumulation, grad_dtype=dtype)
+        stage = Stage(model, [batches[0]], grad_dtype=dtype)
         run_microbatches(stage, batches, grads)
         assert {g.dtype for g in stage.gradients.values()} == {dtype or torch.bfloat16}
         model.zero_grad()

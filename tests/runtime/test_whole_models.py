@@ -1,4 +1,4 @@
-"""Whole models, whose inputs need no gradient: I and W of several microbatches."""
+"""I and W of whole models: which products are in which, frozen parts, inputs with gradients."""
 
 from __future__ import annotations
 

@@ -218,10 +218,10 @@ def test_stage(name: str, memory: str | int) -> None:
     twins.assert_alike()
 
 
-def test_fused_accumulation_adds_early_gradients_too() -> None:
+def test_sums_of_a_dtype_take_early_gradients_too() -> None:
     model = SwiGLU()
     example = torch.randn(2, 4, 16, requires_grad=True)
-    stage = Stage(model, [example], memory=0, accumulation="fused", grad_dtype=torch.float64)
+    stage = Stage(model, [example], memory=0, grad_dtype=torch.float64)
     assert stage.functions.late_parameters == []
     for m in range(2):
         stage.forward(m, [torch.ones(2, 4, 16)])

@@ -24,7 +24,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.runtime.fitting import longest_needed_first
-from autosplit.runtime.gradient_accumulation import Accumulation
+from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.torch_internals.state import modes_kept, versions
@@ -175,20 +175,19 @@ class SplitStage:
     forwards behind it: with ``late_input`` its W is the whole backward.
 
     Raises:
-        SplitError: an unknown backend, memory setting, accumulation or overlap (lists the known),
-            or a ``grad_dtype`` that is not floating-point.
+        SplitError: an unknown backend, memory setting or overlap (lists the known), or a
+            ``grad_dtype`` that is not floating-point.
     """
 
     backend: str = "eager"
     memory: str | int = "balanced"
-    accumulation: str = "exact"
     grad_dtype: torch.dtype | None = None
     late_input: bool = True
     overlap: Overlap = "collectives"
 
     def __post_init__(self) -> None:
         SplitOptions(self.backend, self.memory, overlap=self.overlap)
-        Accumulation(self.accumulation, self.grad_dtype)
+        GradientSums(self.grad_dtype)
 
     @property
     def split(self) -> SplitOptions:
@@ -357,8 +356,7 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
     """Compile what the schedule runs of each stage: in a step, other ranks would wait for it."""
     for index, stage in traced(stages).items():
         row = schedule.ranks[schedule.placement[index]]
-        mine = [action for action in row if action.stage == index and action.kind in _CALLS]
-        stage.compile([_CALLS[each.kind] for each in mine])
+        stage.compile([_CALLS[a.kind] for a in row if a.stage == index and a.kind in _CALLS])
 
 
 def _examples(

@@ -14,7 +14,7 @@ from autosplit.pipeline.engine.stages import SplitStage, StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 
-_OF_STAGES = ("backend", "accumulation", "grad_dtype")
+_OF_STAGES = ("backend", "grad_dtype")
 _OF_GRAPHS = ("memory", "overlap")
 
 

@@ -45,9 +45,8 @@ class StageOptions:
     Attributes:
         backend: how stages are compiled, see ``autosplit.Stage``; None means ``"eager"``.
         memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
-        accumulation: how weight gradients of microbatches are added up, see ``autosplit.Stage``;
-            None means ``"exact"``.
-        grad_dtype: in which dtype they are, see ``autosplit.Stage``; None means each parameter's.
+        grad_dtype: in which dtype weight gradients are added up, see ``autosplit.Stage``; None
+            means each parameter's.
         overlap: what weight gradients hide in stages whose ranks exchange what they compute, see
             ``autosplit.split``. None means by costs that are measured when the trainer is built,
             in about a second. The same on all ranks.
@@ -62,7 +61,6 @@ class StageOptions:
 
     backend: str | None = None
     memory: str | int | None = None
-    accumulation: str | None = None
     grad_dtype: torch.dtype | None = None
     overlap: Overlap | None = None
     autocast: torch.dtype | None = None
@@ -73,7 +71,7 @@ class StageOptions:
     @property
     def of_stage(self) -> dict[str, Any]:
         """Those of ``autosplit.Stage`` that are given."""
-        names = ("backend", "memory", "accumulation", "grad_dtype", "overlap")
+        names = ("backend", "memory", "grad_dtype", "overlap")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

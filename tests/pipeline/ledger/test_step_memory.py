@@ -28,7 +28,7 @@ SCALARS = 64  # bytes: losses, and what lives a few operators longer than its la
         {"split_backward": False},
         {"schedule": "zb-v", "stages": 4},
         {"memory": "lean"},
-        {"accumulation": "fused", "schedule": "gpipe", "weights": "2bp"},
+        {"schedule": "gpipe", "weights": "2bp"},
         {"block": workers.Convolutions},
     ],
     ids=str,

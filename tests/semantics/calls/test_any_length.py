@@ -48,16 +48,6 @@ def test_a_budget_is_met_for_each_length() -> None:
         split.backward_weight()
 
 
-def test_gradients_are_added_microbatch_by_microbatch() -> None:
-    split = assert_equals_autograd(
-        Attention(),
-        batches(8, 5, 7, 7, 6, 6),
-        compare=lambda what, mine, theirs: torch.testing.assert_close(mine, theirs, msg=what),
-        accumulation="fused",
-    )
-    assert len(split.functions) == 2
-
-
 def test_channels_and_images() -> None:
     shapes = [(2, 3, 8, 8), (2, 3, 9, 9), (2, 3, 12, 10), (2, 3, 7, 9)]
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))
