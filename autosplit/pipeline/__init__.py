@@ -9,7 +9,6 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
-from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -26,7 +25,6 @@ __all__ = [
     "Costs",
     "LimitError",
     "PipelineTrainer",
-    "Reductions",
     "RunOptions",
     "Schedule",
     "Span",

@@ -277,8 +277,8 @@ class StageModule(nn.Module):
             )
         return self.enter(self.training)
 
-    def check_inputs(self, inputs: Sequence[Tensor]) -> StageGraph:
-        """What runs on these inputs.
+    def check_inputs(self, inputs: Sequence[Tensor | None]) -> StageGraph:
+        """What runs on these inputs; None for one that is not known yet.
 
         Raises:
             PlanError: as for a call.
@@ -293,7 +293,7 @@ class StageModule(nn.Module):
                 f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}"
             )
         for position, (given, shape) in enumerate(zip(inputs, program.shapes, strict=True)):
-            if shape is not None and tuple(given.shape) != shape:
+            if given is not None and shape is not None and tuple(given.shape) != shape:
                 raise PlanError(
                     f"stage {self._index}: input {position} has shape {list(given.shape)}, but "
                     f"the model was captured with {list(shape)}; cut the model again for "

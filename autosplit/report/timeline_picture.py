@@ -42,7 +42,6 @@ _STYLES = {
     ActionKind.RETURN: _Style("back from it", "#F0E442", "black", 0.32, 0.09),
     ActionKind.OFFLOAD: _Style("to the host", "#D55E00", "white", 0.23, 0.09),
     ActionKind.RELOAD: _Style("back from it", "#F0E442", "black", 0.32, 0.09),
-    ActionKind.REDUCE_GRAD: _Style("gradients to replicas", "#222222", "white", 0.23, 0.09),
 }
 _IDLE: dict[str, Any] = {
     "facecolor": "#F4F4F4",

@@ -69,7 +69,7 @@ def _process(
     for rank in range(timeline.ranks):
         yield _metadata(process, "thread_name", rank, name=f"rank {rank}")
         yield _metadata(process, "thread_sort_index", rank, sort_index=rank)
-    moving = sorted({span.rank for span in timeline.spans if span.action.kind.is_beside})
+    moving = sorted({span.rank for span in timeline.spans if span.action.kind.is_move})
     for rank in moving:  # beside what the rank computes meanwhile
         yield _metadata(
             process, "thread_name", timeline.ranks + rank, name=f"rank {rank}: transfers"
@@ -77,7 +77,7 @@ def _process(
         yield _metadata(process, "thread_sort_index", timeline.ranks + rank, sort_index=rank)
     origin = min((span.start for span in timeline.spans), default=0.0)
     for span in timeline.spans:
-        thread = span.rank + (timeline.ranks if span.action.kind.is_beside else 0)
+        thread = span.rank + (timeline.ranks if span.action.kind.is_move else 0)
         yield _slice(process, span, origin, thread)
     for maker, consumer in _transfers(timeline):
         yield from _arrow(process, next(arrow_ids), maker, consumer, origin)

@@ -193,23 +193,15 @@ class ShardedModule:
         has gradients, in the same order on every rank; none where ``set_requires_gradient_sync``
         is off.
         """
-        groups = [group for group in self.reduced_groups if group.unreduced]
-        for group in groups:
-            group.start_reduce()
-        if groups:
+        if self.start_reduce():
             self.finish_reduce()
 
-    @property
-    def reduced_groups(self) -> list[ParameterGroup]:
-        """Those that are to be reduced, in the order of it: the last modules' gradients are there
-        first.
-        """
-        return [group for group in reversed(self.groups) if group.reduces]
-
-    @property
-    def blocks(self) -> bool:
-        """Whether whoever starts a reduction waits for the other ranks."""
-        return any(group.device.type == "cpu" for group in self.groups)
+    def start_reduce(self) -> bool:
+        """Start them, last modules first; whether there were any."""
+        groups = [each for each in reversed(self.groups) if each.reduces and each.unreduced]
+        for group in groups:
+            group.start_reduce()
+        return bool(groups)
 
     def finish_reduce(self) -> None:
         """Wait for reductions that were started."""

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.utils import _apply_to_tensors
 
 from .distributed import is_fsdp_managed
-from .dtensor import Sharding, redistributed
+from .dtensor import Sharding
 
 
 def roots_of(module: nn.Module) -> list[Root]:
@@ -191,12 +191,6 @@ class ParameterGroup:
         ]
 
     @property
-    def device(self) -> torch.device:
-        """Where the gathered parameters are."""
-        device: torch.device = self._group.device
-        return device
-
-    @property
     def is_unsharded(self) -> bool:
         return bool(self._group.is_unsharded)
 
@@ -251,27 +245,6 @@ class ParameterGroup:
             else:
                 _put_in_dtype(each._unsharded_param, each.unsharded_grad_dtype)
 
-    def lay_gradients_out(self) -> None:
-        """Have the gradients that have come lie as their gathered parameters do: sums that ranks
-        have parts of (along "tp") are reduced there. Those ranks take part.
-
-        ``start_reduce`` does it where nobody has, in the thread that runs it: collectives of these
-        ranks that other threads start meanwhile could come before it on one rank, and behind it
-        on another.
-        """
-        if not any(each.is_dtensor for each in self._group.fsdp_params):
-            return
-        self.accumulate()
-        for each in self._group.fsdp_params:
-            if each.is_dtensor and hasattr(each, "_unsharded_param"):
-                lies = _gathered_spec(each).placements
-                own = each._unsharded_param
-                own.grad = redistributed(own.grad, lies)
-                if _sums_apart(each):
-                    each.unsharded_accumulated_grad = redistributed(
-                        each.unsharded_accumulated_grad, lies
-                    )
-
     @property
     def adds_in_another_dtype(self) -> bool:
         """Whether ``accumulate`` puts gradients of the parameters' dtype into another."""
@@ -290,20 +263,12 @@ class ParameterGroup:
             if hasattr(each, "_unsharded_param")
         )
 
-    def start_reduce(self, *, reshards: bool = True) -> None:
+    def start_reduce(self) -> None:
         """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of
         the sharded parameters; and free the gathered ones, where FSDP does after a backward.
-
-        Args:
-            reshards: whether to free them.
         """
-        before = self._group.reshard_after_backward
-        self._group.reshard_after_backward = before and reshards
-        try:
-            with torch.no_grad():
-                self._group.post_backward()
-        finally:
-            self._group.reshard_after_backward = before
+        with torch.no_grad():
+            self._group.post_backward()
 
     @property
     def ranks(self) -> tuple[list[int], list[int]]:
@@ -323,37 +288,30 @@ class ParameterGroup:
         return shards.tolist(), copies.tolist()
 
     @contextlib.contextmanager
-    def communicating(
-        self, gathering: Any, reducing: Any, copying: Any, parts: int | None = None
-    ) -> Iterator[bool]:
+    def communicating(self, sharing: Any, copying: Any, parts: int | None = None) -> Iterator[None]:
         """Communicate over other process groups of the same ranks inside.
 
         Args:
-            gathering: for parameters.
-            reducing: for gradients.
+            sharing: for parameters and for gradients.
             copying: for gradients of ranks that hold the same shards; None where none do.
             parts: by what to divide sums of gradients, where ``set_gradient_divide_factor`` has not
                 said; None: by how many ranks reduce them.
-
-        Returns:
-            Whether parameters and gradients go over groups of their own, as from torch 2.13 on.
         """
         group = self._group
         before = group.mesh_info, group.gradient_divide_factor, group.force_sum_reduction_for_comms
         if parts is not None and group.gradient_divide_factor is None:
             group.gradient_divide_factor = float(parts)
             # Gloo knows no sum that is multiplied before; alone, torch would divide twice.
-            group.force_sum_reduction_for_comms = gathering.size() > 1
+            group.force_sum_reduction_for_comms = sharing.size() > 1
         info = copy.copy(group.mesh_info)
-        apart = hasattr(info, "reduce_scatter_process_group")
-        info.shard_process_group = gathering
-        if apart:
-            info.reduce_scatter_process_group = reducing
+        info.shard_process_group = sharing
+        if hasattr(info, "reduce_scatter_process_group"):  # torch 2.13
+            info.reduce_scatter_process_group = sharing
         if info.replicate_mesh_dim is not None:
             info.replicate_process_group = copying
         group.mesh_info = info
         try:
-            yield apart
+            yield
         finally:
             group.mesh_info, group.gradient_divide_factor, group.force_sum_reduction_for_comms = (
                 before

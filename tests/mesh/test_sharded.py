@@ -231,9 +231,7 @@ def test_what_stages_do_between_steps() -> None:
         data = [p.data for module in modules.values() for p in module.parameters()]
         assert {type(each).__name__ for each in data} == {"DTensor"}
         ran = [span.action for span in made.timeline().spans if span.action.kind.is_whole]
-        reduced = ["0REDUCE_GRAD"] * 2 + ["1REDUCE_GRAD"] * 2
-        by_kind = sorted(map(str, ran), key=lambda text: (text[1:] != "UNSHARD", text))
-        assert by_kind == ["0UNSHARD", "1UNSHARD", *reduced]
+        assert sorted(map(str, ran)) == ["0UNSHARD", "1UNSHARD"]
         made.step(own)
         more = tuple(torch.cat([each, each[:M]]) for each in own)
         assert made.forward_backward(more).equal(made.evaluate(more))

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError
-from autosplit.mesh.reduction import CAP
 from autosplit.pipeline import PipelineTrainer
-from autosplit.pipeline.training import replicas as model_replicas
+from autosplit.pipeline.training import reductions
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.trainer_options import grouped
 
@@ -60,8 +59,8 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def trainer(
     mesh: DeviceMesh | None = None, build: Any = block, stages: int | None = 2, **options: Any
 ) -> PipelineTrainer:
-    """``cap``: bytes of a bucket, of which one trainer makes its own in its first step."""
-    model_replicas.CAP = options.pop("cap", CAP)
+    """``cap``: bytes of a bucket."""
+    reductions.CAP = options.pop("cap", 25 * 2**20)
     options = {"microbatches": M, "timeout": 60.0, **options}
     names = getattr(mesh, "mesh_dim_names", None) or ()
     if {"tp", "ep", "cp"} & {*names} and "stage_factory" not in options:

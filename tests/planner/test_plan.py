@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.errors import AutosplitError, OutputError, PipelineError, PlanError, ScheduleError
+from autosplit.errors import (
+    AutosplitError,
+    BatchError,
+    OutputError,
+    PipelineError,
+    PlanError,
+    ScheduleError,
+)
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.planner import Plan, partition
 from autosplit.planner.costs import Limits
@@ -159,13 +166,13 @@ def test_one_process_trains_as_without_a_plan(plan: Plan) -> None:
             optimizer.step()
             optimizer.zero_grad()
             torch.testing.assert_close(found, expected.detach())
-    with (
-        one.trainer(loss, sgd) as engine,
-        pytest.raises(  # and no error of tracing around it
-            PlanError, match=r"shape \[3, 5\], but the model was captured with \[2, 5\]"
-        ),
-    ):
-        engine.step((tokens(6), tokens(6)))
+    with one.trainer(loss, sgd) as engine:
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(  # and no error of tracing around it
+                BatchError, match=r"shape \[3, 5\], but the model was captured with \[2, 5\]"
+            ):
+                call((tokens(6), tokens(6)))
+        assert engine.step((tokens(4), tokens(4))).isfinite().all()
 
 
 def test_two_processes_train_a_plan_from_a_file(

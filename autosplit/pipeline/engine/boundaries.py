@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.text.progress import working
 
 from .first_error import LostPeerError
 from .groups import Groups
@@ -120,7 +121,7 @@ class Negotiation:
     def _hear(self, what: str, stage: int) -> Any:
         store, timeout, key = self._groups.store, self._groups.timeout, self._key(what)
         deadline = time.monotonic() + timeout
-        with self._groups.place.waits():
+        with self._groups.place.waits(), working(f"waiting for stage {stage}"):
             while not store.check([key]):
                 self._check()
                 if time.monotonic() > deadline:

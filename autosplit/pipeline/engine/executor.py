@@ -79,10 +79,7 @@ class Step(NamedTuple):
         fetch: waits for the action's input.
         deliver: hands on the result.
         waits: wait for what the action needs of moves, and post receives.
-        recorded: whether a recorder is to note when it ran; moves and reductions note it
-            themselves.
-        adds: whether it adds weight gradients.
-        behind: hear that it is done.
+        recorded: whether a recorder is to note when it ran; moves note it themselves.
     """
 
     action: Action
@@ -91,8 +88,6 @@ class Step(NamedTuple):
     deliver: Callable[[Values], None] | None = None
     waits: tuple[Callable[[], None], ...] = ()
     recorded: bool = True
-    adds: bool = False
-    behind: tuple[Callable[[], None], ...] = ()
 
 
 class Executor:
@@ -108,7 +103,6 @@ class Executor:
         messages: carries tensors between stages.
         loss_grad: the gradient of each microbatch's loss, a scalar tensor; None if the schedule
             only runs forward.
-        finished: called with a stage when the last of its weight gradients of the step is there.
         place: is told what the rank is doing.
         moves: carries out the schedule's moves, where there are any.
         shards: gathers and frees the parameters of stages that are sharded.
@@ -117,7 +111,6 @@ class Executor:
         schedule: see above.
         messages: see above.
         moves: see above.
-        completions: in which order stages are ``finished``.
 
     Raises:
         PipelineError: the schedule gives this rank a stage that it does not hold, or a backward
@@ -132,7 +125,6 @@ class Executor:
         messages: Transport,
         *,
         loss_grad: Tensor | None,
-        finished: Callable[[int], None] | None = None,
         place: RankActivity | None = None,
         moves: Moves | None = None,
         shards: ShardedStages | None = None,
@@ -158,11 +150,6 @@ class Executor:
             self._places[action].append(at)
         made = map(self._step, row)
         steps = [step for step in made if step is not None]
-        last = {step.action.stage: at for at, step in enumerate(steps) if step.adds}
-        self.completions = tuple(sorted(last, key=last.__getitem__))
-        if finished is not None:
-            for stage, at in last.items():
-                steps[at] = steps[at]._replace(behind=(partial(finished, stage),))
         self._row = steps
 
     @torch.no_grad()
@@ -198,7 +185,7 @@ class Executor:
             self.messages.begin()
             if self.moves is not None:
                 self.moves.begin(self._held_outside)
-            for action, compute, fetch, deliver, waits, recorded, _, behind in self._row:
+            for action, compute, fetch, deliver, waits, recorded in self._row:
                 place.action, place.waiting = action, True
                 place.turn += 1
                 for wait in waits:
@@ -213,8 +200,6 @@ class Executor:
                     call()
                 else:
                     deliver(call())
-                for hear in behind:
-                    hear()
             place.be(None, waiting=True)
             if self.moves is not None:
                 spans = self.moves.finish()
@@ -279,11 +264,11 @@ class Executor:
         if kind is ActionKind.RECOMPUTE:
             return Step(action, partial(self._recomputing(action).recompute, microbatch))
         if kind is ActionKind.BACKWARD_WEIGHT:
-            return Step(action, partial(stage.backward_weight, microbatch), adds=True)
+            return Step(action, partial(stage.backward_weight, microbatch))
         fused = kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
         send = self.messages.sender(result_of(action))
-        return Step(action, backward, self._gradients_of(action), send, adds=fused)
+        return Step(action, backward, self._gradients_of(action), send)
 
     def _recomputing(self, action: Action) -> Any:
         stage = self._stages[action.stage]

@@ -147,8 +147,8 @@ class KnowsGradients(Protocol):
 class ChecksInputs(Protocol):
     """A module that knows which inputs it can take, as a stage of a plan does."""
 
-    def check_inputs(self, inputs: Sequence[Tensor]) -> None:
-        """Raise an error where it cannot take these."""
+    def check_inputs(self, inputs: Sequence[Tensor | None]) -> object:
+        """Raise an error where it cannot take these; None for one that is not known."""
         ...
 
 
@@ -262,6 +262,30 @@ def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:
     return outputs, gradients
 
 
+def check_inputs(
+    modules: Mapping[int, nn.Module], feeds: Feeds, inputs: Sequence[Tensor | None]
+) -> None:
+    """Ask stages that know what they can take, before they are traced, where an error would come
+    out as one of tracing.
+
+    Args:
+        modules: this rank's modules by stage.
+        feeds: who feeds whom.
+        inputs: one microbatch's.
+
+    Raises:
+        PlanError: the batch is not of the size for which the model was cut.
+    """
+    if feeds.wiring is None:
+        return
+    for index, module in modules.items():
+        sources = feeds.wiring.inputs[index]
+        given = [inputs[each.position] if each.stage is None else None for each in sources]
+        for part in module.modules():
+            if isinstance(part, ChecksInputs):
+                part.check_inputs(given)
+
+
 def build_stages(
     modules: Mapping[int, nn.Module],
     stages: int,
@@ -287,16 +311,11 @@ def build_stages(
 
     Raises:
         PipelineError: the loss is not one floating scalar that needs a gradient.
-        PlanError: the batch is not of the size for which the model was cut.
         LostPeerError: another rank failed or was not ready in time.
     """
     built: dict[int, TrainableStage] = {}
     for index in sorted(modules):
         args = _examples(index, feeds, negotiation, inputs, device)
-        # Before it is traced, where an error would come out as one of tracing.
-        for part in modules[index].modules():
-            if isinstance(part, ChecksInputs):
-                part.check_inputs(args)
         if index == stages - 1:
             args += [tensor.detach() for tensor in targets]
         stage = factory(modules[index], args, index=index)

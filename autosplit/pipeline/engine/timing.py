@@ -7,7 +7,6 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.action import Action
@@ -135,28 +134,6 @@ def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pai
     latency = max(link.latency for link in links.values())
     bandwidth = min(link.bandwidth for link in links.values())
     return Transfer(latency, bandwidth, pairs=links)
-
-
-def measure_sum(groups: Groups, device: torch.device, link: dist.ProcessGroup) -> Link:
-    """How long the ranks of a group take to sum up tensors: the slowest of all such groups.
-
-    Collective over all ranks, each of which is in one of the groups; all get the same.
-
-    Raises:
-        LostPeerError: some rank did not take part.
-    """
-
-    def seconds(size: int) -> float:
-        tensor = torch.zeros(-(-size // 4), device=device)
-
-        def reduce() -> None:
-            with groups.losing("the replicas"):
-                dist.all_reduce(tensor, group=link)
-
-        return _least(reduce, _SUMS, device)
-
-    heard: list[Link] = groups.everybody.gather(_link_of(seconds))
-    return Link(max(each.latency for each in heard), min(each.bandwidth for each in heard))
 
 
 def _between(groups: Groups, device: torch.device, pair: Pair) -> Link:

@@ -2,8 +2,8 @@
 
 Messages say only that a connection is closed, or that nothing came; and a rank that compiles, or
 waits for one that is well, sees nothing at all. So each rank has a thread that says what its rank
-is doing, a few times a second, hears at once when a process of its machine ends, and ends the waits
-of its own rank when there is a fault.
+is doing and looks after the processes of its machine, a few times a second, and ends the waits of
+its own rank when there is a fault.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import signal
 import socket
 import threading
@@ -70,15 +69,6 @@ class Process:
             return None
         code = int(stat[_CODE])
         return ended(-(code & 0x7F) if code & 0x7F else code >> 8)
-
-    def opened(self) -> int | None:
-        """A file descriptor that becomes readable when it ends; None where there is none."""
-        if not self.near or not hasattr(os, "pidfd_open"):
-            return None
-        try:
-            return os.pidfd_open(self.pid)
-        except OSError:  # it is gone, or the kernel is too old
-            return None
 
 
 QUIETLY = "exited with status 0"
@@ -229,20 +219,19 @@ class PeerWatch:
         self._board = Board(watching)
         self._place = place
         self._cut = cut
-        self._met: set[int] = set()
+        self._over: set[int] = set()
         self._found: Fault | None = None
         self._left: Fault | None = None
         self._beats = 0
         self._turn, self._since = -1, 0.0
-        self._stopped = False
-        self._ears, self._mouth = socket.socketpair()
+        self._stopping = threading.Event()
         self._own.enter(rank, Process.of(os.getpid()))
         self._thread = threading.Thread(target=self._run, name="autosplit-watch", daemon=True)
         self._thread.start()
 
     def leave(self, how: str) -> None:
         """Say that this rank takes part no more, and stop; nothing where it has stopped."""
-        if self._stopped:
+        if self._stopping.is_set():
             return
         self._own.put("left", self._rank, how)
         self._own.put(*_DEPARTED, "yes")
@@ -250,9 +239,7 @@ class PeerWatch:
 
     def stop(self) -> None:
         """Stop watching."""
-        self._stopped = True
-        with contextlib.suppress(OSError):
-            self._mouth.send(b".")
+        self._stopping.set()
         if self._thread is not threading.current_thread():  # which may collect garbage
             self._thread.join(_JOIN)
 
@@ -276,28 +263,21 @@ class PeerWatch:
     # --- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with contextlib.ExitStack() as stack, self._ears, self._mouth:
-            selector = stack.enter_context(selectors.DefaultSelector())
-            selector.register(self._ears, selectors.EVENT_READ)
-            self._beat()
-            while self._look_on(selector, stack):
-                pass
-
-    def _look_on(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> bool:
-        """Until the next beat, or until something happens; whether to go on."""
-        events = selector.select(_BEAT)
-        for key, _ in events:
-            if key.fileobj is self._ears:
-                return False
-            selector.unregister(key.fileobj)
         self._beat()
-        self._meet(selector, stack)
-        if events or (self._left is None and self._register.get(*_DEPARTED)):
-            self._look()
-        if self._found is None and self._board.first() is None:
-            return True
-        self._cut()
-        return False
+        while not self._stopping.wait(_BEAT):
+            self._beat()
+            over = {rank for rank in self._others if rank not in self._over and self._is_over(rank)}
+            self._over |= over
+            if over or (self._left is None and self._register.get(*_DEPARTED)):
+                self._look()
+            if self._found is not None or self._board.first() is not None:
+                self._cut()
+                return
+
+    def _is_over(self, rank: int) -> bool:
+        """Whether the process of a rank of this machine has ended."""
+        process = self._register.process(rank)
+        return process is not None and process.ending() is not None
 
     def _beat(self) -> None:
         place, now = self._place, time.monotonic()
@@ -314,19 +294,6 @@ class PeerWatch:
             place.waiting,
         )
         self._register.put("pulse", self._rank, json.dumps(pulse))
-
-    def _meet(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:
-        """Get to know the processes that have come since."""
-        for rank in self._others:
-            process = None if rank in self._met else self._register.process(rank)
-            if process is not None:
-                self._met.add(rank)
-                opened = process.opened()
-                if opened is None:  # of another machine, or gone before anybody met it
-                    self._look()
-                    continue
-                stack.callback(os.close, opened)
-                selector.register(opened, selectors.EVENT_READ)
 
     def _look(self) -> None:
         """Note who has ended. One that left may have done all it should; a death is posted."""

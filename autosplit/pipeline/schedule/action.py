@@ -71,11 +71,6 @@ class ActionKind(enum.Enum):
         return self in _SHARDING
 
     @property
-    def is_beside(self) -> bool:
-        """True for what a rank does while it computes: moves and reductions."""
-        return self.is_move or self is ActionKind.REDUCE_GRAD
-
-    @property
     def is_message(self) -> bool:
         """True for sends and receives."""
         return self in _MESSAGES

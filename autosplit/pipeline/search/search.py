@@ -11,7 +11,6 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.playing import replay
-from autosplit.pipeline.simulation.reductions import last_weights_by_stage
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 
@@ -69,7 +68,7 @@ def search(
         place: Problem(costs, place, microbatches, caps)
         for place in dict.fromkeys(each.placement for each in named)
     }
-    easy = replace(costs, transfer=Transfer(), reductions=None)
+    easy = replace(costs, transfer=Transfer())
     if easy != costs:  # where messages take no time good orders are easier to find
         work //= 2
         with contextlib.suppress(ScheduleError):
@@ -80,14 +79,14 @@ def search(
     begun = sorted(_begun(problems, known), key=_length)
     starts = _varied(begun)
     found = [played for each in starts for played in _improved(problems, each, work // len(starts))]
-    steps = [_with_reductions(each, costs) for each in (*known[:1], *found)]
+    steps = [*known[:1], *found]
     if not steps:
         least = min((max(peak_memory(each, costs.memory)) for each in named), default=math.inf)
         raise ScheduleError(
             f"no schedule found within the cap {cap}; the most frugal named one keeps {least:g} on "
             "its fullest rank: raise the cap, or cut the batch into more microbatches"
         )
-    return replace(min(steps, key=lambda each: each[0])[1], name="auto")
+    return replace(min(steps, key=_length).schedule, name="auto")
 
 
 def placed(
@@ -161,12 +160,3 @@ def _improved(problems: Problems, start: PlayedOrder, work: int) -> Iterator[Pla
     found = improve(start.schedule, problem, work, least=problem.least)
     if found is not None and (problem.costs.wiring is None or not replay(found.schedule).waits):
         yield found
-
-
-def _with_reductions(played: PlayedOrder, costs: Costs) -> tuple[float, Schedule]:
-    """A step and its seconds, with its last Ws placed for what replicas reduce behind them."""
-    if costs.reductions is None:
-        return played.makespan, played.schedule
-    rows = last_weights_by_stage(played.schedule.ranks, costs.reductions.bytes)
-    made = replace(played.schedule, ranks=rows)
-    return costs.timeline(made).makespan, made

@@ -184,7 +184,7 @@ class _LimitSearch:
         caps: Sequence[float],
     ) -> None:
         # What is reduced behind a step, every order leaves to the end.
-        self._costs = _CountedCosts.of(replace(costs, reductions=None))
+        self._costs = _CountedCosts.of(costs)
         self._caps = caps
         self._kept: list[_Kept] = []
         """Those that keep the limit."""

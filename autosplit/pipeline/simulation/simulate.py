@@ -17,7 +17,6 @@ from autosplit.pipeline.schedule.wiring import Feeds, Wiring
 from .activation_memory import StageMemory
 from .lanes import add_lanes
 from .playing import play, rows_of, waits_of
-from .reductions import Reductions
 from .step_graph import StepGraph
 from .timeline import Span, Timeline
 from .transfer import Transfer
@@ -32,7 +31,6 @@ def simulate(
     transfer: Transfer | float = 0.0,
     wiring: Wiring | None = None,
     memory: Sequence[StageMemory] | None = None,
-    reductions: Reductions | None = None,
     gathers: Sequence[float] | None = None,
 ) -> Timeline:
     """Discrete-event simulation of one step.
@@ -52,7 +50,6 @@ def simulate(
             no earlier stage of the same rank was sent.
         memory: per stage, what it keeps of a microbatch, of which moves between ranks or to the
             host take as much; needed where their links have a bandwidth.
-        reductions: what replicas of the pipeline reduce; None: there is one pipeline.
         gathers: per stage, seconds of its UNSHARD, in which its rank does nothing else; None: it
             takes no time. A RESHARD takes none.
 
@@ -89,8 +86,6 @@ def simulate(
         if (action := graph.actions[number]).kind.is_compute or action.kind is ActionKind.UNSHARD
     ]
     spans += [Span(*each) for each in lanes.spans(run.starts)]
-    if reductions is not None:
-        spans += reductions.spans(spans)
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 
@@ -128,7 +123,6 @@ class Costs:
         transfer: the links between ranks.
         full: per stage, seconds of a B; None: as long as I and W.
         wiring: who feeds whom; None: each stage the next.
-        reductions: what replicas of the pipeline reduce; None: there is one pipeline.
         gathers: per stage, seconds of an UNSHARD; None: they take no time.
 
     Raises:
@@ -141,7 +135,6 @@ class Costs:
     transfer: Transfer = field(default_factory=Transfer)
     full: Sequence[float] | None = None
     wiring: Wiring | None = None
-    reductions: Reductions | None = None
     gathers: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
@@ -194,8 +187,6 @@ class Costs:
                 for _ in range(chunks)
             ],
             full=self.full and parts(self.full),
-            reductions=self.reductions
-            and replace(self.reductions, bytes=parts(self.reductions.bytes)),
             gathers=self.gathers and parts(self.gathers),
         )
 
@@ -225,6 +216,5 @@ class Costs:
             transfer=self.transfer,
             wiring=self.wiring,
             memory=self.memory,
-            reductions=self.reductions,
             gathers=self.gathers,
         )

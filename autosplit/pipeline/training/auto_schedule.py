@@ -16,7 +16,6 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
-from autosplit.pipeline.simulation.reductions import Reductions
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Span, median_durations
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -49,8 +48,6 @@ class Tuner:
         groups: the trainer's process groups.
         links: measures the links between ranks; collective, and the same on all of them.
         wiring: who feeds whom; None: each stage the next.
-        reductions: measures what replicas of the pipeline reduce; collective. None: there is one
-            pipeline.
 
     Attributes:
         schedule: see above.
@@ -64,14 +61,12 @@ class Tuner:
         *,
         links: Callable[[], Transfer],
         wiring: Wiring | None = None,
-        reductions: Callable[[], Reductions | None] = lambda: None,
     ) -> None:
         self.schedule = schedule
         self.done = False
         self._groups = groups
         self._links = links
         self._wiring = wiring
-        self._reductions = reductions
         self._steps: list[list[Span]] = []
 
     def after_step(
@@ -131,7 +126,6 @@ class Tuner:
                 gradient_bytes={stage: sent[stage][1] for stage in every},
             ),
             wiring=self._wiring,
-            reductions=self._reductions(),
         )
 
 

@@ -32,9 +32,13 @@ Microbatches: TypeAlias = "list[list[Any]]"
 """Per microbatch its tensors, in order; None for what this rank does not take."""
 
 
-def paired(batch: Any, target: Part | None) -> Batch | None:
-    """A batch as the pair (inputs, targets); ``target`` is given where ``batch`` is inputs only."""
-    return batch if target is None else (batch, target)
+def paired(batch: Any, target: Part | None, named: Mapping[str, Tensor]) -> Batch | None:
+    """A batch as the pair (inputs, targets); ``target`` is given where ``batch`` is inputs only, or
+    these are given by name.
+    """
+    if named:
+        batch = named if batch is None else (batch, named)  # which is refused, on all ranks
+    return batch if target is None and not named else (batch, target)
 
 
 class BatchSplitter:
@@ -158,6 +162,12 @@ class BatchSplitter:
             if tensor is None and name == "inputs" and self._takes[name] is not None:
                 checked[path] = None
                 continue
+            if isinstance(tensor, Mapping):
+                raise PipelineError(
+                    f"the batch's {name} are given by name, {', '.join(map(str, tensor))}, and "
+                    "this trainer takes them in order: step((x, y), target=z). Names are for a "
+                    "model that was cut with an example that has them"
+                )
             if not isinstance(tensor, Tensor):
                 raise PipelineError(
                     f"the batch's {name} must be a tensor or a tuple of tensors; "
@@ -227,10 +237,8 @@ def agreed_shape(batch: Batch | None, source: int, groups: Groups) -> str:
         BatchError: replicas were given different shapes.
         LostPeerError: that rank did not say.
     """
-    own = _shape(batch) if groups.rank == source else None
+    own = shape_of(batch) if groups.rank == source else None
     layout = groups.layout
-    if groups.everybody.ranks == 1:
-        return own or ""
     if len(layout.pipelines) == 1:
         return groups.announce(own, source)
     heard = groups.everybody.gather(own or "")
@@ -247,7 +255,8 @@ def agreed_shape(batch: Batch | None, source: int, groups: Groups) -> str:
     return shape
 
 
-def _shape(batch: Batch | None) -> str:
+def shape_of(batch: Batch | None) -> str:
+    """The shape of a batch's inputs."""
     part = batch[0] if isinstance(batch, tuple | list) and batch else None
     if isinstance(part, Mapping):
         part = [part[name] for name in sorted(part)]

@@ -16,6 +16,7 @@ from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 
+from .reductions import GradientReduction, reducing
 from .replicas import ModelReplicas
 from .sharded_stages import ShardedStages
 from .shared_parameters import Holder, SharedParameters
@@ -28,7 +29,7 @@ OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class RankState:
     """This rank's stage modules and trainable parameters, kept equal with their replicas.
 
-    What there is none of is None, and nobody asks it: one rank without a mesh has none of the five.
+    What there is none of is None, and nobody asks it: one rank without a mesh has none.
     Creating one is collective over all ranks.
 
     Args:
@@ -46,7 +47,6 @@ class RankState:
         sharded: the stages that are sharded.
         parts: of tensors that other ranks have other parts of.
         shared: the parameters of which there are several copies in the pipeline.
-        replicas: makes gradients means over replicas of the pipeline.
         behind: what follows the actions of a step, call by call.
         reduces: whether gradients are summed with those of other copies or ranks in a step.
 
@@ -87,17 +87,23 @@ class RankState:
             self.parts = TensorParts(modules, groups, sharded.parameters)
         self.shared: SharedParameters | None = None
         if shared:
-            self.shared = SharedParameters(shared, modules, schedule, groups, settled)
-        self.replicas: ModelReplicas | None = None
-        if layout.shares > 1 or self.sharded is not None:
-            is_shared = (lambda _: False) if self.shared is None else self.shared.is_shared
-            self.replicas = ModelReplicas(modules, groups, settled, is_shared, self.sharded)
+            self.shared = SharedParameters(shared, modules, schedule, groups)
+        replicas: ModelReplicas | None = None
+        if layout.shares > 1:
+            replicas = ModelReplicas(modules, groups, sharded.parameters)
         self.behind: tuple[Callable[[], None], ...] = (
             *((settled,) if device.type == "cuda" else ()),
             *((self.sharded.free_all,) if self.sharded is not None else ()),
-            *((self.replicas.equalise_buffers,) if layout.shares > 1 and self.replicas else ()),
+            *((replicas.equalise_buffers,) if replicas is not None else ()),
         )
-        self.reduces = (self.shared, self.replicas, self.parts) != (None, None, None)
+        self._settled = settled
+        # What several stages of a replica hold is summed before replicas have the mean.
+        rounds: tuple[Sequence[GradientReduction], ...] = (
+            [] if self.shared is None else self.shared.reductions,
+            [*([] if replicas is None else replicas.reductions), *sharded.reductions],
+        )
+        self._rounds = [each for each in rounds if each]
+        self.reduces = bool(self._rounds) or self.parts is not None
         self.parameters = _trainable(modules.values())
         # Of replicas, the first one's are counted.
         self._counted = [p for p in self.parameters if self._is_counted(p, groups)]
@@ -159,6 +165,8 @@ class RankState:
         Raises:
             PipelineError: names one.
         """
+        if self.shared is not None:
+            self.shared.check()
         if self.sharded is not None:
             self.sharded.check()
             self.sharded.free_all()
@@ -182,15 +190,13 @@ class RankState:
         return sum_of_squares(self._counted)
 
     @contextlib.contextmanager
-    def reduced(self, completions: Sequence[int], *, timed: bool) -> Iterator[None]:
+    def reduced(self) -> Iterator[None]:
         """Give every copy of a parameter the sum of the gradients that come inside, and all
-        replicas of the pipeline their mean; see ``SharedParameters`` and ``ModelReplicas``.
+        replicas of the pipeline their mean, see ``reducing``.
         """
         with contextlib.ExitStack() as stack:
-            if self.replicas is not None:
-                stack.enter_context(self.replicas.averaging(completions, timed=timed))
-            if self.shared is not None:
-                stack.enter_context(self.shared.summing())
+            for each in reversed(self._rounds):
+                stack.enter_context(reducing(each, self._settled))
             yield
         if self.parts is not None:
             self.parts.lay_gradients_out(self.parameters)

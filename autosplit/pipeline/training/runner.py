@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import BatchError, CaptureError, PipelineError
+from autosplit.errors import BatchError, CaptureError, PipelineError, PlanError
 from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
 from autosplit.pipeline.engine.executor import Executor, ForwardStage
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostStore
 from autosplit.pipeline.engine.moves import Moves
-from autosplit.pipeline.engine.results import Agreement
 from autosplit.pipeline.engine.stages import (
     ModuleStage,
     StageFactory,
     TrainableStage,
     agree_on_gradients,
     build_stages,
+    check_inputs,
     compile_stages,
     forward_only,
 )
@@ -41,6 +41,7 @@ from autosplit.pipeline.simulation.timeline import Span
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import countable
 
+from .agreement import Agreement
 from .auto_schedule import Tuner
 from .batches import (
     Batch,
@@ -49,10 +50,11 @@ from .batches import (
     agree_on_batch,
     agreed_shape,
     compare_contents,
+    shape_of,
     summary_of,
 )
 from .memory_limit import LimitTuner
-from .options import MEMORY, Record, TrainerOptions
+from .options import MEMORY, TrainerOptions
 from .rank_memory import RankMemory
 from .rank_state import RankState
 from .stage_modules import (
@@ -108,6 +110,9 @@ class Runner:
         stages: this rank's stages of the last run in training; empty before the first.
         spans: what that run recorded.
         memory: tells this rank's bytes, and how fast its store is.
+        record: whether to record ``spans``, as steps that ``"auto"`` measures always are, and
+            ``memory``.
+        clips: whether the norm of the gradient is asked for.
     """
 
     def __init__(
@@ -123,22 +128,23 @@ class Runner:
         store: HostStore | None,
     ) -> None:
         self._loss_fn, self._autocast = loss_fn, options.stages.autocast
+        self.record, self.clips = options.run.record, options.max_grad_norm is not None
         self._held, self._groups, self._guard = held, groups, guard
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
         self._feeds = Feeds(stages.count, stages.wiring)
         self.memory = RankMemory(held, groups, self._feeds, device, store)
         self._tuner = self._tuner_for(schedule, options)
-        replicas = held.replicas
-        self.schedule = schedule if replicas is None else replicas.reducing_early(schedule)
-        # Sums beside other messages have run over Gloo only.
-        on_cpu = device.type == "cpu"
-        self._early = on_cpu and replicas is not None and replicas.reduces_early
+        self.schedule = schedule
         self._factory: StageFactory = options.factory(cut=stages.cut)
         self._shares_tensors = groups.layout.tensor_ranks > 1
-        # A whole model is cut for one shape; of another, what is held differs.
-        self._static = stages.cut or options.memory_limit is not None
-        self._source = self.schedule.placement[self._feeds.first_from_batch]
+        source = schedule.placement[self._feeds.first_from_batch]
+        self._shape = shape_of
+        if stages.cut or options.memory_limit is not None:
+            # A whole model is cut for one shape; of another, what is held differs.
+            self._shape = lambda batch: ""
+        elif groups.everybody.ranks > 1:
+            self._shape = partial(agreed_shape, source=source, groups=groups)
         self._last = self.schedule.stages - 1
         self._forwards = forward_only(self.schedule)
         self._steps: tuple[dict[str, ShapedStep], dict[str, ShapedStep]] = {}, {}
@@ -159,29 +165,23 @@ class Runner:
         """That of ``schedule="auto"`` or ``memory_limit=``; None where the schedule stays."""
         if not options.tunes:
             return None
-        groups, replicas = self._groups, self._held.replicas
+        groups = self._groups
         known: dict[str, Any] = {
             "links": partial(
                 measure_transfer, groups, self._device, pairs_of(schedule, self._feeds)
             ),
             "wiring": self._feeds.wiring,
-            "reductions": (lambda: None) if replicas is None else replicas.measured,
         }
         if options.memory_limit is None:
             return Tuner(schedule, groups, **known)
         limit = options.memory_limit
         return LimitTuner(schedule, groups, limit=limit, size=self.memory, **known)
 
-    def train(
-        self, batch: Batch | None, *, clipping: bool, record: Record, waits: bool
-    ) -> Agreement:
+    def train(self, batch: Batch | None, *, waits: bool = True) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
 
         Args:
             batch: see ``PipelineTrainer.step``.
-            clipping: whether the norm of the gradient will be asked for.
-            record: whether to record ``spans``, as steps that ``"auto"`` measures always are, and
-                ``memory``.
             waits: whether it begins on all ranks or on none.
 
         Returns:
@@ -190,15 +190,14 @@ class Runner:
         step, executor, inputs, targets = self._ready(batch, waits=waits)
         held, memory, microbatches = self._held, self.memory, inputs + targets
         weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
-        recorder = self._recorder if record or self._tuner is not None else None
+        recorder = self._recorder if self.record or self._tuner is not None else None
         memory.recorder = None
         with contextlib.ExitStack() as stack:
-            if record == MEMORY or weighs:
+            if self.record == MEMORY or weighs:
                 tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
             if held.reduces:
-                timed = recorder is not None and self._device.type == "cpu"
-                stack.enter_context(held.reduced(executor.completions, timed=timed))
+                stack.enter_context(held.reduced())
             losses = executor.run(inputs, targets, recorder)
             if memory.recorder is not None:
                 memory.recorder.finish(losses.values())
@@ -206,12 +205,10 @@ class Runner:
                 stage.publish()
         for call in held.behind:
             call()
-        if recorder is not None and held.replicas is not None:
-            recorder.note(held.replicas.spans)
         self.spans = recorder.spans() if recorder is not None else []
         if self._tuner is not None:
             self._tune(self._tuner)
-        return self._agree(step, losses, microbatches, clipping=clipping)
+        return self._agree(step, losses, microbatches, clipping=self.clips)
 
     def predict(self, batch: Batch | None) -> RankMemory:
         """Knows what a step will hold on this rank; its stages are built and its schedule chosen,
@@ -283,7 +280,6 @@ class Runner:
             groups.rank,
             Transport(routes, groups, step.negotiation, device=self._device, posts=posts),
             loss_grad=loss_grad,
-            finished=self._finished if self._early else None,
             place=groups.place,
             moves=moves,
             shards=shards,
@@ -380,11 +376,13 @@ class Runner:
         step = self._step_of(batch, evaluates=evaluates)
         parts: tuple[Microbatches, Microbatches] = [], []
         refused = ""
+        known = step.executor is not None
         try:
             parts = step.split(batch)
-        except PipelineError as error:
+            if not known:
+                check_inputs(self._held.modules, self._feeds, parts[0][0] if parts[0] else ())
+        except (PipelineError, PlanError) as error:
             refused = str(error)
-        known = step.executor is not None
         if refused or not known or (waits and groups.everybody.ranks > 1):
             try:
                 agree_on_batch(refused, step.split.offered, groups, known=known, waits=waits)
@@ -403,7 +401,7 @@ class Runner:
         shape.
         """
         groups, steps = self._groups, self._steps[evaluates]
-        shape = "" if self._static else agreed_shape(batch, self._source, groups)
+        shape = self._shape(batch)
         if shape in steps:
             steps[shape] = steps.pop(shape)  # used last
             return steps[shape]
@@ -420,12 +418,6 @@ class Runner:
         name = f"{'evaluate' if evaluates else 'train'} {shape}"
         steps[shape] = ShapedStep(split, Negotiation(name, groups, self._guard.check))
         return steps[shape]
-
-    def _finished(self, stage: int) -> None:
-        """What follows the last weight gradients of a stage: they are reduced."""
-        self.stages[stage].publish()
-        if self._held.replicas is not None:
-            self._held.replicas.ready(stage)
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps, and change the schedule where that says so."""

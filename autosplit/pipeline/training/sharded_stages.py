@@ -1,26 +1,20 @@
-"""Stages that ``fully_shard`` has sharded: gathered for a step, reduced, and freed.
-
-The reduce-scatter of a parameter group is one of the reductions of a step.
-"""
+"""Stages that ``fully_shard`` has sharded: gathered for a step, reduced, and freed."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
-from autosplit.mesh.reduction import GradientReduction
+from autosplit.pipeline.engine.control import Losing
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.torch_internals.autograd import has_accumulate_hooks
 from autosplit.torch_internals.distributed import fsdp_part
 
+from .reductions import GradientReduction
 from .stage_copies import adopt, is_expert
 
 if TYPE_CHECKING:
@@ -30,80 +24,32 @@ if TYPE_CHECKING:
 _SHARDS = "the ranks that have the other shards of its parameters"
 
 
-class GroupReduction(GradientReduction):
-    """The reduction of a group's gradients into those of the sharded parameters.
+class StageReduction(GradientReduction):
+    """The reduction of a stage's gradients into those of the sharded parameters: a reduce-scatter
+    for each parameter group, last modules first.
 
     Args:
-        group: the group.
-        stage: whose.
-        waits: for what was started of the stage: its reductions end together.
-        stages: all that are sharded.
+        stage: sharded.
+        losing: waits for other ranks.
     """
 
-    def __init__(
-        self,
-        group: ParameterGroup,
-        stage: int,
-        waits: list[Callable[[], None]],
-        stages: ShardedStages,
-    ) -> None:
-        super().__init__(stage)
-        self._group = group
-        self._waits = waits
-        self._stages = stages
-        self._stage = stage
-
-    @property
-    def parameters(self) -> frozenset[int]:
-        """The ``id`` of each sharded parameter that is trained."""
-        return frozenset(id(each) for each in self._group.parameters if each.requires_grad)
-
-    @property
-    def reduced(self) -> Sequence[Tensor]:
-        return self._group.parameters
+    def __init__(self, stage: ShardedModule, losing: Losing) -> None:
+        super().__init__([each for group in stage.groups for each in group.parameters])
+        self._stage, self._losing = stage, losing
 
     def give_back(self) -> None:
-        self._waits.clear()
-        for each in self.reduced:
-            self._group.forget(id(each))
+        self._stage.forget([*map(id, self._parameters)])
         super().give_back()
 
     def start(self) -> None:
-        """Start to reduce what has come, in the parameters as they were gathered.
+        with self._losing(_SHARDS):
+            self._stage.accumulate()
+            self._stage.start_reduce()
 
-        Raises:
-            LostPeerError: a rank that shares its tensors did not take part.
-        """
-        self._stages.lay_out(self._group)
-        # Hooks are called where a group is reduced.
-        hooked = has_accumulate_hooks(self._group.parameters)
-        self._waits.append(self._stages.run(self._reduce, beside=not hooked))
-
-    def finish(self, settled: Callable[[], None]) -> None:
-        """Wait, and add what was put aside.
-
-        Raises:
-            LostPeerError: another rank did not take part.
-        """
-        waits = [*self._waits]
-        self._waits.clear()
-        if waits:
-            self._stages.finish(self._stage, waits)
+    def wait(self, settled: Callable[[], None]) -> None:
+        with self._losing(_SHARDS):
+            self._stage.finish_reduce()
         settled()
-        for each, earlier in zip(self._group.parameters, self._before, strict=True):
-            if earlier is not None:
-                with torch.no_grad():
-                    each.grad = earlier if each.grad is None else earlier + each.grad
-        self._before = []
-
-    def _reduce(self) -> None:
-        start = time.perf_counter()
-        self._group.accumulate()
-        if self._group.unreduced:
-            # W of other microbatches, or of another slice, may still read them.
-            self._group.start_reduce(reshards=False)
-        if self.timed:
-            self.times = start, time.perf_counter()
 
 
 class ShardedStages:
@@ -147,8 +93,6 @@ class ShardedStages:
         if groups.layout.shards > 1:
             _check_all_sharded(modules, self.parameters)
         self._restore = contextlib.ExitStack()
-        self._apart = False
-        self._worker: ThreadPoolExecutor | None = None
         if any(groups.everybody.gather(bool(self._stages))):
             try:
                 self._connect()
@@ -164,12 +108,8 @@ class ShardedStages:
     def _connect(self) -> None:
         """Communicate over groups of the trainer, and take over the first replica's values."""
         layout = self._groups.layout
-        # For parameters and for gradients one each: which of two messages starts first, where both
-        # are under way, is not the same on all ranks.
         links = {
-            experts: tuple(
-                self._groups.of(layout.shard_groups(experts=experts)) for _ in ("gather", "reduce")
-            )
+            experts: self._groups.of(layout.shard_groups(experts=experts))
             for experts in ((False, True) if layout.experts else (False,))
         }
         copying = self._groups.of_several(layout.copies)
@@ -180,17 +120,12 @@ class ShardedStages:
             experts = _has_experts(group)
             # Those of one rank have the tokens of all along "ep".
             parts = layout.shares if experts else None
-            gathering, reducing = links[experts]
-            self._apart = self._restore.enter_context(
-                group.communicating(gathering, reducing, copying, parts)
-            )
+            self._restore.enter_context(group.communicating(links[experts], copying, parts))
             adopt(group.parameters, first, copying, self._groups, _SHARDS)
 
     def close(self) -> None:
         """Let the modules communicate as before."""
         self._restore.close()
-        if self._worker is not None:
-            self._worker.shutdown(wait=False)
 
     def gather(self, stage: int) -> None:
         """Gather the parameters of a stage that are not.
@@ -253,67 +188,11 @@ class ShardedStages:
                 "autosplit.Stage gathers parameters for its graphs. Leave stage_factory out"
             )
 
-    def reductions(self) -> list[GroupReduction]:
-        """A reduction for each parameter group, in the order in which they start where nothing else
-        says: last modules first.
-        """
-        waits: dict[int, list[Callable[[], None]]] = {index: [] for index in self._stages}
-        return [
-            GroupReduction(group, index, waits[index], self)
-            for index, sharded in self._stages.items()
-            for group in sharded.reduced_groups
-        ]
-
-    def lay_out(self, group: ParameterGroup) -> None:
-        """Reduce what ranks that share a group's tensors have parts of.
-
-        Raises:
-            LostPeerError: one of them did not take part.
-        """
-        with self._groups.losing("the ranks that share its tensors"):
-            group.lay_gradients_out()
-
-    def finish(self, stage: int, waits: Sequence[Callable[[], None]]) -> None:
-        """Wait for the reductions of a stage.
-
-        Raises:
-            LostPeerError: another rank did not take part.
-        """
-        with self._groups.losing(_SHARDS):
-            for wait in waits:
-                wait()
-            self._stages[stage].finish_reduce()
-
     @property
-    def reduces_early(self) -> bool:
-        """Whether gradients may be reduced while others are made: parameters of other stages are
-        gathered over a group of their own meanwhile.
-        """
-        return self._apart
-
-    def run(self, call: Callable[[], None], beside: bool) -> Callable[[], None]:
-        """Start a call that may wait for other ranks; gives what waits for its end.
-
-        Args:
-            call: to be run behind those before it.
-            beside: whether another thread may run it.
-        """
-        if not any(stage.blocks for stage in self._stages.values()):
-            call()  # on a stream of its own
-            return _at_once
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "autosplit-reductions")
-        if not beside:
-            with self._groups.losing(_SHARDS):
-                self._worker.submit(_at_once).result()
-                call()
-            return _at_once
-        future = self._worker.submit(call)
-        return future.result
-
-
-def _at_once() -> None:
-    pass
+    def reductions(self) -> list[StageReduction]:
+        """One for each stage."""
+        losing = self._groups.losing
+        return [StageReduction(stage, losing) for stage in self._stages.values()]
 
 
 def _sharded(module: nn.Module) -> ShardedModule:

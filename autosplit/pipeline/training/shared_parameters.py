@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -11,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.reduction import ReductionQueue
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.results import Member, buckets_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.autograd import has_tensor_hooks
 from autosplit.torch_internals.dtensor import local_tensor
 
+from .reductions import Member, buckets_of
 from .stage_copies import adopt, form_of
 
 Holder: TypeAlias = "tuple[int, str]"
@@ -36,7 +34,9 @@ class SharedParameters:
         modules: this rank's stages by index.
         schedule: says which ranks hold which stage.
         groups: the trainer's process groups.
-        settled: waits until the device has done what it was given.
+
+    Attributes:
+        reductions: give every copy the sum of what is added to the copies' gradients.
 
     Raises:
         PipelineError: a stage or a parameter that is not there, one that is in two groups, or
@@ -49,7 +49,6 @@ class SharedParameters:
         modules: Mapping[int, nn.Module],
         schedule: Schedule,
         groups: Groups,
-        settled: Callable[[], None],
     ) -> None:
         _check_holders(shared, schedule.stages)
         self._groups = groups
@@ -57,48 +56,37 @@ class SharedParameters:
         found = self._named = _find(shared, modules)
         _check_alike(shared, found, groups)
         links = _links(shared, schedule, groups)
-        members = []
+        self._duplicates: set[int] = set()
+        trained = []
         for holders in shared:
             own = [found[stage, name] for stage, name in holders if (stage, name) in found]
             if own:
                 link = links.get(_ranks_of(holders, schedule))
                 owner = schedule.placement[holders[0][0]]
                 copies = list({id(copy): copy for copy in own}.values())
-                members.append(Member(copies, owner, link))
-        self._duplicates = {
-            id(copy)
-            for member in members
-            for copy in member.copies[1 if self._rank == member.owner else 0 :]
-        }
-        self._held = {id(copy) for member in members for copy in member.copies}
-        trained = [member for member in members if member.copies[0].requires_grad]
-        buckets = buckets_of(trained, groups.losing)
-        self._queue = ReductionQueue([(bucket, ()) for bucket in buckets], settled)
-        for member in members:
-            self._equalise(member.copies, member.owner, member.link)
+                self._duplicates.update(map(id, copies[1 if self._rank == owner else 0 :]))
+                self._equalise(copies, owner, link)
+                trained += [Member(copies, link)] if copies[0].requires_grad else []
+        self.reductions = buckets_of(trained, groups.losing)
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
         """Whether another copy of ``parameter`` stands for it where the model is counted."""
         return id(parameter) in self._duplicates
 
-    def is_shared(self, parameter: nn.Parameter) -> bool:
-        """Whether this sums the gradient of ``parameter`` with those of other copies."""
-        return id(parameter) in self._held
-
-    @contextlib.contextmanager
-    def summing(self) -> Iterator[None]:
-        """Give every copy the sum of what is added to the copies' gradients inside.
-
-        What was there before stays, once, so that steps can accumulate. After an error in the
-        block, only that is there.
+    def check(self) -> None:
+        """Refuse hooks, which would see the share of one stage where autograd shows the sum.
 
         Raises:
-            LostPeerError: a rank that holds a copy did not take part.
-            PipelineError: a parameter of several stages has a hook.
+            PipelineError: names a parameter that has one.
         """
-        _refuse_hooks(self._named)
-        with self._queue.reducing():
-            yield
+        for (stage, name), parameter in self._named.items():
+            if has_tensor_hooks([parameter]):
+                raise PipelineError(
+                    f"parameter {name!r} of stage {stage} has a hook of register_hook, and other "
+                    "stages hold it too: no stage has the gradient that it should see. Let "
+                    "optimizer.register_step_pre_hook change the gradient, on each rank that holds "
+                    "it"
+                )
 
     @torch.no_grad()
     def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:
@@ -177,15 +165,4 @@ def _check_alike(
             raise PipelineError(
                 "shared parameters must have one shape and dtype and be all trained or all frozen; "
                 f"got {listed}"
-            )
-
-
-def _refuse_hooks(named: Mapping[Holder, nn.Parameter]) -> None:
-    """A hook would see the share of one stage where autograd shows it the sum."""
-    for (stage, name), parameter in named.items():
-        if has_tensor_hooks([parameter]):
-            raise PipelineError(
-                f"parameter {name!r} of stage {stage} has a hook of register_hook, and other "
-                "stages hold it too: no stage has the gradient that it should see. Let "
-                "optimizer.register_step_pre_hook change the gradient, on each rank that holds it"
             )

@@ -18,14 +18,13 @@ from autosplit.mesh.costs import Link
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.first_error import Board, Guard
 from autosplit.pipeline.engine.groups import Groups, await_device
-from autosplit.pipeline.engine.results import Agreement
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory, TrainableStage, eval_mode
 from autosplit.pipeline.engine.watch import watch_over
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Timeline
 
-from .agreement import check_layout, check_unanimous, factory_options
+from .agreement import Agreement, check_layout, check_unanimous, factory_options
 from .batches import Batch, Inputs, Part, paired
 from .metrics import StepMetrics, metrics_table
 from .options import Record, TrainerOptions, check_record, choose_device, store_for
@@ -78,11 +77,10 @@ class StageTrainer:
         factory = options.factory(cut=stages.cut)
         given = options.stages.shared_parameters
         self.shared_parameters = union_of_groups(stages.shared, given)
-        self.record = options.run.record
+        check_record(options.run.record)
         self._ends: list[Callable[[], None]] = []
         self.device = choose_device(device, layout)
         self._max_norm = options.max_grad_norm
-        self._clipping = self._max_norm is not None
         self._norm: float | None = None
         self.mesh = options.mesh
         check_layout(layout)
@@ -165,12 +163,12 @@ class StageTrainer:
     @property
     def record(self) -> Record:
         """What is recorded of each step, see ``PipelineTrainer``; may be changed between steps."""
-        return self._record
+        return self._runner.record
 
     @record.setter
     def record(self, record: Record) -> None:
         check_record(record)
-        self._record = record
+        self._runner.record = record
 
     @property
     def rank(self) -> int:
@@ -197,7 +195,12 @@ class StageTrainer:
         """This process's stages by index, those of the last step; empty before the first."""
         return self._runner.stages
 
-    def step(self, batch: Batch | Inputs | None = None, target: Part | None = None) -> Tensor:
+    def step(
+        self,
+        batch: Batch | Inputs | None = None,
+        target: Part | None = None,
+        **named: Tensor,
+    ) -> Tensor:
         """Run one training step: all microbatches, clipping, optimizer, gradients cleared.
 
         No optimizer moves before every rank has all its gradients. If one fails, the trainer ends
@@ -211,6 +214,8 @@ class StageTrainer:
                 last stage's rank. ``()`` are no targets. With ``target``, the inputs alone.
             target: the targets, where ``batch`` is not a pair, as in torch's pipelines:
                 ``step(x, target=y)``; a rank may leave out either.
+            named: the inputs, of a model that was cut with named ones: ``step(input_ids=ids,
+                target=y)``.
 
         Returns:
             The loss of each microbatch, shape [M], on the CPU, the same on every rank of the
@@ -224,14 +229,19 @@ class StageTrainer:
             PipelineError: an error on any rank, a lost peer, or a timeout.
         """
         start = perf_counter()
-        losses = self.forward_backward(batch, target)
+        with self._guard("the forward and backward"):
+            agreement = self._runner.train(paired(batch, target, named))
+        losses = self._hear(agreement, start)
         with self._guard("the optimizer step"):
             self._held.step(self._max_norm, self._norm, self._meet)
         self._metrics.seconds = perf_counter() - start
         return losses
 
     def step_async(
-        self, batch: Batch | Inputs | None = None, target: Part | None = None
+        self,
+        batch: Batch | Inputs | None = None,
+        target: Part | None = None,
+        **named: Tensor,
     ) -> Agreement:
         """Run one training step without waiting for the other ranks at its end.
 
@@ -246,6 +256,7 @@ class StageTrainer:
         Args:
             batch: as for ``step``.
             target: as for ``step``.
+            named: as for ``step``.
 
         Returns:
             The losses on their way; ``wait()`` gives what ``step`` returns.
@@ -256,17 +267,18 @@ class StageTrainer:
         """
         self._metrics.losses = None
         with self._guard("the forward and backward"):
-            agreement = self._runner.train(
-                paired(batch, target), clipping=self._clipping, record=self._record, waits=False
-            )
+            agreement = self._runner.train(paired(batch, target, named), waits=False)
         with self._guard("the optimizer step"):
-            if self._clipping:
+            if self._max_norm is not None:
                 self._norm = agreement.norm()
             self._held.step(self._max_norm, self._norm)
         return agreement
 
     def forward_backward(
-        self, batch: Batch | Inputs | None = None, target: Part | None = None
+        self,
+        batch: Batch | Inputs | None = None,
+        target: Part | None = None,
+        **named: Tensor,
     ) -> Tensor:
         """Run the schedule and add the gradients of the mean loss to the parameters' ``.grad``.
 
@@ -274,24 +286,31 @@ class StageTrainer:
         """
         start = perf_counter()
         with self._guard("the forward and backward"):
-            agreement = self._runner.train(
-                paired(batch, target), clipping=self._clipping, record=self._record, waits=True
-            )
+            agreement = self._runner.train(paired(batch, target, named))
+        return self._hear(agreement, start)
+
+    def _hear(self, agreement: Agreement, start: float) -> Tensor:
+        """Wait for the losses, and the norm, of a step that began at ``start``."""
         losses = agreement.wait()
-        if self._clipping:
+        if self._max_norm is not None:
             self._norm = agreement.norm()
         self._metrics.losses = losses
         self._metrics.computing = self._metrics.seconds = perf_counter() - start
         return losses
 
-    def evaluate(self, batch: Batch | Inputs | None = None, target: Part | None = None) -> Tensor:
+    def evaluate(
+        self,
+        batch: Batch | Inputs | None = None,
+        target: Part | None = None,
+        **named: Tensor,
+    ) -> Tensor:
         """The loss of each microbatch in eval mode, without gradients.
 
         Batches may be of another shape than in training, but not for stages that the trainer cut.
         Arguments, result and errors are those of ``step``.
         """
         with self._guard("the evaluation"), eval_mode(self.modules.values()):
-            agreement = self._runner.evaluate(paired(batch, target))
+            agreement = self._runner.evaluate(paired(batch, target, named))
         return agreement.wait()
 
     def measure(self, batch: Batch | None, metric_fn: MetricFunction) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from autosplit.errors import BatchError, PipelineError
 from autosplit.pipeline.engine.first_error import AROUND
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline import workers
+from tests.pipeline.trainer_options import grouped
 from tests.pipeline.workers import data, trainer
 from tests.ranks import ranks
 
@@ -150,6 +151,29 @@ def test_ranks_that_do_not_wait_have_run() -> None:
         ) as seen:
             engine.step_async(batch).wait()
         assert type(seen.value).__name__ == ("PipelineError" if engine.rank else "RankError")
+
+
+@ranks(2)
+def test_a_model_that_was_cut_for_other_batches() -> None:
+    """It refuses them from the first step on, and takes inputs by their names."""
+    options = {"example": {"input": torch.zeros(4, 6)}, "stages": 2, "microbatches": 2}
+    options |= grouped(planning={"costs": "estimate"}, timeout=60.0)
+    model = nn.Sequential(workers.block(0), workers.block(1))
+    with PipelineTrainer(
+        model,
+        nn.functional.mse_loss,
+        workers.sgd,
+        **options,
+    ) as engine:
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(
+                BatchError, match=r"shape \[2, 6\], but the model was captured with \[4, 6\]"
+            ):
+                call(input=X[:4], target=Y[:4])
+        found = engine.step(input=X[:8], target=Y[:8])
+        with pytest.raises(BatchError, match="the shapes of this pipeline are static"):
+            engine.step(input=X[:4], target=Y[:4])
+        assert found.shape == engine.step(({"input": X[:8]}, Y[:8])).shape
 
 
 class Scaled(nn.Module):

@@ -74,8 +74,12 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (lambda: trainer(schedule="1F1B"), "what torch calls 1F1B is '1f1b'"),
         (lambda: trainer().step(X), r"step\(\(x, y\)\), or step\(x, target=y\)"),
+        (
+            lambda: trainer().step(x=X, target=Y),
+            r"inputs are given by name, x, and this trainer takes them in order: step\(\(x, y\)",
+        ),
     ],
-    ids=["loss", "no targets", "optimizer", "torch's class", "torch's name", "no pair"],
+    ids=["loss", "no targets", "optimizer", "torch's class", "torch's name", "no pair", "a name"],
 )
 def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
     with pytest.raises(AutosplitError, match=text):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from autosplit.mesh.dimensions import Place, RankLayout
-from autosplit.pipeline.engine.results import _own_shares
+from autosplit.pipeline.training.agreement import _own_shares
 
 
 @pytest.mark.parametrize(
