@@ -7,16 +7,12 @@ draw a second time and must go. Un-functionalised mutations are kept: they are e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from ..analysis.operators import is_effect, is_random
 from ..graph import SplitGraphs
-
-Emit = Callable[..., fx.Node]
-"""Takes an operator and its arguments, puts the call into a graph, and returns its node."""
 
 _OWN = ("val", "role")  # what a node says of itself alone
 
