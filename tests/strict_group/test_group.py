@@ -142,13 +142,11 @@ def test_what_never_ends_is_an_error_at_once(on_ranks: Ranks, name: str) -> None
     on_ranks(one_by_one, 2, ("strict", name), timeout=30)
 
 
-@pytest.mark.parametrize("text", ["strict:ms=2,seed=3", "strict:one_connection=1"])
-def test_running_ranks_are_judged_as_written_queues_are(on_ranks: Ranks, text: str) -> None:
-    settings = Settings.of(text)
-    assert settings is not None
+@pytest.mark.parametrize("one", [False, True])
+def test_running_ranks_are_judged_as_written_queues_are(on_ranks: Ranks, one: bool) -> None:
+    text = str(Settings(ms=2, seed=3, one_connection=one))
     cases = {seed: case(seed) for seed in range(60)}
     cases = dict([(at, each) for at, each in cases.items() if len(each[0]) == 2][:12])
-    one = settings.one_connection
     verdicts = {at: play(*each, one_connection=one).ends for at, each in cases.items()}
     assert {*verdicts.values()} == {True, False}
     _judged(on_ranks(perform_all, 2, (cases, text), timeout=90), verdicts)

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer
-from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
-from autosplit.pipeline.engine.executor import Executor
-from autosplit.pipeline.engine.groups import Groups, greet
-from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.routes import (
-    Parcel,
-    Routes,
-    pairs_of,
-    routes_of,
-)
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.schedule.routes import Parcel, Routes, routes_of
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
-from autosplit.pipeline.simulation.one_order import posts_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.stage_modules import Partitioned, StageSource
-from tests.pipeline import rendezvous
-from tests.pipeline.rendezvous import Port, Wire
-from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.tables import chain_of
 from tests.pipeline.trainer_options import grouped
 
@@ -80,138 +64,6 @@ def test_the_simulator_sends_what_the_engine_sends(
             simulated.setdefault(message.link, []).append(graph.parcels[message.parcel])
     assert simulated == sent
     assert bool(sent) == (ranks > 1)
-
-
-# --- every schedule, and random ones, over messages that obey NCCL's rules ------------------------
-
-
-CPU = torch.device("cpu")
-META = TensorMeta(torch.Size([2]), torch.float32, True)
-
-
-class Counting:
-    """Adds its index to what comes, doubles the gradient; knows which gradient met which W."""
-
-    def __init__(self, index: int, last: bool) -> None:
-        self._index = index
-        self._last = last
-        self._grads: dict[int, float] = {}
-        self.weights: list[tuple[int, float]] = []
-
-    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
-        output = inputs[0] + self._index
-        inputs.clear()
-        return [output.sum()] if self._last else [output]
-
-    def backward_input(self, microbatch: int, grads: list[Tensor | None]) -> list[Tensor | None]:
-        (grad,) = grads
-        assert grad is not None
-        grads.clear()
-        self._grads[microbatch] = float(grad.sum())
-        return [torch.full((2,), self._grads[microbatch] * (microbatch + 1))]
-
-    def backward_weight(self, microbatch: int) -> None:
-        self.weights.append((microbatch, self._grads.pop(microbatch)))
-
-    def backward(self, microbatch: int, grads: list[Tensor | None]) -> list[Tensor | None]:
-        results = self.backward_input(microbatch, grads)
-        self.backward_weight(microbatch)
-        return results
-
-
-def _run(
-    schedule: Schedule,
-    communicator: Callable[[int, int], Hashable] = rendezvous.by_direction,
-    prefetch: int = 2,
-    greeted: bool = True,
-    in_order: bool = False,
-) -> tuple[list[float], dict[int, dict[int, float]]]:
-    """Losses by microbatch, and per stage the gradient that each W found."""
-    stages = [
-        {i: Counting(i, i == schedule.stages - 1) for i in schedule.held(rank)}
-        for rank in range(len(schedule.ranks))
-    ]
-    count = schedule.microbatches
-    inputs = [[torch.full((2,), float(m))] for m in range(count)]
-
-    def rank(port: Port) -> dict[int, Tensor]:
-        negotiation = Negotiation("train", Groups(1, CPU, 1.0), lambda: None)
-        for boundary in range(schedule.stages):
-            negotiation.known[boundary] = (META,)
-        transport = Transport(
-            routes_of(schedule)[port.rank],
-            port,
-            negotiation,
-            device=CPU,
-            prefetch=prefetch,
-            posts=posts_of(schedule, Feeds(schedule.stages))[port.rank] if in_order else None,
-        )
-        if greeted:
-            greet(port, sorted(pairs_of(schedule, Feeds(schedule.stages))), CPU)
-        grad = torch.tensor(1.0)
-        executor = Executor(
-            stages[port.rank],
-            schedule,
-            port.rank,
-            transport,
-            loss_grad=grad,
-        )
-        return executor.run(inputs, [[] for _ in range(count)])
-
-    ranks = len(schedule.ranks)
-    rows = rendezvous.on_every_rank(ranks, Wire(ranks, communicator, connected=False), rank)
-    losses = {m: float(loss) for row in rows for m, loss in row.items()}
-    weights: dict[int, dict[int, float]] = defaultdict(dict)
-    for i, stage in (each for own in stages for each in own.items()):
-        weights[i].update(stage.weights)
-    return [losses[m] for m in range(count)], weights
-
-
-def _expected(stages: int, count: int) -> tuple[list[float], dict[int, dict[int, float]]]:
-    losses = [2.0 * (m + sum(range(stages))) for m in range(count)]
-    grads = {
-        stage: {m: float((2 * (m + 1)) ** (stages - 1 - stage)) for m in range(count)}
-        for stage in range(stages)
-    }
-    return losses, grads
-
-
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8)])
-def test_every_schedule(name: str, ranks: int, microbatches: int) -> None:
-    family = SCHEDULES[name]
-    if name == "dualpipe-v":
-        microbatches = max(microbatches, 2 * ranks)
-    stages = ranks * (family.chunks or 2)
-    for split in {True, not family.fused}:
-        schedule = build(name, stages, microbatches, split_backward=split, ranks=ranks)
-        assert _run(schedule) == _expected(stages, microbatches)
-        found = _run(schedule, rendezvous.by_pair, in_order=True)
-        assert found == _expected(stages, microbatches)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_random_schedules(prefetch: int) -> None:
-    """Messages of one pair may be used in another order than they are made in."""
-    for seed in range(25):
-        schedule = random_schedule(seed)
-        expected = _expected(schedule.stages, schedule.microbatches)
-        assert _run(schedule, prefetch=prefetch) == expected, schedule
-        assert _run(schedule, rendezvous.by_pair, in_order=True) == expected, schedule
-
-
-def test_both_directions_on_one_communicator_would_hang() -> None:
-    """With receives posted ahead: what the two groups of ``Groups`` are for, and that this
-    transport can tell.
-    """
-    with pytest.raises(PipelineError, match=r"rank \d waits for ever"):
-        _run(build("1f1b", 4, 8), rendezvous.by_pair)
-
-
-def test_without_a_first_message_two_ranks_would_wait_for_each_other() -> None:
-    """Each where it posts its first receive."""
-    with pytest.raises(PipelineError, match=r"rank \d waits for ever"):
-        _run(build("1f1b", 2, 2), greeted=False)
 
 
 # --- who feeds whom, and what a trainer takes as a model ------------------------------------------
