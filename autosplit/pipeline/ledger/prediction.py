@@ -95,7 +95,8 @@ class RankReplay:
         visits = {name: [*sizes] for name, sizes in guests.items()}
         staying: dict[str, int] = {}
         found: list[tuple[Action, int]] = []
-        moving = LevelByOrder()  # beside what stays here, of which what leaves is part till then
+        # Beside what stays here, of which what leaves is part till then.
+        moving = LevelByOrder(self._row)
         self._level.begin()
         self._messages.begin()
         for action in self._row:
@@ -114,7 +115,6 @@ class RankReplay:
             if action.kind.is_compute:
                 self._compute(action)
             found.append((action, max(before, self._level.highest + int(moving.most))))
-            moving.end(action)
             self._level.begin()
         self._messages.finish()
         return found

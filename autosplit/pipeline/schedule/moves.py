@@ -214,19 +214,21 @@ class LevelByOrder:
     in the row on, but then what it has waited for in its lane is not, though the rank went on
     meanwhile: of both only what is more counts, until an action has used what arrived.
 
-    Go through a row with ``begin`` and ``end`` for each action.
+    Args:
+        row: that of the rank; ``begin`` is called for each action of it in turn.
     """
 
-    __slots__ = ("_fresh", "_latest", "_level", "_passed", "_unsure")
+    __slots__ = ("_latest", "_level", "_pending", "_place", "_unsure", "_waits")
 
-    def __init__(self) -> None:
+    def __init__(self, row: Sequence[Action]) -> None:
+        self._waits = dict(waited_departures(row))
+        self._place = -1
         self._level = 0.0
         # Arrivals, each behind the departures that it and none before it has waited for: so much
         # of it as has happened by now is there from its beginning on.
         self._unsure: list[_Transfer] = []
         self._latest: dict[tuple[int, int], _Transfer] = {}  # what is here or comes here
-        self._fresh: list[_Transfer] = []  # departures
-        self._passed: list[_Transfer] = []  # behind which an action has computed
+        self._pending: dict[int, _Transfer] = {}  # departures by place that may not have happened
 
     @property
     def most(self) -> float:
@@ -243,34 +245,21 @@ class LevelByOrder:
         self._level += more
 
     def begin(self, action: Action, size: float = 0.0) -> None:
-        """Come to an action, behind what it waits for; ``size`` is how much a move carries."""
-        kind = action.kind
+        """Come to the next action, behind what it waits for; ``size`` is what a move carries."""
+        self._place += 1
+        kind, key = action.kind, (action.stage, action.microbatch)
+        waits = self._waits.get(self._place, ())
+        waited = [self._pending[place] for place in waits if place in self._pending]
         if kind in ARRIVALS:
-            arrival = _Transfer(action, size)
-            self._latest[action.stage, action.microbatch] = arrival
-            offloads = (d for d in self._fresh if d.action.kind is ActionKind.OFFLOAD)
-            waited = [d for d in (*self._passed, *offloads) if d not in self._unsure]
-            self._unsure += [*waited, arrival]
+            arrival = self._latest[key] = _Transfer(action, size)
+            self._unsure += [*(each for each in waited if each not in self._unsure), arrival]
         elif kind in DEPARTURES:
-            guest = kind is ActionKind.RETURN
-            came = self._latest.pop((action.stage, action.microbatch), None) if guest else None
-            self._fresh.append(_Transfer(action, -size, came))
-        elif kind is ActionKind.AWAIT:
-            self._leave([each for each in self._pending if awaits(action, each.action)])
-        elif kind in TAKERS:
-            self._leave(self._passed)
-        elif self._latest:
-            self._use(action.stage, action.microbatch)
-
-    def end(self, action: Action) -> None:
-        """The action has ended."""
-        if self._fresh and action.kind.is_compute:
-            self._passed += self._fresh
-            self._fresh.clear()
-
-    @property
-    def _pending(self) -> list[_Transfer]:
-        return [*self._passed, *self._fresh]
+            came = self._latest.pop(key, None) if kind is ActionKind.RETURN else None
+            self._pending[self._place] = _Transfer(action, -size, came)
+        elif waited:
+            self._leave(waited)
+        elif self._latest and kind in _USES:
+            self._use(*key)
 
     def _use(self, stage: int, microbatch: int) -> None:
         """A microbatch is used: what was away of it has left before, and is here again."""
@@ -278,14 +267,15 @@ class LevelByOrder:
         if arrival is None:
             return
         self._come(arrival)
-        away = ((each, each.action) for each in self._pending if each.action.kind in _LEAVES)
-        self._leave([d for d, a in away if (a.stage, a.microbatch) == (stage, microbatch)])
+        away = (each for each in self._pending.values() if each.action.kind in _LEAVES)
+        key = stage, microbatch
+        self._leave([each for each in away if (each.action.stage, each.action.microbatch) == key])
 
     def _leave(self, departures: Sequence[_Transfer]) -> None:
         """These have left for sure, and those before them in their lanes."""
         lanes: set[bool] = set()
         gone = []
-        for departure in reversed(self._pending):
+        for departure in reversed(self._pending.values()):
             lane = departure.action.kind is ActionKind.OFFLOAD
             if departure in departures or lane in lanes:
                 lanes.add(lane)
@@ -293,7 +283,7 @@ class LevelByOrder:
         for departure in reversed(gone):
             if departure.came is not None:
                 self._come(departure.came)
-            if departure in self._pending:  # not before what came
+            if departure in self._pending.values():  # not before what came
                 self._settle([departure])
 
     def _come(self, arrival: _Transfer) -> None:
@@ -305,5 +295,4 @@ class LevelByOrder:
         """These have happened."""
         self._level += sum(each.size for each in transfers)
         self._unsure = [each for each in self._unsure if each not in transfers]
-        self._passed = [each for each in self._passed if each not in transfers]
-        self._fresh = [each for each in self._fresh if each not in transfers]
+        self._pending = {at: each for at, each in self._pending.items() if each not in transfers}

@@ -156,7 +156,7 @@ def _moves(
 
 def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
     """As ``levels_of``, of one row from what its actions change."""
-    held = LevelByOrder()
+    held = LevelByOrder(row)
     for action, change in zip(row, changes, strict=True):
         if action.kind.is_move:
             held.begin(action, change.before + change.after)  # one of them is nothing
@@ -166,7 +166,6 @@ def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
         held.change(change.before)
         yield held.most
         held.change(-change.after)
-        held.end(action)
 
 
 class PeakMemory:

@@ -31,7 +31,6 @@ def simulate(
     transfer: Transfer | float = 0.0,
     wiring: Wiring | None = None,
     memory: Sequence[StageMemory] | None = None,
-    gathers: Sequence[float] | None = None,
 ) -> Timeline:
     """Discrete-event simulation of one step.
 
@@ -50,8 +49,6 @@ def simulate(
             no earlier stage of the same rank was sent.
         memory: per stage, what it keeps of a microbatch, of which moves between ranks or to the
             host take as much; needed where their links have a bandwidth.
-        gathers: per stage, seconds of its UNSHARD, in which its rank does nothing else; None: it
-            takes no time. A RESHARD takes none.
 
     Returns:
         The timeline, from time 0, spans sorted by start, then rank. The span of a move is the time
@@ -71,7 +68,7 @@ def simulate(
         )
     feeds = None if wiring is None else Feeds(schedule.stages, wiring)
     graph, rows = StepGraph(schedule, feeds=feeds, transfer=transfer), rows_of(schedule)
-    seconds = [_seconds(action, duration, gathers) for action in graph.actions]
+    seconds = [_seconds(action, duration) for action in graph.actions]
     lanes = add_lanes(graph, schedule, rows, seconds, transfer, memory)
     _check_seconds(graph.actions, seconds)
     run = play(graph, lanes.rows, seconds)
@@ -83,7 +80,7 @@ def simulate(
         Span(rank, action, run.starts[number], run.starts[number] + seconds[number])
         for rank, row in enumerate(rows)
         for number in row
-        if (action := graph.actions[number]).kind.is_compute or action.kind is ActionKind.UNSHARD
+        if (action := graph.actions[number]).kind.is_compute
     ]
     spans += [Span(*each) for each in lanes.spans(run.starts)]
     spans.sort(key=lambda span: (span.start, span.rank))
@@ -98,10 +95,12 @@ def _check_seconds(actions: Sequence[Action], seconds: Sequence[float]) -> None:
             )
 
 
-def _seconds(action: Action, duration: Durations, gathers: Sequence[float] | None) -> float:
-    """How long an action takes by itself; a missing duration is refused."""
+def _seconds(action: Action, duration: Durations) -> float:
+    """How long an action takes by itself, which is nothing where it does not compute; a missing
+    duration is refused.
+    """
     if not action.kind.is_compute:
-        return gathers[action.stage] if gathers and action.kind is ActionKind.UNSHARD else 0.0
+        return 0.0
     if not isinstance(duration, Mapping):
         return duration(action)
     key = (action.stage, action.kind)
@@ -123,11 +122,9 @@ class Costs:
         transfer: the links between ranks.
         full: per stage, seconds of a B; None: as long as I and W.
         wiring: who feeds whom; None: each stage the next.
-        gathers: per stage, seconds of an UNSHARD; None: they take no time.
 
     Raises:
-        ScheduleError: no stage; or times, memory, full, gathers and wiring of different numbers of
-            stages.
+        ScheduleError: no stage; or times, memory, full and wiring of different numbers of stages.
     """
 
     times: Sequence[tuple[float, float, float]]
@@ -135,7 +132,6 @@ class Costs:
     transfer: Transfer = field(default_factory=Transfer)
     full: Sequence[float] | None = None
     wiring: Wiring | None = None
-    gathers: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if not self.times or len(self.times) != len(self.memory):
@@ -143,12 +139,11 @@ class Costs:
                 f"expected times and memory of each stage, got {len(self.times)} times and "
                 f"{len(self.memory)} memories"
             )
-        for what, seconds in (("a B", self.full), ("an UNSHARD", self.gathers)):
-            if seconds is not None and len(seconds) != len(self.times):
-                raise ScheduleError(
-                    f"expected the seconds of {what} of each of {len(self.times)} stages, got "
-                    f"{len(seconds)}"
-                )
+        if self.full is not None and len(self.full) != len(self.times):
+            raise ScheduleError(
+                f"expected the seconds of a B of each of {len(self.times)} stages, got "
+                f"{len(self.full)}"
+            )
         if self.wiring is not None and self.wiring.stages != len(self.times):
             raise ScheduleError(
                 f"expected the wiring of {len(self.times)} stages, got that of {self.wiring.stages}"
@@ -187,14 +182,10 @@ class Costs:
                 for _ in range(chunks)
             ],
             full=self.full and parts(self.full),
-            gathers=self.gathers and parts(self.gathers),
         )
 
     def seconds(self, action: Action) -> float:
         """How long ``action`` takes."""
-        if action.kind.is_sharding:
-            gathers = self.gathers if action.kind is ActionKind.UNSHARD else None
-            return 0.0 if gathers is None else gathers[action.stage]
         forward, inputs, weights = self.times[action.stage]
         if action.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
             return forward
@@ -216,5 +207,4 @@ class Costs:
             transfer=self.transfer,
             wiring=self.wiring,
             memory=self.memory,
-            gathers=self.gathers,
         )

@@ -137,13 +137,8 @@ class StepGraph:
             if home == rank:
                 continue
             took, latency = self._travel(parcel, rank, home)
-            first = self._number(result, parcel.stage, home)
-            messages.append(Message(first, (rank, home), took, latency))
-            # An illegal schedule may run the stage elsewhere: it waits for the same message.
-            for number in self._of_result[result]:
-                elsewhere = self.takers[number] not in (rank, home)
-                if elsewhere and self.parcels[number].stage == parcel.stage:
-                    messages.append(Message(number, (rank, home), 0.0, latency))
+            number = self._number(result, parcel.stage, home)
+            messages.append(Message(number, (rank, home), took, latency))
         travelling = {message.parcel for message in messages}
         for number in self._of_result.get(result, ()):
             if number not in travelling:

@@ -10,10 +10,8 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import with_sharding, without_sharding
-from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.validation.validate import validate
-from tests.pipeline.tables import rows_of, schedule_of, seconds
+from tests.pipeline.tables import rows_of, schedule_of
 
 # --- actions as text ------------------------------------------------------------------------------
 
@@ -117,18 +115,3 @@ def test_a_stage_is_gathered_from_its_first_action_to_its_last() -> None:
 def test_what_is_read_while_it_is_sharded(row: str, fault: str) -> None:
     with pytest.raises(ScheduleError, match=fault):
         validate(schedule_of(row, "1F0 1I0 1W0", microbatches=1))
-
-
-def test_gathering_takes_the_rank_s_time() -> None:
-    schedule = with_sharding(build("1f1b", 2, 2))
-    durations = seconds(1.0, 1.0, 1.0)
-    plain = simulate(schedule, durations)
-    assert plain.makespan == simulate(without_sharding(schedule), durations).makespan
-    slow = simulate(schedule, durations, gathers=[0.5, 3.0])
-    (gathered,) = [s for s in slow.spans if str(s.action) == "1UNSHARD"]
-    assert (gathered.start, gathered.end) == (0.0, 3.0)
-    assert slow.makespan == plain.makespan + 2.0  # stage 1 waits 1 second anyway
-    costs = Costs([(1.0, 1.0, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2, gathers=[0.5, 3.0])
-    assert costs.timeline(schedule).makespan == slow.makespan
-    with pytest.raises(ScheduleError, match="the seconds of an UNSHARD of each of 2 stages, got 1"):
-        Costs([(1.0, 1.0, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2, gathers=[0.5])
