@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from pathlib import Path
 
 import click
@@ -18,15 +17,7 @@ from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.validation.communicators import (
-    RECEIVE,
-    SEND,
-    Programs,
-    Sharing,
-    held_up,
-    in_flight,
-    stuck,
-)
+from autosplit.pipeline.validation.communicators import Programs, Sharing, stuck
 from autosplit.pipeline.validation.grid import describe
 from autosplit.pipeline.validation.programs import COMMUNICATORS, of_engine, of_torch
 from autosplit.pipeline.validation.torch_csv import add_communication, check_memory, read_actions
@@ -74,7 +65,7 @@ def read_schedule(
 
 def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
     """Of a step that is known to end where each communicator has a stream: whether it ends whatever
-    queues share, as far as that is judged; and what is proved, and is under way at most.
+    queues share, as far as that is judged; and what is proved, and of which communicators.
     """
     verdicts = {"streams": "ends"}
     for sharing in ("launches", "kernels"):
@@ -94,10 +85,6 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
             kinds[re.sub("[0-9]+", "", name)] |= Counter({name: count})
     for names in kinds.values():
         lines.append(f"  {len(names)}: {few([*names], 2)}: {max(names.values())}")
-    most = reduce(or_, map(in_flight, programs.values()))
-    late = max(map(held_up, programs.values()))
-    lines.append(f"in flight on a rank at most: {most[SEND]} sends, {most[RECEIVE]} receives")
-    lines.append(f"sends behind a receive in their queue, on a rank at most: {late}")
     return ends, "\n".join(lines)
 
 

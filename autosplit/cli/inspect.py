@@ -56,7 +56,7 @@ def _with_grad(leaf: Any) -> Any:
     default="balanced",
     show_default=True,
     callback=memory_option,
-    help="fast, balanced, lean, or the bytes that one microbatch may hold between I and W.",
+    help="fast, balanced, lean, or what a microbatch may hold between I and W, such as 10MiB.",
 )
 @folder_to_write("--dump", "folder", help="Write the graphs to this folder.")
 @typed_errors

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import pathlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 from autosplit.errors import AutosplitError, OutputError
+from autosplit.text.figures import parse_size
 from autosplit.text.files import check_file, check_folder
 
 
@@ -96,7 +96,11 @@ def dimensions(
 
 
 def memory_option(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
-    return int(value) if re.fullmatch("[0-9]{1,18}", value) else value
+    """The name of a setting, or a number of bytes."""
+    try:
+        return parse_size(value, "bytes") if value[:1].isdecimal() else value
+    except AutosplitError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,13 @@ class TextWindows:
         generator = torch.Generator().manual_seed(number)
         return torch.randperm(self.count, generator=generator, device="cpu")
 
-    def digest(self) -> str:
-        """Tells one text from another."""
-        return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """By what a run knows its checkpoint: what must not change from one start to the next, or
+        steps would be of other windows.
+        """
+        digest = hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
+        return {"--batch": self.batch, "--length": self.length, "--data": digest}
 
 
 def read_tokens(file: Path, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
@@ -136,11 +141,6 @@ class Prepared:
     start: int
     end: int
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What must not change from one start to the next, or steps would be of other windows."""
-        return identity_of(self.windows)
-
 
 def prepare(settings: TrainSettings) -> Prepared:
     """Read model and text, and find out whether all ranks have the same; collective.
@@ -151,24 +151,20 @@ def prepare(settings: TrainSettings) -> Prepared:
     """
     try:
         found: Prepared | AutosplitError = _prepared(settings)
+        own = "", _digest(settings, found)
     except AutosplitError as error:
-        found = error
-    said = gather(str(found) if isinstance(found, AutosplitError) else _digests(settings, found))
-    refused = {rank: each for rank, each in enumerate(said) if isinstance(each, str)}
-    if refused:
-        who = "" if len(refused) == len(said) else f"rank {min(refused)}: "
-        if isinstance(found, AutosplitError) and not who:
-            raise found
-        raise PipelineError(who + refused[min(refused)])
-    for rank, each in enumerate(said):
-        for what, value in each.items():
-            if value != said[0][what]:
-                raise PipelineError(
-                    f"rank {rank} has another {what} than rank 0{_shown(said[0][what], value)}: "
-                    "start all ranks with the same options, and the same files on every host"
-                )
-    if isinstance(found, AutosplitError):  # it is among those refused
+        found, own = error, (str(error), "")
+    said = gather(own)
+    if isinstance(found, AutosplitError) and {*said} == {own}:
         raise found
+    problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(said) if problem]
+    if problems or isinstance(found, AutosplitError):
+        raise PipelineError("\n".join(problems))
+    if other := [str(rank) for rank, each in enumerate(said) if each != said[0]]:
+        raise PipelineError(
+            f"rank {', '.join(other)} has another model, text, checkpoint or options than rank 0: "
+            "start all ranks with the same options, and the same files on every host"
+        )
     return found
 
 
@@ -179,11 +175,6 @@ def _prepared(settings: TrainSettings) -> Prepared:
     windows = TextWindows(tokens, settings.length, settings.samples)
     end = settings.steps or windows.steps_of_a_pass
     return Prepared(language_model, windows, _start(settings, windows, end), end)
-
-
-def identity_of(windows: TextWindows) -> dict[str, Any]:
-    """By what a run knows its checkpoint."""
-    return {"--batch": windows.batch, "--length": windows.length, "--data": windows.digest()}
 
 
 def _start(settings: TrainSettings, windows: TextWindows, end: int) -> int:
@@ -202,11 +193,11 @@ def _start(settings: TrainSettings, windows: TextWindows, end: int) -> int:
             "else name another folder"
         )
     step, extra = read_progress(folder)
-    if step is None or not identity_of(windows).keys() <= extra.keys():
+    if step is None or not windows.identity.keys() <= extra.keys():
         raise CheckpointError(
             f"the checkpoint in {folder} was not saved by autosplit train: name another folder"
         )
-    for name, value in identity_of(windows).items():
+    for name, value in windows.identity.items():
         if (was := extra[name]) != value:
             advice = "give the same text as then" if name == "--data" else f"{name} {was}"
             raise CheckpointError(
@@ -221,23 +212,13 @@ def _start(settings: TrainSettings, windows: TextWindows, end: int) -> int:
     return step
 
 
-def _digests(settings: TrainSettings, found: Prepared) -> dict[str, Any]:
-    options = {
-        f"option {name}": value
-        for name, value in dataclasses.asdict(settings).items()
-        if name not in _LOCAL
-    }
+def _digest(settings: TrainSettings, found: Prepared) -> str:
+    """Of all that ranks must have alike."""
+    options = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _LOCAL}
     model = found.language_model.model
     shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
     config = getattr(model, "config", None)
     values = dict(config.to_dict()) if isinstance(config, PreTrainedConfig) else {}
     values.pop("_name_or_path", None)  # each host may have it elsewhere
-    described = f"{model!r} {values} {shapes}"
-    digest = hashlib.sha256(described.encode()).hexdigest()
-    return {"model": digest, "text": found.windows.digest(), "step": found.start, **options}
-
-
-def _shown(first: object, other: object) -> str:
-    """Values of options; digests say nothing to anybody."""
-    long = any(isinstance(each, str) and len(each) == 64 for each in (first, other))
-    return "" if long else f" ({other!r}, not {first!r})"
+    described = options, f"{model!r}", values, shapes, found.windows.identity, found.start
+    return hashlib.sha256(repr(described).encode()).hexdigest()

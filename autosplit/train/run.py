@@ -289,7 +289,10 @@ class _Run:
                     done == self.ready.end or (settings.every and done % settings.every == 0)
                 ):
                     save_checkpoint(
-                        self.trainer, settings.checkpoint, step=done, extra=self.ready.identity
+                        self.trainer,
+                        settings.checkpoint,
+                        step=done,
+                        extra=self.ready.windows.identity,
                     )
 
     def _step(self, step: int) -> StepRecord:

@@ -233,6 +233,15 @@ def test_inspect_a_model_that_no_graph_holds() -> None:
     assert "100.0 % of the weight gradients" in result.output
 
 
+def test_inspect_takes_bytes_with_a_unit() -> None:
+    named = "tests.failing:dropping"
+    none, all_ = (run(f"inspect {named} --memory {most}") for most in ("1KiB", "1MiB"))
+    assert none.exit_code == all_.exit_code == 0, none.output + all_.output
+    assert none.output != all_.output == run(f"inspect {named} --memory 1048576").output
+    refused = run(f"inspect {named} --memory 3lots")
+    assert "expected bytes such as 80GiB" in " ".join(refused.output.split())
+
+
 def test_inspect_without_gradients_of_inputs() -> None:
     command = "inspect examples.models:mlp"
     with_grads = run(command)
@@ -402,7 +411,6 @@ def test_check(tmp_path: pathlib.Path) -> None:
         "  one kernel at a time that communicates: ends",
         "  2: 0 to 1, 1 to 0: 8",
         "  2: dp_shard of rank 0, dp_shard of rank 1: 2",
-        "sends behind a receive in their queue, on a rank at most: 0",
     ):
         assert line in result.output.splitlines()
     crossed = tmp_path / "crossed.csv"

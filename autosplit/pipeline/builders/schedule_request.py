@@ -39,9 +39,9 @@ class ScheduleRequest:
 
     def __post_init__(self) -> None:
         given: object = self.schedule
-        if not isinstance(given, str | Schedule):
-            raise unknown_schedule(given, AUTO)
-        if isinstance(given, str) and given != AUTO:
+        if not isinstance(given, Schedule) and given != AUTO:
+            if given not in SCHEDULES:
+                raise unknown_schedule(given, AUTO)
             return
         if self.weights is not None or not self.split_backward:
             beside = f"schedule={AUTO!r}"

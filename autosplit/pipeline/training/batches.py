@@ -176,10 +176,13 @@ class BatchSplitter:
             rows = len(tensor) if tensor.dim() else self._count
             if rows == 0 or rows % self._count:
                 fitting = max(rows // self._count, 1) * self._count
+                wanted = f"{fitting} or another multiple of {self._count}"
+                if known := [each for each in self.agreed.get(name, ()) if each and each.shape]:
+                    wanted = f"{known[0].shape[0]}, as at first: the shapes here are static"
                 raise PipelineError(
                     f"the batch's {path} has shape {list(tensor.shape)}: {rows} samples along "
                     f"dimension 0 cannot be cut into {self._count} equal microbatches; pass "
-                    f"{fitting} or another multiple of {self._count}"
+                    f"{wanted}"
                 )
             checked[path] = tensor
         return checked

@@ -114,6 +114,7 @@ def test_bad_batches(batch: Any, text: str) -> None:
         (torch.zeros(6, 3), "inputs are float32[6, 3], but were float32[4, 3] at first"),
         (torch.zeros(4, 3).long(), "inputs are int64[4, 3], but were float32[4, 3]"),
         ((torch.zeros(4, 3), torch.zeros(4)), "inputs are float32[4, 3], float32[4], but were"),
+        (torch.zeros(5, 3), "cut into 2 equal microbatches; pass 4, as at first: the shapes here"),
     ],
 )
 def test_shapes_are_static(later: Any, text: str) -> None:

@@ -24,15 +24,13 @@ from autosplit.pipeline.validation.communicators import (
     SEND,
     Programs,
     Sharing,
-    held_up,
-    in_flight,
     stuck,
 )
 from autosplit.pipeline.validation.programs import of_engine, of_torch
 from autosplit.pipeline.validation.torch_csv import add_communication
 from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.training.moving import awaiting, evicting, offloading
-from tests.pipeline.validation.programs import of_items, on_mesh
+from tests.pipeline.validation.programs import held_up, in_flight, of_items, on_mesh
 from tests.pipeline.validation.reported import CASES, DEFERS
 
 SHARINGS: tuple[Sharing, ...] = ("streams", "launches", "kernels")
