@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .pipeline import PipelineTrainer, launch
     from .pipelining import SplitPipelineStage
     from .planner import Plan, meta_model, partition
-    from .report.pictures import draw_memory
     from .report.timelines import write_timeline
     from .splitting import split
     from .stage import Stage
@@ -50,7 +49,6 @@ __all__ = [
     "Stage",
     "__version__",
     "backward_weight",
-    "draw_memory",
     "launch",
     "load_checkpoint",
     "measure_collectives",
@@ -71,7 +69,6 @@ _HOMES = {
     "SplitPipelineStage": "autosplit.pipelining",
     "Stage": "autosplit.stage",
     "backward_weight": "autosplit.dynamo.pending_weights",
-    "draw_memory": "autosplit.report.pictures",
     "launch": "autosplit.pipeline",
     "load_checkpoint": "autosplit.checkpoint",
     "measure_collectives": "autosplit.mesh.costs",

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-
-from .pictures import check_format, new_figure, save_figure
+from autosplit.text.files import writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_FORMATS = (".pdf", ".png", ".svg")
 
 Rows = Sequence[tuple[str, Timeline]]
 """Timelines and their names, drawn from top to bottom."""
@@ -62,8 +63,14 @@ def draw_timelines(rows: Rows, path: str | Path, *, title: str | None = None) ->
             matplotlib.
         OutputError: the file cannot be written.
     """
-    check_format(path, "timelines")
-    save_figure(timeline_figure(rows, title=title), path)
+    if Path(path).suffix.lower() not in _FORMATS:
+        raise AutosplitError(
+            f"cannot draw timelines into {str(path)!r}: expected a name that ends in "
+            f"{', '.join(_FORMATS)}"
+        )
+    figure = timeline_figure(rows, title=title)
+    with writing(path):
+        figure.savefig(path, dpi=150)
 
 
 def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
@@ -87,7 +94,14 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
     busiest = max(max(Counter(s.rank for s in each.spans).values()) for _, each in rows)
     width = min(22.0, max(11.0, 2.0 + 0.2 * busiest))
     height = 1.0 + min(0.42, max(0.2, 14.0 / sum(heights))) * sum(heights) + 0.4 * len(rows)
-    figure = new_figure("timelines", (width, height), layout="constrained")
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise AutosplitError(
+            f"drawing timelines needs matplotlib ({error}); run: pip install autosplit[plot]"
+        ) from error
+    # The object interface: pyplot would register the figure in global state and pick a display.
+    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     panels = figure.subplots(len(rows), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     end = 1e3 * max(timeline.makespan for _, timeline in rows)
     panels[0].set_xlim(0.0, end)

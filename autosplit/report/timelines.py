@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autosplit.errors import AutosplitError
+from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.routes import needs_of, result_of
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -35,13 +36,19 @@ _COLOURS = {
 }
 
 
-def write_chrome_trace(rows: Rows, path: str | Path) -> None:
+def write_chrome_trace(rows: Rows, path: str | Path, memory: StepMemory | None = None) -> None:
     """Write a trace: one process a timeline, labelled with its step and bubble, one thread a rank,
     one slice an action; the moves of memory and reductions of a rank have a thread of their own,
     for they go on meanwhile.
 
     Every timeline starts at 0. Arrows lead from an action to those on other ranks that need
     its result: activations from F to F, gradients from I or B back to I or B.
+
+    Args:
+        rows: timelines and their names.
+        path: the file.
+        memory: what ranks held in the first of them; a track a rank, with the bytes of each owner
+            on top of each other.
 
     Raises:
         AutosplitError: no timeline.
@@ -55,8 +62,23 @@ def write_chrome_trace(rows: Rows, path: str | Path) -> None:
         for process, (name, timeline) in enumerate(rows)
         for event in _process(process, name, timeline, arrow_ids)
     )
+    if memory is not None:
+        origin = min(span.start for span in rows[0][1].spans)
+        events += "".join(f",\n{json.dumps(event)}" for event in _held(memory, origin))
     text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
     write_text(path, text)
+
+
+def _held(memory: StepMemory, origin: float) -> Iterator[Event]:
+    for rank, bands in enumerate(memory.bands):
+        for band in bands:
+            yield {
+                "ph": "C",
+                "name": f"rank {rank}: bytes",
+                "pid": 0,
+                "ts": _microseconds(band.start - origin),
+                "args": dict(band.held),
+            }
 
 
 def _process(
@@ -141,7 +163,13 @@ def _microseconds(seconds: float) -> float:
     return round(1e6 * seconds, 3)
 
 
-def write_timeline(timeline: Timeline, path: str | Path, *, title: str = "Timeline") -> None:
+def write_timeline(
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    title: str = "Timeline",
+    memory: StepMemory | None = None,
+) -> None:
     """Write what ran when, such as ``trainer.timeline()``, into a file; its suffix says as what.
 
     Args:
@@ -149,13 +177,17 @@ def write_timeline(timeline: Timeline, path: str | Path, *, title: str = "Timeli
         path: ``.json`` for a Chrome trace, to be opened in https://ui.perfetto.dev; ``.pdf``,
             ``.png`` or ``.svg`` for a picture.
         title: its name.
+        memory: what ranks held meanwhile, as ``trainer.memory()`` tells it; traces show it.
 
     Raises:
-        AutosplitError: another suffix, nothing in it is computed, or no matplotlib for a picture.
+        AutosplitError: another suffix, nothing in it is computed, memory for a picture, or no
+            matplotlib for one.
         OutputError: the file cannot be written.
     """
     if Path(path).suffix.lower() == ".json":
-        write_chrome_trace([(title, timeline)], path)
+        write_chrome_trace([(title, timeline)], path, memory)
+    elif memory is not None:
+        raise AutosplitError(f"traces show memory, pictures do not: name {str(path)!r} .json")
     else:
         draw_timelines([("", timeline)], path, title=title)
 

@@ -12,11 +12,11 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.ledger.bands import StepMemory
-from autosplit.report.pictures import draw_memory
 from examples.families import FAMILIES
 
 from ..paper.settings import SIZES
 from ..results import Rows, Target, table, verdicts
+from .picture import draw_memory
 from .settings import Settings
 
 RANKS = 2
@@ -37,7 +37,7 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
         args = (family, SIZES[settings.size][family], settings.microbatches[-1], CASES)
         for row, memory in launch(_on_rank, RANKS, args, timeout=1200.0)[0]:
             if settings.size == "small" and row["name"] == _named(FIRST, DRAWN):
-                draw_memory(memory, pathlib.Path(__file__).parent / PICTURE, title=row["name"])
+                draw_memory(memory, pathlib.Path(__file__).parent / PICTURE, row["name"])
             yield row
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+import autosplit
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.ledger.bands import OWNERS, Band, StepMemory
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
@@ -138,3 +140,17 @@ def test_stages_on_one_rank_need_no_arrow(tmp_path: Path) -> None:
 def test_no_timeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AutosplitError, match=r"^nothing to trace: expected at least one timeline$"):
         write_chrome_trace([], tmp_path / "trace.json")
+
+
+def test_memory_is_a_track_a_rank_by_owner(tmp_path: Path) -> None:
+    held = dict.fromkeys(OWNERS, 0) | {"saved": 5}
+    memory = StepMemory.of([([Band(7.5, 8.0, "0F0", held)], None)] * 3)
+    path = tmp_path / "trace.json"
+    autosplit.write_timeline(SPLIT, path, memory=memory)
+    tracks = phase(json.loads(path.read_text())["traceEvents"], "C")
+    assert [event["name"] for event in tracks] == [f"rank {rank}: bytes" for rank in range(3)]
+    assert [(event["ts"], event["args"]) for event in tracks] == [(250_000.0, held)] * 3
+    with pytest.raises(
+        AutosplitError, match=r"traces show memory, pictures do not: name .* \.json"
+    ):
+        autosplit.write_timeline(SPLIT, tmp_path / "trace.png", memory=memory)

@@ -106,13 +106,6 @@ class StepMemory:
         return {owner: size for owner, size in grown.items() if size}
 
 
-def owners_of(bands: Sequence[Sequence[Band]]) -> Iterator[str]:
-    """The owners that hold something at any time, in order."""
-    for owner in OWNERS:
-        if any(band.held[owner] for row in bands for band in row):
-            yield owner
-
-
 Source = Callable[[], Iterable[Tensor | None]]
 
 
