@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.cli.simulate import choose_schedule
+from autosplit.cli.simulate import choose_schedule, survey_table
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
@@ -21,7 +21,6 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_me
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.validate import validate
-from autosplit.report.schedule_table import survey_table
 
 # --- the search within a limit of memory, against single measures and proven optima ---------------
 
