@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 SAVE = "save-"
 """What the folder's name begins with in which a save has its files."""
-_FORM = 1
 _INDEX = "*.index.json"
 
 
@@ -103,8 +102,11 @@ def _distributed(path: Path) -> Checkpoint:
     for file, end in ends.items():
         if not (path / file).is_file() or (path / file).stat().st_size < end:
             raise CheckpointError(f"{path / file} is missing or cut off: expected {end} bytes")
-    manifest = _manifest_of(path, ends)
-    entries = {key: _entry(path, key, each, manifest) for key, each in stored.items()}
+    digests, compare = _digests(path, ends), cache(_compare)
+    checks = {file: partial(compare, path / file, each) for file, each in digests.items()}
+    if checks:
+        checks[METADATA]()
+    entries = {key: _entry(path, key, each, checks) for key, each in stored.items()}
     parts = {prefix: _under(prefix, entries) for prefix in ("model.", "optimizer.", "autosplit.")}
     own = parts["model."]
     if not wrapped:
@@ -122,14 +124,14 @@ def _sha256(what: object) -> str:
     return hashlib.sha256(repr(what).encode()).hexdigest()
 
 
-def _entry(path: Path, key: str, stored: Stored, manifest: Manifest | None) -> Entry:
-    """What is read and verified, chunk by chunk."""
+def _entry(path: Path, key: str, stored: Stored, checks: Mapping[str, Callable[[], None]]) -> Entry:
+    """What is read and verified, chunk by chunk; ``checks`` are of files with digests."""
 
     def verify() -> None:
-        if manifest is not None:
-            manifest.verify([chunk.file for chunk in stored.chunks])
-            return
         for chunk in stored.chunks:
+            if checks:
+                checks[chunk.file]()
+                continue
             check_archive(io.BytesIO(_bytes(path, chunk)), f"{key} in {path / chunk.file}")
             _loaded(path, key, stored, chunk)
 
@@ -183,68 +185,37 @@ def manifest_text(digests: Mapping[str, str]) -> str:
     Args:
         digests: by the file's name from the folder of the checkpoint, ``.metadata`` among them.
     """
-    return json.dumps({"form": _FORM, "sha256": dict(digests)}, indent=1)
+    return json.dumps({"form": 1, "sha256": dict(digests)}, indent=1)
 
 
-class Manifest:
-    """The digests of a checkpoint, with which each of its files is compared once.
-
-    Args:
-        folder: of the checkpoint.
-        path: of the manifest.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-
-    def __init__(self, folder: Path, path: Path) -> None:
-        self._folder = folder
-        self._verify = cache(self._compare)
-        try:
-            found = json.loads(path.read_text())
-            form, self.digests = found["form"], dict(found["sha256"])
-        except Exception as error:  # JSON can be wrong in any way
-            raise CheckpointError(
-                f"cannot read {path}, and without it nobody knows whether {folder} is whole: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if form != _FORM:
-            raise CheckpointError(
-                f"{path} has the form {form!r}, this version of autosplit reads {_FORM}: load it "
-                "with the version that wrote it"
-            )
-
-    def verify(self, files: Iterable[str]) -> None:
-        """Compare files with their digests; all are in the manifest.
-
-        Raises:
-            CheckpointError: one is missing or damaged.
-        """
-        for name in files:
-            self._verify(name)
-
-    def _compare(self, name: str) -> None:
-        path = self._folder / name
-        with reading(path):
-            found = digest(path)
-        if found != self.digests[name]:
-            raise CheckpointError(
-                f"{path} is damaged: it is not what was written (its SHA-256 is another)"
-            )
-
-
-def _manifest_of(path: Path, files: Iterable[str]) -> Manifest | None:
-    """The manifest of the save that wrote this; None if ``save_checkpoint`` did not."""
+def _digests(path: Path, files: Collection[str]) -> dict[str, str]:
+    """Those of the manifest of the save that wrote this; none if ``save_checkpoint`` did not."""
     saves = {file.partition("/")[0] for file in files if file.startswith(SAVE)}
     if not saves:
-        return None
-    manifest = Manifest(path, path / min(saves) / "manifest.json")
-    if unknown := sorted({*files, METADATA} - manifest.digests.keys()):
+        return {}
+    manifest = path / min(saves) / "manifest.json"
+    try:
+        digests = dict(json.loads(manifest.read_text())["sha256"])
+    except Exception as error:  # JSON can be wrong in any way
+        raise CheckpointError(
+            f"cannot read {manifest}, and without it nobody knows whether {path} is whole: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if unknown := sorted({*files, METADATA} - digests.keys()):
         raise CheckpointError(
             f"{path} is damaged: {', '.join(unknown)} not of the save that wrote the rest"
         )
-    manifest.verify([METADATA])
-    return manifest
+    return digests
+
+
+def _compare(path: Path, wanted: str) -> None:
+    """Refuse a file with another digest than the one wanted."""
+    with reading(path):
+        found = digest(path)
+    if found != wanted:
+        raise CheckpointError(
+            f"{path} is damaged: it is not what was written (its SHA-256 is another)"
+        )
 
 
 def parts_in_use(path: Path) -> set[str]:
