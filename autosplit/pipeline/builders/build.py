@@ -15,7 +15,7 @@ from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_s
 from autosplit.text.figures import nearest
 
 from .families import SCHEDULES, Family
-from .placement import WEIGHTS, ScheduleTemplate, StageTimes, Times, WeightPlacement, per_stage
+from .placement import WEIGHTS, ScheduleTemplate, StageTimes, Times, per_stage, placing
 
 __all__ = ["SCHEDULES", "WEIGHTS", "Family", "build"]
 
@@ -95,14 +95,14 @@ def prepare(
     family = SCHEDULES[name]
     ranks, chunks = _layout(name, family, stages, ranks)
     weights = _check_weights(name, family, split_backward, weights, times)
-    placed = WeightPlacement(name, _template(family, ranks, microbatches, chunks), weights)
+    placed = placing(name, _template(family, ranks, microbatches, chunks), weights)
     if ranks * chunks == stages:
-        return placed.schedule
+        return placed
     sizes = block_sizes(stages, ranks * chunks)
 
     def expanded(times: Times | None) -> Schedule:
         summed = None if times is None else block_times(times, sizes)
-        return expand(placed.schedule(summed), sizes)
+        return expand(placed(summed), sizes)
 
     return expanded
 

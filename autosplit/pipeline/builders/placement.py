@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import cast
 
 from autosplit.errors import ScheduleError
@@ -178,56 +177,46 @@ Times = StageTimes | Sequence[StageTimes]
 _PATIENCE = (0.5, 0.25, 0.0, 1.0)
 
 
-class WeightPlacement:
-    """The schedules of a template, for any times of its stages.
+def placing(
+    name: str, template: ScheduleTemplate, weights: str | None
+) -> Callable[[Times | None], Schedule]:
+    """What gives the schedules of a template, for any times of its stages; None means F = I = W.
 
     Args:
         name: the schedule's name.
         template: the order of F and B.
-        weights: ``"2bp"``, ``"fill"``, or None to run the rows as they are.
+        weights: ``"2bp"``, ``"fill"``, which is to suit the times, or None to run the rows as they
+            are.
+
+    Raises:
+        ScheduleError: nothing can be filled; or, of what is returned, times that are none.
     """
+    if weights != "fill":
+        rows = template.rows
+        if weights == "2bp" and template.paced is not None:
+            pairs = zip(rows, template.paced, strict=True)
+            rows = tuple(_paper(_inputs_only(row), count) for row, count in pairs)
+        fixed = with_rows(name, template, rows)
+        return lambda times: fixed
+    unfilled = with_rows(name, template, tuple(map(_inputs_only, template.rows)))
+    filler = Filler(unfilled, template.budgets)
+    even = filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
 
-    def __init__(self, name: str, template: ScheduleTemplate, weights: str | None) -> None:
-        self._name = name
-        self._template = template
-        self._weights = weights
-
-    def schedule(self, times: Times | None) -> Schedule:
-        """The schedule for these times, which ``"fill"`` is to suit; None means F = I = W.
-
-        Raises:
-            ScheduleError: times that are none.
-        """
-        template = self._template
-        if self._weights == "2bp" and template.paced is not None:
-            rows = zip(template.rows, template.paced, strict=True)
-            ranks = tuple(_paper(_inputs_only(row), count) for row, count in rows)
-        elif self._weights == "fill":
-            ranks = self._filled(times)
-        else:
-            ranks = template.rows
-        return with_rows(self._name, template, ranks)
-
-    def _filled(self, times: Times | None) -> tuple[Row, ...]:
-        """Fill under F = I = W and, given times, under those too; keep what they make shortest.
+    def filled(times: Times | None) -> Schedule:
+        """Filled under F = I = W and, given times, under those too; what they make shortest is
+        kept.
 
         The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
         under true times may start a W that no longer fits and pass the delay on to every stage.
         """
-        filler, found = self._even
+        found = even
         if times is not None:
-            triples = per_stage(times, len(self._template.placement))
+            triples = per_stage(times, unfilled.stages)
             greedy = (filler.fill(triples, patience=each) for each in _PATIENCE)
-            found = min((found, *greedy), key=lambda each: filler.step(each, triples))
-        return filler.rows(found)
+            found = min((even, *greedy), key=lambda each: filler.step(each, triples))
+        return with_rows(name, template, filler.rows(found))
 
-    @cached_property
-    def _even(self) -> tuple[Filler, Numbers]:
-        """What fills, and how it does under F = I = W."""
-        template = self._template
-        unfilled = with_rows(self._name, template, tuple(map(_inputs_only, template.rows)))
-        filler = Filler(unfilled, template.budgets)
-        return filler, filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
+    return filled
 
 
 def _inputs_only(row: Sequence[Action]) -> Row:
