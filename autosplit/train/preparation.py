@@ -149,9 +149,10 @@ def prepare(settings: TrainSettings) -> Prepared:
         AutosplitError: on all ranks, if any of them cannot use its model, text or checkpoint, or if
             they differ.
     """
+    found: Prepared | AutosplitError
     try:
-        found: Prepared | AutosplitError = _prepared(settings)
-        own = "", _digest(settings, found)
+        found = ready = _prepared(settings)
+        own = "", _digest(settings, ready)
     except AutosplitError as error:
         found, own = error, (str(error), "")
     said = gather(own)
