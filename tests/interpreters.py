@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import io
 import multiprocessing
-import os
-import sys
-import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.popen_forkserver import Popen
 from multiprocessing.process import BaseProcess
-
-from tests import devices
 
 _PLACES = ("_forkserver_address", "_forkserver_authkey")  # the latter since Python 3.14
 
@@ -61,41 +52,6 @@ class _RankProcess(ForkServerProcess):
 
 class _RankContext(ForkServerContext):
     Process = _RankProcess
-
-
-def printed_by(program: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
-    """What a program prints, in a process of its own that has imported torch before it begins.
-
-    Raises:
-        AssertionError: it ended with an error.
-    """
-    ours, theirs = interpreters().Pipe(duplex=False)
-    said = (program, arguments, dict(environment or {}), theirs)
-    process = interpreters().Process(target=_run, args=said)
-    process.start()
-    theirs.close()
-    try:
-        text, error = ours.recv()
-    finally:
-        process.join()
-        ours.close()
-    assert not error, error
-    return str(text)
-
-
-def _run(
-    program: str, arguments: tuple[str, ...], environment: dict[str, str], pipe: Connection
-) -> None:
-    os.environ |= environment
-    devices.use(devices.chosen())
-    sys.argv = ["-c", *arguments]
-    error = ""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        try:
-            exec(program, {"__name__": "__main__"})
-        except BaseException:
-            error = traceback.format_exc()
-    pipe.send((printed.getvalue(), error))
 
 
 @dataclass(frozen=True)

@@ -154,20 +154,6 @@ def test_gradients_lie_as_autograd_lays_them() -> None:
     assert len(places) == len(list(model.parameters()))
 
 
-def test_some_gradients_are_there_already() -> None:
-    model = nn.Linear(3, 2)
-    plain = copy.deepcopy(model)
-    for each in (model, plain):
-        each.bias.grad = torch.ones(2)
-    split = autosplit.split(model)
-    x = torch.randn(4, 3)
-    backward(split, x)
-    split.backward_weight()
-    backward(plain, x)
-    assert torch.equal(model.weight.grad, plain.weight.grad)
-    assert torch.equal(model.bias.grad, plain.bias.grad)
-
-
 def test_sparse_sum() -> None:
     model = nn.Linear(3, 2)
     plain = copy.deepcopy(model)

@@ -113,18 +113,3 @@ def test_create_graph_of_parameters(build: Callable[[], nn.Module]) -> None:
     split = autosplit.split(build())
     with pytest.raises(SplitError, match="create_graph=True"):
         torch.autograd.grad(split(batch()).sum(), [*split.parameters()], create_graph=True)
-
-
-def test_sources_of_computed_parameters() -> None:
-    """They get what they ask for: parameters that are computed do not wait."""
-    plain = layers()
-    split = autosplit.split(copy.deepcopy(plain))
-    sources = {
-        name: each.detach().clone().requires_grad_() for name, each in plain.named_parameters()
-    }
-    found = []
-    for model in (plain, split):
-        computed = {name: each * 2 for name, each in sources.items()}
-        loss = torch.func.functional_call(model, computed, (batch(),)).square().sum()
-        found.append(torch.autograd.grad(loss, [*sources.values()]))
-    assert all(map(torch.equal, *found))

@@ -47,14 +47,6 @@ def split(module: nn.Module, *args: Tensor) -> SplitGraphs:
     return run(joint_of(module, *args))
 
 
-def value_of(node: fx.Node) -> Tensor:
-    """Numbers for an input of a graph."""
-    value = node.meta["val"]
-    if value.is_floating_point():
-        return torch.randn(value.shape, dtype=value.dtype)
-    return torch.randint(0, 4, value.shape)
-
-
 def computed(joint: fx.GraphModule) -> list[Tensor]:
     """What a joint graph returns for some inputs, always the same."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)

@@ -11,7 +11,6 @@ from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.timeline_picture import draw_timelines, timeline_figure
-from tests.interpreters import printed_by
 
 pytest.importorskip("matplotlib")
 
@@ -124,20 +123,6 @@ def test_bars_say_as_much_as_has_room(usual: int, labels: set[str]) -> None:
     assert {each for each in shown if "idle" not in each} == labels
 
 
-def test_bars_name_the_stage_where_a_rank_holds_several() -> None:
-    assert "F0" in texts(timeline_figure([("", SPLIT)]).axes[0])
-    both = timeline(1, "0 0F0 0 100", "0 1F0 100 200")
-    labels = texts(timeline_figure([("", both)]).axes[0])
-    assert {"0F0", "1F0"} <= set(labels)
-
-
-def test_names_are_shown_as_they_are() -> None:
-    figure = timeline_figure([("cost $5 and $6", SPLIT)], title="a_$1$_b")
-    figure.canvas.draw()
-    assert headings(figure.axes[0])[0] == "cost $5 and $6"
-    assert figure.get_suptitle() == "a_$1$_b"
-
-
 @pytest.mark.parametrize(
     ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")]
 )
@@ -169,17 +154,3 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(AutosplitError, match=r"run: pip install autosplit\[plot\]$"):
         timeline_figure([("split", SPLIT)])
-
-
-def test_drawing_uses_no_pyplot_and_importing_no_matplotlib(tmp_path: Path) -> None:
-    script = f"""
-import sys
-from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.timeline_picture import draw_timelines
-assert "matplotlib" not in sys.modules, "imported too early"
-timeline = Timeline(1, (Span(0, Action.parse("0F0"), 0.0, 1.0),))
-draw_timelines([("a", timeline)], {str(tmp_path / "a.png")!r})
-assert "matplotlib.pyplot" not in sys.modules, "global state"
-"""
-    printed_by(script)

@@ -201,22 +201,6 @@ def test_retain_graph() -> None:
     assert_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("ask", ["grad", "inputs"])
-def test_asking_for_input_gradients_only(ask: str) -> None:
-    split = autosplit.split(nn.Linear(4, 2))
-    x = torch.randn(3, 4, requires_grad=True)
-    for _ in range(2):
-        loss = split(x).sum()
-        if ask == "grad":
-            (grad,) = torch.autograd.grad(loss, x)
-        else:
-            x.grad = None
-            loss.backward(inputs=[x])
-            grad = x.grad
-        assert torch.equal(grad, split.weight.sum(0).expand(3, 4))
-    assert split.pending == 0
-
-
 def test_jacobian() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     split = autosplit.split(model)

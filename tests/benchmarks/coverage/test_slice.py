@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -13,10 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from autosplit.torch_internals.version import TORCH
 from benchmarks.coverage import pieces
 from benchmarks.coverage.examine import Verdict, examine
-from benchmarks.coverage.generated.functions import BINARY
 from benchmarks.coverage.generated.plan import Plan
 from benchmarks.coverage.generated.strategies import plans
-from benchmarks.coverage.generated.sweep import sweep
 from benchmarks.coverage.rows import tally
 from benchmarks.coverage.subject import Subject
 
@@ -77,18 +74,6 @@ def test_piece(name: str) -> None:
     assert finding.share == 1 or finding.in_parts
 
 
-def test_architecture() -> None:
-    pytest.importorskip("transformers")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from benchmarks.coverage.architectures import subjects
-
-        (case,) = [subject for _, subject in subjects() if subject.name == "bert tied eval"]
-        finding = examine(case)
-    assert finding.verdict in GOOD, finding.detail
-    assert not finding.in_parts
-
-
 @settings(
     max_examples=5,
     deadline=None,
@@ -103,22 +88,6 @@ def test_generated_modules(plan: Plan) -> None:
         warnings.simplefilter("ignore")
         finding = examine(plan.subject())
     assert finding.verdict not in {Verdict.WRONG, Verdict.CRASHED}, f"{finding.detail}\n{plan}"
-
-
-def test_a_failing_plan_shrinks_to_the_step_that_fails() -> None:
-    """A splitter that fails at every step of two operands: the plan reported has no other."""
-
-    def wrong(model: Any) -> Any:
-        if any(step.name in BINARY for step in model.plan.steps):
-            raise KeyError("two operands")
-        model.backward_weight = lambda: None
-        return model
-
-    found = sweep(10, splitter=wrong)
-    assert found.verdicts[Verdict.CRASHED] >= 1
-    plan, why = next(iter(found.failures.items()))
-    assert why.startswith("CRASHED: KeyError: 'two operands' (at ")
-    assert len(plan.splitlines()) == 3
 
 
 OPERATORS = ["linalg.det", "custom NumpySortCustomOp"]

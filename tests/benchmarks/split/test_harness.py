@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.results import Results, Target, verdicts
+from benchmarks.results import Results
 from benchmarks.split import clock, memory, reference, steps
-from benchmarks.split.contenders import Autograd, Contender, eager
+from benchmarks.split.contenders import Autograd, eager
 from benchmarks.split.meter import levels
 from benchmarks.split.models import SIZES, Subject, build
 from benchmarks.split.page import PAGE
@@ -88,16 +88,6 @@ def test_levels_are_what_was_allocated() -> None:
     }
 
 
-def test_contenders_take_turns() -> None:
-    calls: list[str] = []
-    contenders: dict[str, Contender] = {name: Scripted(calls, name) for name in "ab"}
-    subject = Subject("scripted", nn.Identity(), torch.zeros(4), torch.zeros(4))
-    found = clock.interleave(contenders, subject, rounds=2)
-    turn = [f"{name}{step}" for name in "ab" for step in ("F", "I", "W", " cleared")]
-    assert calls == turn * (clock.WARMUP + 2)
-    assert [len(each.step) for each in found.values()] == [2, 2]
-
-
 def test_what_autograd_saves_and_the_floor(subject: Subject) -> None:
     tensor = 64 * 256 * 4
     # x, the hidden values (which relu saves as its result), and no weights.
@@ -136,20 +126,6 @@ def test_missing_gradient_is_noticed(subject: Subject) -> None:
     assert steps.difference({**expected, "bias": torch.tensor([1.0, 1.5])}, expected) == 0.5
     with pytest.raises(ValueError, match="no gradient of bias"):
         steps.difference({"weight": torch.ones(2)}, expected)
-
-
-def test_targets() -> None:
-    ratio = Target("time", at_most=1.03)
-    share = Target("deferred", at_least=0.95, style=".1%")
-    assert (ratio.title, ratio.cell(1.0304), ratio.cell(1.0306)) == (
-        "time (≤ 1.030)",
-        "1.030",
-        "**1.031**",
-    )
-    assert (share.limit, share.cell(0.9496), share.cell(0.94)) == ("≥ 95.0%", "95.0%", "**94.0%**")
-    assert verdicts([(ratio, {"a": 1.0, "b": 1.2}), (share, {"a": 1.0})]) == (
-        "Target time ≤ 1.030: missed by b (1.200).\nTarget deferred ≥ 95.0%: met everywhere."
-    )
 
 
 def test_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

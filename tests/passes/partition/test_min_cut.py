@@ -42,7 +42,6 @@ def cost(edges: Edges, early: Set[int]) -> float:
     return math.inf if None in cut else sum(size for size in cut if size is not None)
 
 
-SIZES = st.integers(0, 9) | st.none()
 LONGER = [(SOURCE, 2), (2, 3), (3, 1), (0, 4), (4, 5), (5, SINK)]
 """Ways that are open once the shortest, over 0 and 1, gives way."""
 

@@ -71,13 +71,6 @@ class Language(nn.Module):
         return self.head(self.norm(self.blocks(self.embed(tokens))))
 
 
-def blocks(mesh: DeviceMesh) -> nn.Module:
-    model = nn.Sequential(Attention(), Mlp())
-    plan = {"0." + name: ColwiseParallel() for name in "qkv"} | {"0.out": RowwiseParallel()}
-    plan |= {"1.up": ColwiseParallel(), "1.down": RowwiseParallel()}
-    return parallelize_module(model, mesh, plan)
-
-
 def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
     """Activations between the products are sharded along the sequence."""
     plan = {
@@ -145,7 +138,6 @@ def gathered(mesh: DeviceMesh) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
-    "blocks": blocks,
     "sequence parallel": sequence_parallel,
     "prepared": prepared,
     "language": language,
@@ -208,29 +200,6 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
-
-
-def stage(mesh: DeviceMesh, name: str, setting: dict[str, Any]) -> bool:
-    """Whether a stage's gradients are those of eager."""
-    torch.manual_seed(0)
-    model = MODELS[name](mesh)
-    batches = _batches(name)
-    outputs = [model(batch) for batch in batches]
-    for output in outputs:
-        output.square().mean().backward()
-    expected = _values([batch.grad for batch in batches])
-    expected += _values(parameter.grad for parameter in model.parameters())
-    model.zero_grad()
-    split = autosplit.Stage(model, [batches[0].detach().requires_grad_()], **setting)
-    made: list[Any] = []
-    for at, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
-        split.forward(at, [batch.detach()])
-        leaf = output.detach().requires_grad_()
-        made += split.backward_input(at, [*torch.autograd.grad(leaf.square().mean(), leaf)])
-    for at in range(MICROBATCHES):
-        split.backward_weight(at)
-    split.publish()
-    return same(expected, _values(made) + _values(each.grad for each in model.parameters()))
 
 
 def whole(mesh: DeviceMesh, name: str, setting: dict[str, Any]) -> tuple[bool, dict[str, int]]:
