@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.text.files import writing
 
 if TYPE_CHECKING:
@@ -23,26 +22,14 @@ Rows = Sequence[tuple[str, Timeline]]
 """Timelines and their names, drawn from top to bottom."""
 
 
-class _Style(NamedTuple):
-    label: str
-    fill: str
-    ink: str = "black"  # of the text inside the bar
-    place: float = -0.41  # of its upper edge, from the middle of its rank's row
-    height: float = 0.82  # in rows
-
-
-# Okabe and Ito's palette: told apart under every common colour blindness. Each transfer once, where
-# it is sent: a thin line below the bars of the rank.
+# Okabe and Ito's palette: told apart under every common colour blindness. Label, fill, and ink of
+# the text inside.
 _STYLES = {
-    ActionKind.FORWARD: _Style("F  forward", "#0072B2", "white"),
-    ActionKind.BACKWARD_INPUT: _Style("I  backward input", "#E69F00"),
-    ActionKind.BACKWARD_WEIGHT: _Style("W  backward weight", "#009E73", "white"),
-    ActionKind.BACKWARD: _Style("B  full backward", "#CC79A7"),
-    ActionKind.RECOMPUTE: _Style("recompute", "#56B4E9"),
-    ActionKind.EVICT: _Style("to the partner", "#D55E00", "white", 0.23, 0.09),
-    ActionKind.RETURN: _Style("back from it", "#F0E442", "black", 0.32, 0.09),
-    ActionKind.OFFLOAD: _Style("to the host", "#D55E00", "white", 0.23, 0.09),
-    ActionKind.RELOAD: _Style("back from it", "#F0E442", "black", 0.32, 0.09),
+    ActionKind.FORWARD: ("F  forward", "#0072B2", "white"),
+    ActionKind.BACKWARD_INPUT: ("I  backward input", "#E69F00", "black"),
+    ActionKind.BACKWARD_WEIGHT: ("W  backward weight", "#009E73", "white"),
+    ActionKind.BACKWARD: ("B  full backward", "#CC79A7", "black"),
+    ActionKind.RECOMPUTE: ("recompute", "#56B4E9", "black"),
 }
 _IDLE: dict[str, Any] = {
     "facecolor": "#F4F4F4",
@@ -78,9 +65,8 @@ def timeline_figure(rows: Rows, *, title: str | None = None) -> Figure:
 
     A bar is one action (its gid is PANEL/RANK/ACTION, as in "0/1/1F0"), labelled with its
     kind and microbatch where there is room, or with the whole action where a rank holds
-    several stages. What moves between partners or to the host is a thin line below the bars of
-    the rank that sends it. The share of the makespan in which a rank computes nothing stands at
-    the end of its row; sends and receives are not drawn and count as idle.
+    several stages. The share of the makespan in which a rank computes nothing stands at the end of
+    its row; what goes on beside computation is in traces, and not drawn here.
 
     Raises:
         AutosplitError: no timeline, one in which nothing is computed, or no matplotlib.
@@ -150,48 +136,30 @@ def _draw_panel(axes: Axes, index: str, name: str, timeline: Timeline) -> None:
 
 def _draw_bars(axes: Axes, index: str, timeline: Timeline, points_per_ms: float) -> None:
     origin = min(span.start for span in timeline.spans)
-    several = len({(s.rank, s.action.stage) for s in timeline.spans}) > timeline.ranks
-    widths = [1e3 * (s.end - s.start) for s in timeline.spans if s.action.kind.is_compute]
-    # Labels that come and go read badly: where the usual bar is narrow, all are short.
-    short = points_per_ms * median(widths) < _room("F00")
-    for span in timeline.spans:
-        style = _STYLES.get(span.action.kind)
-        if style is None:
-            continue
+    spans = [span for span in timeline.spans if span.action.kind in _STYLES]
+    several = len({(span.rank, span.action.stage) for span in spans}) > timeline.ranks
+    for span in spans:
+        _, fill, ink = _STYLES[span.action.kind]
         start, width = 1e3 * (span.start - origin), 1e3 * (span.end - span.start)
+        # A full edge would hide a sliver.
+        edge = min(0.7, 0.1 * width * points_per_ms)
         (bar,) = axes.barh(
-            span.rank + style.place,
-            width,
-            style.height,
-            start,
-            align="edge",
-            color=style.fill,
-            edgecolor="white",
-            # A full edge would hide a sliver.
-            linewidth=min(0.7, 0.1 * width * points_per_ms, style.height),
+            span.rank, width, 0.82, start, color=fill, edgecolor="white", linewidth=edge
         )
         bar.set_gid(f"{index}/{span.rank}/{span.action}")
-        text = str(span.action) if several else _label(span, short=short)
-        if span.action.kind.is_compute and width * points_per_ms >= _room(text):
+        text = str(span.action)
+        text = text if several else text.removeprefix(str(span.action.stage))
+        if width * points_per_ms >= 2.0 + 0.7 * _SIZE * len(text):
+            middle = start + width / 2
             axes.text(
-                start + width / 2,
+                middle,
                 span.rank,
                 text,
-                color=style.ink,
+                color=ink,
                 fontsize=_SIZE,
                 ha="center",
                 va="center_baseline",
             )
-
-
-def _label(span: Span, *, short: bool) -> str:
-    kind = "" if short else span.action.kind.value
-    return f"{kind}{span.action.microbatch}"
-
-
-def _room(text: str) -> float:
-    """Points that a text takes."""
-    return 2.0 + 0.7 * _SIZE * len(text)
 
 
 def _milliseconds(value: float) -> str:
@@ -208,6 +176,6 @@ def _draw_legend(figure: Figure, rows: Rows) -> None:
 
     kinds = {span.action.kind for _, timeline in rows for span in timeline.spans}
     shown = [style for kind, style in _STYLES.items() if kind in kinds]
-    handles = [Patch(facecolor=style.fill, label=style.label) for style in shown]
+    handles = [Patch(facecolor=fill, label=label) for label, fill, _ in shown]
     handles.append(Patch(**_IDLE, label="idle"))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)
