@@ -120,6 +120,8 @@ class SplitModule(ModuleProxy):
         if max_graphs < 1:
             raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
         options = self.__dict__["_options"]
+        if dynamic not in (None, True, False):
+            raise SplitError(f"dynamic must be True, False or None; got {dynamic!r}")
         if dynamic and not options.holds_open_sizes and (fullgraph or memory != "balanced"):
             raise SplitError(
                 f"dynamic=True with backend={backend!r} splits graph by graph, as torch.compile "

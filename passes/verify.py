@@ -217,6 +217,21 @@ def _outputs_once(program: SplitGraphs) -> Iterator[str]:
             yield f"{role} is returned {made[role]} times over the graphs, not {wanted[role]}"
 
 
+def _results_lie_as_traced(program: SplitGraphs) -> Iterator[str]:
+    """A result has the shape and dtype that the joint graph gives it."""
+
+    def form(value: object) -> object:
+        tensor = tensor_of(value) if isinstance(value, fx.Node) else None
+        return tensor is not None and (tensor.dtype, *map(str, tensor.shape))
+
+    kinds = FORWARD_OUTPUT | BACKWARD_OUTPUT
+    traced = {role: form(value) for role, value in outputs(program.joint.graph, *kinds)}
+    for name, module in program.graphs().items():
+        for role, value in outputs(module.graph, *kinds):
+            if form(value) != traced.get(role, form(value)):
+                yield f"{name}: {role} is {form(value)}, and was traced as {traced[role]}"
+
+
 def _only_cheap_work_runs_again(program: SplitGraphs) -> Iterator[str]:
     """Copies of a joint graph's node keep its name."""
     ran: dict[str, str] = {}
@@ -245,5 +260,6 @@ OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
 BETWEEN_GRAPHS: tuple[Callable[[SplitGraphs], Iterator[str]], ...] = (
     _boundaries_match,
     _outputs_once,
+    _results_lie_as_traced,
     _only_cheap_work_runs_again,
 )

@@ -237,6 +237,8 @@ def _weights(
         lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
         deferred.own(lent)
     anchor.queue.add(number, work)
+    if early and not deferred.tensors:  # I has made all of them, which would be held until W
+        at_end_of_backward(anchor.queue.compute)
     if sharded is not None and has_accumulate_hooks(sharded.parameters):
         # A hook waits for gradients of sharded parameters: an optimizer may step in it.
         at_end_of_backward(anchor.queue.compute)

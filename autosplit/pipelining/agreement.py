@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,9 @@ class Agreement:
         return outputs, results[0].structure
 
     def _tell(self, stage: int, what: str, message: Any) -> None:
-        self._store.set(self._key(f"{stage}/{what}"), pickle.dumps(message))
+        with warnings.catch_warnings():  # torch's own class of a leaf has deprecated itself
+            warnings.simplefilter("ignore", FutureWarning)
+            self._store.set(self._key(f"{stage}/{what}"), pickle.dumps(message))
         # Nobody is still at the last exchange but one, as all have begun the last.
         self._store.delete_key(self._key(f"{stage}/{what}", self._round - 2))
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autosplit.errors import CaptureError
+from autosplit.errors import CaptureError, PipelineError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import TensorSpec
 from autosplit.torch_internals.autograd import without_autocast
@@ -189,8 +189,16 @@ class LossBoundary:
         """Go back through the loss: gradients of the outputs that are tensors, None for those that
         it does not depend on. What else it depends on, such as parameters of its own, gets its
         gradient too.
+
+        Raises:
+            PipelineError: the outputs need a gradient, and the loss has none.
         """
         found: list[Tensor | None] = [None] * len(self.outputs)
+        if self._places and not loss.requires_grad:
+            raise PipelineError(
+                "the loss does not require grad, so nothing would be trained: loss_fn must compute "
+                "it from the stage's output, without .detach(), .item(), NumPy or torch.no_grad()"
+            )
         if loss.requires_grad:
             with without_autocast():
                 torch.autograd.backward(loss)

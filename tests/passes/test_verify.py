@@ -78,6 +78,15 @@ def test_output_lost_and_output_doubled() -> None:
     assert "parameter_grad bias is returned 0 times over the graphs, not 1" in str(caught.value)
 
 
+def test_gradients_that_a_pass_exchanges() -> None:
+    program = whole()
+    output = output_node(program.backward_weight.graph)
+    output.args = (output.args[0][::-1],)
+    said = r"backward_weight: parameter_grad weight is \(torch.float32, '2'\), and was traced as \("
+    with pytest.raises(PassError, match=said):
+        verify(program)
+
+
 @pytest.mark.parametrize(
     ("target", "args", "said"),
     [

@@ -121,6 +121,10 @@ def a_loss_that_raises_later() -> None:
     ENDED[-1].step()
 
 
+def detached(output: Tensor, target: Tensor) -> Tensor:
+    return mean_square(output.detach(), target)
+
+
 def a_forward_that_raises_later() -> None:
     program = connected(block(), Made(in_training_only))
     program.step()
@@ -268,6 +272,11 @@ IN_A_STEP = {
         another_size,
         "StageShapeError: stage 0 .Sequential.: microbatch 0 has the outputs float32.3, 4., but",
         0,
+    ),
+    "a loss that is detached": Case(
+        lambda: connected(block(), block(), loss=detached).step(),
+        "PipelineError: the loss does not require grad, so nothing would be trained: loss_fn must",
+        1,
     ),
     "a loss that raises later": Case(a_loss_that_raises_later, "ValueError: loss 2$", 1),
     "a forward that raises later": Case(

@@ -241,6 +241,13 @@ def test_budget_bounds_what_a_microbatch_holds() -> None:
     assert _deferred_bytes(SwiGLU(), x, 10**9) > some
 
 
+def test_nothing_waits_that_i_has_computed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8))
+    split = assert_equals_autograd(model, [(torch.randn(4, 8),)] * 2, memory=10)
+    split(torch.randn(4, 8)).sum().backward()
+    assert (split.pending, split.pending_bytes) == (0, 0)
+
+
 def test_budget_that_cannot_be_met() -> None:
     """The gradient of two of the parameters is the output's own, three floats."""
     x = torch.randn(3, requires_grad=True)
