@@ -72,7 +72,8 @@ class SplitModule(ModuleProxy):
     ``requires_grad``, of values of numbers and strings, and of everything else that the forward
     reads: attributes, globals, hooks, train/eval mode, grad mode, autocast. Whatever of that
     changes, the next call finds another graph that fits or captures one. At most ``max_graphs``
-    are kept; beyond that the one unused for longest is dropped, with a warning.
+    are kept; beyond that the one unused for longest is dropped, with a warning. Under
+    ``torch.no_grad()`` and backend "eager" the model itself runs.
 
     Inside ``DistributedDataParallel``, a forward outside ``no_sync()`` computes what is pending,
     and its ``backward()`` computes weight gradients too: ranks average them there, not where each
@@ -199,6 +200,8 @@ class SplitModule(ModuleProxy):
             self._queue.deliver.looked_on = True
         if unsplit:
             self.backward_weight()
+        if not torch.is_grad_enabled() and self._options.backend == "eager" and not self._sharded:
+            return self.unsplit(*args, **kwargs)  # the same bits, and no graph to capture
         fallback = self._fallback
         if fallback.partial is not None and not fallback.captures_again:
             return fallback.run_by_graphs(fallback.partial, args, kwargs)
@@ -210,8 +213,9 @@ class SplitModule(ModuleProxy):
             raise
         except FailingCallError as error:
             failing = error
-        except FirstCallError as error:
-            return fallback.run_first_call(error, args, kwargs)
+        except FirstCallError:  # it has effects that later calls do not have, which may be captured
+            self.backward_weight()
+            return self.unsplit(*args, **kwargs)
         except (CaptureError, SplitError) as error:
             return fallback.run_by_graphs(fallback.give_up(error), args, kwargs)
         if failing is not None:  # here, so that the user's own error comes alone

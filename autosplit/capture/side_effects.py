@@ -35,6 +35,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _COMPARED = (nn.Module, list, set, dict)
 # Kept by identity, entry by entry; buffers have a comparison of their own.
 _TABLES = ("_parameters", "_modules")
+_MARK = "composable_api_state"  # in names of attributes under which fully_shard keeps its state
 
 Contents = dict[Any, Any]
 
@@ -250,7 +251,7 @@ class _WrittenObjects:
         earlier = {source: dict(space) for source, space in outside.items()}
         try:
             twin, mode = _without_data(self.module)
-        except Exception:  # there are no copies of this one, as of one that fully_shard has sharded
+        except Exception:  # there are no copies of this one
             return [*outside, *self._below, *self._buffers]
         written = {source: self._find(source, twin) for source in self._below}
         common = [s for s, each in written.items() if each is self._find(s, self.module)]
@@ -296,6 +297,8 @@ def _without_data(module: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
     kept = tree_flatten([[*vars(part).values()] for part in module.modules()])[0]
     state = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, kept)]
     memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in state}
+    for part in module.modules():  # FSDP's state has process groups, of which there are no copies
+        memo |= {id(value): value for name, value in vars(part).items() if _MARK in name}
     return copy.deepcopy(module, memo), mode
 
 

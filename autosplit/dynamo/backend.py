@@ -11,7 +11,7 @@ until ``autosplit.backward_weight(model)``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -114,9 +114,6 @@ class GraphOwner(Protocol):
         """
 
 
-_MAX_SIZES = 1024  # combinations of sizes that are known
-
-
 class Compilation:
     """One graph of Dynamo, compiled.
 
@@ -181,13 +178,12 @@ class SplitCall:
         self._state = [(role.name, at) for at, role in taken if role.kind in STATE]
         self._leaves = [at for at, role in taken if role.kind not in STATE]
         self._order = [functions.output_names.index(name) for name in capture.results]
-        self._resized: dict[Hashable, SplitFunctions] = {}
 
     def __call__(self, args: list[Any]) -> list[Any]:
         state = {name: args[at] for name, at in self._state}
         leaves = [args[at] for at in self._leaves]
         args.clear()
-        functions, owner = self._for(leaves), self._owner
+        functions, owner = self._functions.at(leaves), self._owner
         if functions.tangent_specs:
             parameters = [state[name] for name in functions.parameter_names]
             call = owner.entered(self._part, parameters)
@@ -198,18 +194,6 @@ class SplitCall:
             with torch.no_grad():
                 outputs = run_forward(functions, state, leaves).outputs
         return [outputs[at] for at in self._order]
-
-    def _for(self, leaves: Sequence[Any]) -> SplitFunctions:
-        """The functions for the sizes of a call."""
-        sizes = self._functions.capture.sizes
-        if sizes is None:
-            return self._functions
-        key = sizes.key(leaves)
-        if key not in self._resized:
-            if len(self._resized) >= _MAX_SIZES:
-                self._resized.clear()
-            self._resized[key] = self._functions.at(leaves)
-        return self._resized[key]
 
 
 _OPTIONS = ("backend", "max_pending")

@@ -111,12 +111,6 @@ class Fallback:
         self.captures_again = outside or before.differs
         return result
 
-    def run_first_call(self, error: AutosplitError, args: Any, kwargs: Any) -> Any:
-        """One call without graphs, for first-call effects that later calls do not have."""
-        self.partial = self.partial or self._by_graphs(str(error))
-        self.captures_again = True
-        return self.partial.run_without_graphs(args, kwargs)
-
     def run_unsplit(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
         """The call by plain autograd: where that fails too, with the user's own error."""
         if self._fullgraph:

@@ -14,7 +14,7 @@ import os
 import pathlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +25,15 @@ from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import WeightAnchor, hooks_text
 from autosplit.autograd.pending import PendingBound, PendingQueue
 from autosplit.capture.compiled_model import compile_model
+from autosplit.dump.dump import dump
 from autosplit.dump.tables import short_source
 from autosplit.dynamo.backend import SplittingBackend
 from autosplit.dynamo.part import Part
 from autosplit.dynamo.pending_weights import ForwardCall
 from autosplit.errors import DeferralWarning, SplitError
-from autosplit.passes.lowering import codegen
 from autosplit.runtime.specializations import calls_itself
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import few
-from autosplit.text.files import writing
 from autosplit.torch_internals.autograd import KnownLeaves, has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, synchronises
 from autosplit.torch_internals.dynamo import BreakReason, BreakWatch
@@ -137,17 +136,6 @@ class Partial:
         Raises:
             FailingCallError: the forward calls the split module itself.
         """
-        return self._run(self._compiled, args, kwargs)
-
-    def run_without_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A first forward without graphs; its backward is autograd's and leaves no work, which
-        says nothing about the calls after it.
-        """
-        return self._run(self._model, args, kwargs, passing=True)
-
-    def _run(
-        self, forward: Callable[..., Any], args: Any, kwargs: Any, *, passing: bool = False
-    ) -> Any:
         if getattr(self._running, "microbatch", None) is not None:
             raise calls_itself(self._model)
         known, watch = (len(self._parts), len(self._breaks)), BreakWatch()
@@ -159,13 +147,13 @@ class Partial:
         microbatch = self._latest = self._running.microbatch = ForwardCall(unsplit, counted)
         try:
             with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
-                result = forward(*args, **kwargs)
+                result = self._compiled(*args, **kwargs)
         finally:
             self._running.microbatch = None
             self._breaks |= dict.fromkeys(watch.found())
         if _is_differentiable(result):
             self._seen = microbatch
-            if not passing and (len(self._parts), len(self._breaks)) != known:
+            if (len(self._parts), len(self._breaks)) != known:
                 self._warn_of_little()
         return result
 
@@ -257,23 +245,15 @@ class Partial:
         return "\n\n".join([text, *self._queue.bound.text()])
 
     def dump(self, folder: str | os.PathLike[str]) -> None:
-        """Write the graphs of every part as readable, runnable code, a folder each.
+        """Write the graphs of every part as readable, runnable code, with tables of the
+        boundaries, a folder each.
 
         Raises:
             OutputError: the folder cannot be written.
         """
-        with writing(folder):
-            self._dump(pathlib.Path(folder))
-
-    def _dump(self, folder: pathlib.Path) -> None:
         for index, part in enumerate(self._parts):
-            if part.graphs is None:
-                continue
-            root = folder / f"part{index}"
-            root.mkdir(parents=True, exist_ok=True)
-            for name, module in part.graphs.graphs().items():
-                text = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
-                (root / f"{name}.py").write_text(text)
+            if part.functions is not None and part.functions.has_backward:
+                dump(part.functions, pathlib.Path(folder) / f"part{index}", part.lines)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self._model.named_parameters()

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
 
 
+_MAX_SIZES = 1024  # combinations of sizes that are known
+
+
 class ForwardResult(NamedTuple):
     """Results of F.
 
@@ -87,6 +90,7 @@ class SplitFunctions:
         self.base = self
         self._backend = backend
         self._size: Callable[[Any], int] = concrete
+        self._resized: dict[tuple[int, ...], SplitFunctions] = {}
         saved = self._compile_forward()
         self.tangent_specs = self._tangent_specs()
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
@@ -148,19 +152,23 @@ class SplitFunctions:
         return inlined(self._graphs)
 
     def at(self, leaves: Sequence[Any]) -> SplitFunctions:
-        """The same graphs, for a call with other sizes of inputs.
+        """The same graphs, for a call with other sizes of inputs; one object for each combination.
 
         Args:
             leaves: of the call; the guards hold for it.
         """
-        sizes = self.capture.sizes
+        sizes, known = self.capture.sizes, self._resized
         if sizes is None:
             return self
-        twin = copy.copy(self)
-        twin._size = sizes.value(leaves)
-        twin.__dict__.pop("output_specs", None)
-        twin.tangent_specs = twin._tangent_specs()
-        return twin
+        key = sizes.key(leaves)
+        if key not in known:
+            if len(known) >= _MAX_SIZES:
+                known.clear()
+            twin = known[key] = copy.copy(self)
+            twin._size = sizes.value(leaves)
+            twin.__dict__.pop("output_specs", None)
+            twin.tangent_specs = twin._tangent_specs()
+        return known[key]
 
     @property
     def changes_module(self) -> bool:

@@ -138,7 +138,7 @@ def test_boundary_names_line_and_consumer() -> None:
 def test_report_without_gradients() -> None:
     split = autosplit.split(nn.Linear(3, 2))
     with torch.no_grad():
-        split(torch.randn(4, 3))
+        split.capture(torch.randn(4, 3))
     assert "Captured without gradients: there is no backward" in split.report()
 
 
@@ -160,7 +160,7 @@ def test_report_prefers_the_graph_with_a_backward() -> None:
     split = autosplit.split(nn.Linear(3, 2))
     split(torch.randn(4, 3))
     with torch.no_grad():
-        split(torch.randn(4, 3))
+        split.capture(torch.randn(4, 3))
     assert "Deferred by I for W" in split.report()
 
 

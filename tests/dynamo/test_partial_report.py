@@ -101,6 +101,7 @@ def test_dump(tmp_path: pathlib.Path) -> None:
         "backward.py",
         "backward_input.py",
         "backward_weight.py",
+        "boundary.md",
         "forward.py",
         "joint.py",
     ]
