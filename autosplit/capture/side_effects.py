@@ -306,7 +306,7 @@ def _run(twin: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> None:
     leaves, spec = tree_flatten((args, kwargs))
     fakes = [mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
     fake_args, fake_kwargs = tree_unflatten(fakes, spec)
-    with mode, torch.no_grad():
+    with mode:  # with gradients, if so: blocks may be there that were captured for such calls
         twin(*fake_args, **fake_kwargs)
 
 

@@ -259,6 +259,22 @@ def test_blocks_that_are_the_models_own_submodules() -> None:
     assert kinds(assert_equals_autograd(model, batches())) == [4]
 
 
+class Counting(Stack):
+    """A copy is run, on tensors without data, to see that the buffer is the same object after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_around_a_counter() -> None:
+    assert kinds(assert_equals_autograd(Counting(), batches())) == [4]
+
+
 def test_no_input_needs_a_gradient() -> None:
     split = assert_equals_autograd(Stack(), [(torch.randn(5, WIDTH),) for _ in range(2)])
     assert kinds(split) == [4]
