@@ -161,12 +161,14 @@ def test_a_storage_travels_once_and_no_parameter_does() -> None:
         engine.step(data(12))
     assert len(sent) == 3
     assert rank() or [what.split()[0] for what, _ in sent] == ["0EVICT0", "0EVICT1", "0EVICT2"]
-    wide, narrow = 4 * 4 * 18, 4 * 18  # of float32: a layer of 4 rows, a statistic
+    wide, narrow = (
+        4 * 4 * 18,
+        4 * 18,
+    )  # of float32: a layer of 4 rows, a statistic (as large: a mask)
     for _, storages in sent:
         assert len({each.untyped_storage().data_ptr() for each in storages}) == len(storages)
         size = sum(each.numel() for each in storages)
-        assert size % narrow == 0
-        assert 4 * wide <= size < 5 * wide
+        assert size == 3 * (wide + narrow)
 
 
 @ranks(2)
