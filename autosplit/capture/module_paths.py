@@ -55,13 +55,20 @@ def stack(node: fx.Node) -> tuple[str, ...]:
     call of the same module has its number behind it, as in ``block@1``. A checkpointed region is
     where its operations are.
     """
+    held = inside(node)
+    if held is not None:
+        return functools.reduce(common, map(stack, held)) if held else ()
+    return frames(node.meta.get("nn_module_stack", {}))
+
+
+def inside(node: fx.Node) -> list[fx.Node] | None:
+    """The operations of a checkpointed region; None for any other operation."""
     for held in node.all_input_nodes:
         if held.op == "get_attr" and node.graph.owning_module is not None:
             body = operator.attrgetter(str(held.target))(node.graph.owning_module)
             if isinstance(body, fx.GraphModule):
-                inside = [stack(n) for n in body.graph.nodes if n.op.startswith("call_")]
-                return functools.reduce(common, inside) if inside else ()
-    return frames(node.meta.get("nn_module_stack", {}))
+                return [n for n in body.graph.nodes if n.op.startswith("call_")]
+    return None
 
 
 def frames(around: Mapping[Any, tuple[str, Any]]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from autosplit.capture.module_paths import stack
+from autosplit.capture.module_paths import inside, stack
 from autosplit.capture.roles import canonical_names
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.schedule.wiring import Wiring
@@ -27,27 +27,35 @@ from autosplit.planner.stage_module import (
 )
 
 
-def _keys(line: OperationSequence) -> list[Any]:
-    """Each operation by its modules, its line, what it calls, and how often that came before."""
+def _keys(line: OperationSequence) -> list[list[Any]]:
+    """Each operation by its modules, what it calls, and how often that came before, with its line
+    and, for what has another line in another mode, without. A region that is checkpointed in one
+    mode only is known by the operations in it.
+    """
     seen: Counter[Any] = Counter()
     found = []
     for node in line.body:
-        key = (stack(node), node.stack_trace, str(node.target))
-        seen[key] += 1
-        found.append((key, seen[key]))
+        exact: list[Any] = []
+        loose: list[Any] = []
+        for part in inside(node) or [node]:
+            called = (stack(part), str(part.target))
+            for keys, key in ((exact, (*called, part.stack_trace)), (loose, called)):
+                seen[key] += 1
+                keys.append((key, seen[key]))
+        found.append(exact + loose)
     return found
 
 
-def _found(places: Sequence[tuple[Any, str]], line: OperationSequence) -> list[int]:
+def _found(places: Sequence[tuple[list[Any], str]], line: OperationSequence) -> list[int]:
     """Where the same lines of the user's code run in another capture.
 
     Raises:
         PlanError: it cannot be cut there.
     """
-    known = {key: index for index, key in enumerate(_keys(line))}
+    known = {key: index for index, keys in enumerate(_keys(line)) for key in keys}
     found: list[int] = []
-    for key, name in places:
-        place = known.get(key)
+    for keys, name in places:
+        place = next((known[key] for key in keys if key in known), None)
         if place is None or place in line.forbidden or place in (0, *found):
             raise PlanError(f"there can be no cut before {name}")
         found.append(place)
@@ -259,7 +267,10 @@ class Partition:
             try:
                 layout = StageLayout(there, _found(places, there))
                 if looks != layout.looks():
-                    raise PlanError("other tensors would be sent from stage to stage")
+                    raise PlanError(
+                        "other tensors would be sent from stage to stage; is there a result that "
+                        "one mode alone has, as a cache (transformers: config.use_cache = False)?"
+                    )
                 known = {layout.source(node): node for node in layout.given[index]}
                 if not known.keys() <= {*given}:
                     raise PlanError(f"stage {index} would need inputs that it is not given")
@@ -272,8 +283,8 @@ class Partition:
         return make
 
     @cached_property
-    def _places(self) -> list[tuple[Any, str]]:
-        """Of the first operation of every stage but the first, its key and its name, which hold in
+    def _places(self) -> list[tuple[list[Any], str]]:
+        """Of the first operation of every stage but the first, its keys and its name, which hold in
         each capture of the model.
         """
         keys, body = _keys(self.whole.line), self.whole.line.body
