@@ -1,165 +1,37 @@
-"""Plain data and sums between ranks, over a group of their own, as bytes that run no code.
-
-Peers may be on other hosts, and to unpickle is to run what they send. Here torch's weights-only
-reading makes numbers, texts, tensors and containers, and of classes only the dataclasses, named
-tuples, enumerations and errors that autosplit has defined and imported.
-"""
+"""Plain data and sums between ranks, over a group of their own."""
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import is_dataclass
-from enum import Enum
-from io import BytesIO
-from pickle import PicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from autosplit.errors import AutosplitError, PipelineError
+from autosplit.errors import PipelineError
 from autosplit.text.figures import few
 
-_TEXT = b"text "  # what most steps send; torch's files begin with other bytes
-_READING = threading.Lock()  # which classes torch may make is its own global state
 
-
-def written(value: object) -> bytes:
-    """``value`` as bytes.
+def gather_in(value: object, group: dist.ProcessGroup | None, doing: str = "") -> list[Any]:
+    """``value`` of every rank of a group, by rank, on all of them.
 
     Args:
-        value: None, numbers, strings, dtypes, tensors on the CPU, containers, and dataclasses,
-            named tuples, members of enumerations and errors of autosplit.
-
-    Raises:
-        PipelineError: something else is in it.
-    """
-    if isinstance(value, str):
-        return _TEXT + value.encode()
-    file = BytesIO()
-    try:
-        torch.save(value, file)
-        _classes(file)
-    except (ValueError, AttributeError, TypeError, PicklingError) as error:
-        raise PipelineError(
-            f"expected plain data, and data of autosplit's own, to send to another rank; {error}: "
-            f"{value!r}"
-        ) from error
-    return file.getvalue()
-
-
-def read(data: bytes) -> Any:
-    """What was ``written``.
-
-    Raises:
-        PipelineError: it was not, or by another version of autosplit.
-    """
-    try:
-        if data.startswith(_TEXT):
-            return data.removeprefix(_TEXT).decode()
-        file = BytesIO(data)
-        with _READING, safe_globals(_classes(file)):
-            return torch.load(file, "cpu", weights_only=True)
-    except Exception as error:  # whatever torch makes of bytes that are none of its own
-        raise PipelineError(
-            f"another rank sent what is no data of this version of autosplit: {error}. Run the "
-            "same version on every rank"
-        ) from error
-
-
-def _classes(file: BytesIO) -> list[Any]:
-    """The classes that a file names beside torch's own plain data; all are of this package, hold
-    nothing but data, and are imported already.
-    """
-    file.seek(0)
-    found = [_class(name) for name in get_unsafe_globals_in_checkpoint(file)]
-    file.seek(0)
-    return found
-
-
-def _class(path: str) -> type[Any]:
-    if path == "builtins.frozenset":
-        return frozenset
-    module, _, name = path.rpartition(".")
-    found = getattr(sys.modules.get(module), name, None)
-    if (
-        isinstance(found, type)
-        and path.startswith("autosplit.")
-        and found.__module__ == module
-        and (
-            is_dataclass(found)
-            or hasattr(found, "_fields")
-            or issubclass(found, Enum | AutosplitError)
-        )
-    ):
-        return found
-    raise ValueError(f"{path} is none of autosplit's classes of data")
-
-
-_CPU = torch.device("cpu")
-
-
-def tell_in(value: object, source: int, group: dist.ProcessGroup, doing: str = "") -> Any:
-    """``value`` of rank ``source`` on all ranks of a group.
-
-    Args:
-        value: see ``written``; only that of ``source`` counts.
-        source: its rank in the default process group.
-        group: over which to tell.
+        value: what can be pickled.
+        group: over which; None for the default group.
         doing: the call that this is part of, in words.
 
     Raises:
         RuntimeError: a rank did not take part.
         PipelineError: a rank is in another call.
     """
-    data = _packed(value if dist.get_rank() == source else None, doing, _CPU)
-    size = torch.tensor([len(data)], device=_CPU)
-    dist.broadcast(size, source, group=group)
-    if dist.get_rank() != source:
-        data = torch.empty(int(size), dtype=torch.uint8, device=_CPU)
-    dist.broadcast(data, source, group=group)
-    theirs, heard = _unpacked(data)
-    _check_calls({source: theirs, dist.get_rank(): doing})
-    return heard
-
-
-def gather_in(
-    value: object,
-    group: dist.ProcessGroup | None,
-    device: torch.device = _CPU,
-    doing: str = "",
-) -> list[Any]:
-    """``value`` of every rank of a group, by rank, on all of them; None for the default group.
-
-    Arguments and errors are those of ``tell_in``; messages lie on ``device``.
-    """
-    data = _packed(value, doing, device)
-    count = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(count)]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
-    longest = max(map(int, sizes))
-    rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(count)]
-    dist.all_gather(rows, torch.nn.functional.pad(data, (0, longest - len(data))), group=group)
-    heard = [_unpacked(row[: int(size)]) for row, size in zip(rows, sizes, strict=True)]
+    heard: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(heard, (doing, value), group=group)
     members = dist.get_process_group_ranks(group)
     _check_calls({rank: call for rank, (call, _) in zip(members, heard, strict=True)})
     return [each for _, each in heard]
-
-
-def _packed(value: object, doing: str, device: torch.device) -> Tensor:
-    data = doing.encode() + b"\0" + written(value)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-
-
-def _unpacked(data: Tensor) -> tuple[str, Any]:
-    call, _, value = data.cpu().numpy().tobytes().partition(b"\0")
-    return call.decode(errors="replace"), read(value)
 
 
 def _check_calls(calls: Mapping[int, str]) -> None:
@@ -274,11 +146,14 @@ class Control:
         if self.ranks > 1:
             origin = self.members[source]
             with self.losing(OTHERS if source == self.rank else f"rank {origin}"):
-                value = tell_in(value, origin, self.group, self._doing())
+                told = [(self._doing(), value)]
+                dist.broadcast_object_list(told, origin, self.group, torch.device("cpu"))
+            ((theirs, value),) = told
+            _check_calls({self.members[self.rank]: self._doing(), origin: theirs})
         return value or ""
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, by rank; see ``written`` for what it may be.
+        """``value`` of every rank, by rank.
 
         Raises:
             LostPeerError: some rank did not take part.
@@ -287,6 +162,6 @@ class Control:
         if self.ranks == 1:
             return [value]
         with self.losing(OTHERS):
-            rows = gather_in(value, self.group, doing=self._doing())
+            rows = gather_in(value, self.group, self._doing())
         # The members of a group are in the order of their numbers in the default one.
         return [rows[sorted(self.members).index(each)] for each in self.members]

@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.costs import device_of_group
 
 from .control import gather_in
 from .first_error import describe_error
@@ -33,13 +32,13 @@ _LOOK_EVERY = 0.01
 
 
 def gather(value: object) -> list[Any]:
-    """``value`` of every process, by rank; see ``control.written``. Collective.
+    """``value`` of every process, by rank. Collective.
 
     Raises:
         PipelineError: a process did not take part; it names one that has ended.
     """
     with _naming_the_lost():
-        return gather_in(value, None, _device_of_news())
+        return gather_in(value, None)
 
 
 def register_of_world() -> Register:
@@ -59,10 +58,6 @@ def _naming_the_lost() -> Iterator[None]:
         found = next(await_ending(register_of_world(), ranks, _PATIENCE), "lost the other ranks")
         reason = str(error).partition(". ")[0].partition("\n")[0]
         raise PipelineError(f"{found}, and rank {dist.get_rank()} needs it: {reason}") from error
-
-
-def _device_of_news() -> torch.device:
-    return torch.device("cpu") if "gloo" in dist.get_backend_config() else device_of_group()
 
 
 def process_count(ranks: int | None, stages: int) -> int:
