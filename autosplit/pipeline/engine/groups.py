@@ -86,10 +86,9 @@ class Groups(Control):
     NCCL runs the operations of one communicator in the order in which they were enqueued and may
     not complete a send before its receive is posted, so a receive posted early would hold up a
     send if the two directions shared a communicator, or two peers. So each direction of each pair
-    has a group of its own, which ``connect`` makes: one of all ranks would be a single
-    communicator where the default group is bound to a device. Over Gloo, a group of all ranks
-    carries messages to higher ranks, ``up``, and another to lower ones, ``down``. Control is
-    Gloo on every device: its few numbers are needed on the host.
+    has a group of its own, which ``connect`` makes, over Gloo as well: one of all ranks would be a
+    single communicator where the default group is bound to a device. Control is Gloo on every
+    device: its few numbers are needed on the host.
 
     Where several pipelines train replicas of one model, ranks are numbered within the pipeline
     (but for ``everybody``), and each pipeline has groups of its own. They are made here rather than
@@ -109,7 +108,6 @@ class Groups(Control):
         rank: this rank within it.
         place: knows when this rank waits for others.
         everybody: control of all ranks, numbered as in the default process group.
-        pairwise: whether each direction of a pair has a group of its own, as over NCCL.
     """
 
     def __init__(self, ranks: int | RankLayout, device: torch.device, timeout: float) -> None:
@@ -119,22 +117,17 @@ class Groups(Control):
         self.place = RankActivity()
         self._device = device
         self._backend = backend_for(device)
-        self.pairwise = self._backend != "gloo"
         self._beside: Control | None = None
         self._connected: dict[str, set[tuple[int, int]]] = {}
         self._owned: list[dist.ProcessGroup] = []
         self._lent: list[dist.ProcessGroup] = []
         self._lanes: dict[str, dist.ProcessGroup] = {}
         super().__init__(layout.pipeline, self._own, None, self._lose, self._call)
-        everyone = range(self.ranks)
-        self._group = self.among(everyone, "gloo") if self.ranks > 1 else None
+        self._group = self.among(range(self.ranks), "gloo") if self.ranks > 1 else None
         self.everybody: Control = self
         if len(layout.pipelines) > 1:
             world = self._new(layout.ranks, "gloo")
             self.everybody = Control(layout.ranks, self._own, world, self._lose, self._call)
-        for lane in ("up", "down") if self.ranks > 1 and not self.pairwise else ():
-            if (group := self.among(everyone, "gloo")) is not None:
-                self._lanes[lane] = group
 
     def _call(self) -> str:
         return self.place.phase
@@ -146,8 +139,7 @@ class Groups(Control):
     def connect(self, pairs: Collection[tuple[int, int]], lanes: str = "") -> None:
         """Make ready for messages between these pairs of ranks, the lower one first.
 
-        Collective over all ranks, which all name the same pairs; they may name some again. Over
-        Gloo all ranks are connected from the start, but for lanes of their own.
+        Collective over all ranks, which all name the same pairs; they may name some again.
 
         Args:
             pairs: the ranks.
@@ -157,52 +149,37 @@ class Groups(Control):
             LostPeerError: some rank did not take part.
         """
         connected = self._connected.setdefault(lanes, set())
-        new = sorted({*pairs} - connected) if self.pairwise or lanes else []
+        new = sorted({*pairs} - connected)
         connected.update(new)
         with self.losing(OTHERS):
             for pair in new:
                 for source, target in (pair, pair[::-1]):
                     if (group := self.among(pair)) is not None:
                         self._lanes[_lane_of(source, target, lanes)] = group
-            if self.pairwise:
+            if self._backend != "gloo":
                 greet(self, new, self._device, lanes)
 
     def between(self, source: int, target: int, lanes: str) -> dist.ProcessGroup:
         """The group of a pair's own for what goes one way, after ``connect``."""
-        return self._lane(_lane_of(source, target, lanes))
+        group = self._lanes.get(_lane_of(source, target, lanes))
+        if group is None:
+            raise PipelineError("this trainer was closed: build a new one")
+        return group
 
     def isend(self, tensor: Tensor, peer: int, lanes: str = "") -> dist.Work | None:
         """Start sending a contiguous tensor; None if there is nothing to wait for."""
         # As dist.isend does, without its checks.
-        group = self._towards(self.rank, peer, lanes)
-        return group.send([_bytes(tensor)], self._number(peer), _TAG)
+        group = self.between(self.rank, peer, lanes)
+        return group.send([_bytes(tensor)], self.number_in_pair(peer), _TAG)
 
     def irecv(self, buffer: Tensor, peer: int, lanes: str = "") -> dist.Work | None:
         """Start filling ``buffer``; None if there is nothing to wait for."""
-        group = self._towards(peer, self.rank, lanes)
-        return group.recv([_bytes(buffer)], self._number(peer), _TAG)
+        group = self.between(peer, self.rank, lanes)
+        return group.recv([_bytes(buffer)], self.number_in_pair(peer), _TAG)
 
     def number_in_pair(self, peer: int) -> int:
         """A rank's number in a group of it and this rank."""
         return int(self.members[peer] > self._own)
-
-    def _number(self, peer: int) -> int:
-        """A rank's number in the group that messages to and from it go over."""
-        if self.pairwise:
-            return self.number_in_pair(peer)
-        return sorted(self.members).index(self.members[peer])
-
-    def _towards(self, source: int, target: int, lanes: str) -> dist.ProcessGroup:
-        """The group for messages from rank ``source`` to rank ``target``."""
-        if self.pairwise:
-            return self._lane(_lane_of(source, target, lanes))
-        return self._lane("up" if source < target else "down")
-
-    def _lane(self, name: str) -> dist.ProcessGroup:
-        group = self._lanes.get(name)
-        if group is None:
-            raise PipelineError("this trainer was closed: build a new one")
-        return group
 
     def among(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup | None:
         """A new group of some ranks of this pipeline; collective over all ranks, of all pipelines.

@@ -114,7 +114,6 @@ class Inbox(_Box):
         routes: what it sends, in its order, and which tensors those are.
         negotiation: where shapes are agreed on.
         device: where tensors are received.
-        prefetch: receives kept posted beyond what was taken.
     """
 
     does = "makes"
@@ -126,7 +125,6 @@ class Inbox(_Box):
         routes: Routes,
         negotiation: Negotiation,
         device: torch.device,
-        prefetch: int,
     ) -> None:
         super().__init__(link, peer)
         self._routes = routes
@@ -134,7 +132,6 @@ class Inbox(_Box):
         self._place = {parcel: place for place, parcel in enumerate(self._parcels)}
         self._negotiation = negotiation
         self._device = device
-        self._prefetch = prefetch
         self._posted = 0
         self._coming: dict[Parcel, _Message] = {}
 
@@ -144,13 +141,14 @@ class Inbox(_Box):
         return [t for message in self._coming.values() for t in message.tensors if t is not None]
 
     def begin(self) -> None:
-        """Start a step: post the first receives."""
+        """Start a step."""
         self._posted = 0
-        self._post_ahead(self._prefetch)
 
     def post_next(self) -> None:
         """Post one receive more, if its shapes are known."""
-        self._post_ahead(self._posted + 1)
+        known, left = self._negotiation.known, self._parcels[self._posted :]
+        if left and left[0].boundary in known:
+            self._post()
 
     def take(self, parcel: Parcel) -> tuple[list[Tensor | None], bool]:
         """Wait for ``parcel``; its tensors, and whether any of them travelled."""
@@ -158,19 +156,9 @@ class Inbox(_Box):
         while self._posted <= place:
             self._negotiation.learn(self._parcels[self._posted].boundary)
             self._post()
-        # Before the wait, so that it delays nothing once the message is here.
-        self._post_ahead(place + 1 + self._prefetch)
         message = self._coming.pop(parcel)
         self._wait(message)
         return message.tensors, bool(message.works)
-
-    def _post_ahead(self, count: int) -> None:
-        """Post receives until ``count`` are posted, as far as their shapes are known."""
-        while self._posted < min(count, len(self._parcels)):
-            parcel = self._parcels[self._posted]
-            if parcel.boundary not in self._negotiation.known:
-                return
-            self._post()
 
     def _post(self) -> None:
         parcel = self._parcels[self._posted]

@@ -39,10 +39,9 @@ class Transport:
         negotiation: where the shapes at each boundary are agreed on: before the first step, or
             by the first tensors that cross.
         device: where received tensors are made.
-        prefetch: receives kept posted per peer beyond the one being waited for.
-        posts: from whom the next receives are posted before an action, see ``posts_of``, rather
-            than so many ahead: over NCCL, each that is posted is a kernel that waits on the
-            device, and may hold up what is launched behind it.
+        posts: from whom the next receives are posted before an action, see ``posts_of``: over NCCL,
+            each that is posted is a kernel that waits on the device, and may hold up what is
+            launched behind it.
     """
 
     def __init__(
@@ -52,18 +51,16 @@ class Transport:
         negotiation: Negotiation,
         *,
         device: torch.device,
-        prefetch: int = 2,
-        posts: Mapping[Action, Sequence[int]] | None = None,
+        posts: Mapping[Action, Sequence[int]],
     ) -> None:
-        self._posts = posts or {}
+        self._posts = posts
         self._negotiation = negotiation
         self._device = device
         self.feeds = routes.feeds
         self._routes = routes
         self._outboxes = {peer: Outbox(link, peer) for peer in routes.sends}
-        ahead = prefetch if posts is None else 0
         self._inboxes = {
-            peer: Inbox(link, peer, routes, negotiation, device, ahead) for peer in routes.receives
+            peer: Inbox(link, peer, routes, negotiation, device) for peer in routes.receives
         }
         self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
         self._source = {each: peer for peer, parcels in routes.receives.items() for each in parcels}

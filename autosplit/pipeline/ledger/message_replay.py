@@ -14,8 +14,6 @@ from autosplit.pipeline.schedule.routes import Parcel, parcels_for, parcels_of, 
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 
-_PREFETCH = 2  # receives that ``Transport`` keeps posted beyond those taken
-
 
 class Storage:
     """Memory of one size.
@@ -97,10 +95,9 @@ class MessageReplay:
         feeds: Feeds,
         negotiation: Negotiation,
         level: Level,
-        posts: Mapping[Action, Sequence[int]] | None,
+        posts: Mapping[Action, Sequence[int]],
     ) -> None:
-        self._ahead = _PREFETCH if posts is None else 0
-        self._posts = posts or {}
+        self._posts = posts
         self._schedule, self._rank, self._feeds = schedule, rank, feeds
         self._negotiation, self._level = negotiation, level
         self._routes = routes_of(schedule, feeds)[rank]
@@ -114,11 +111,9 @@ class MessageReplay:
         self._losses: list[Storage] = []
 
     def begin(self) -> None:
-        """Start a step: post the first receives."""
+        """Start a step."""
         self._posted = dict.fromkeys(self._routes.receives, 0)
         self._sent, self._retired = defaultdict(deque), defaultdict(int)
-        for peer in self._posted:
-            self._post(peer, self._ahead)
 
     def post(self, action: Action) -> None:
         """Post the receives that are posted before an action."""
@@ -220,7 +215,7 @@ class MessageReplay:
         if parcel not in self._source:
             return self._here.pop(parcel)
         peer = self._source[parcel]
-        self._post(peer, self._place[parcel] + 1 + self._ahead)
+        self._post(peer, self._place[parcel] + 1)
         values = self._coming.pop(parcel)
         if not any(values):  # nothing travels, so nothing tells what has arrived
             return values

@@ -63,7 +63,7 @@ class RankReplay:
         stages: Mapping[int, Stage],
         negotiation: Negotiation,
         calls: CallMemory,
-        posts: Mapping[Action, Sequence[int]] | None,
+        posts: Mapping[Action, Sequence[int]],
     ) -> None:
         self._stages = stages
         self._calls = calls

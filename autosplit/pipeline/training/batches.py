@@ -375,7 +375,7 @@ def compare_contents(tensors: Mapping[str, Mapping[str, Tensor | None]], groups:
     differing = {what: list(by.values()) for what, by in ranks_by.items() if len(by) > 1}
     if differing:
         # The caller of ``step``, behind the runner.
-        warnings.warn(_told(differing), UserWarning, stacklevel=7)
+        warnings.warn(_told(differing), UserWarning, stacklevel=6)
 
 
 def summary_of(tensors: Iterable[Tensor | None]) -> int:

@@ -98,7 +98,7 @@ class RankMemory:
         stages = {} if step is None else traced(step.stages)
         if step is not None and len(stages) == len(step.stages):
             rank, feeds = self._groups.rank, self._feeds
-            posts = posts_of(schedule, feeds)[rank] if self._groups.pairwise else None
+            posts = posts_of(schedule, feeds)[rank]
             replay = RankReplay(schedule, rank, feeds, stages, step.negotiation, self._calls, posts)
             replay.peak({})
         guests: Evicted = {}

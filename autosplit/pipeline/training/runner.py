@@ -264,7 +264,7 @@ class Runner:
         groups, shards = self._groups, self._held.sharded
         groups.connect(pairs_of(schedule, self._feeds))
         routes = routes_of(schedule, self._feeds)[groups.rank]
-        posts = posts_of(schedule, self._feeds)[groups.rank] if groups.pairwise else None
+        posts = posts_of(schedule, self._feeds)[groups.rank]
         if shards is not None:
             schedule = with_sharding(schedule, shards.stages)
         moves = None

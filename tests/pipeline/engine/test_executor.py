@@ -46,7 +46,7 @@ class NoBackward:
 def executor(stages: dict[int, Any], count: int) -> Executor:
     schedule, groups = build("gpipe", count, 1, ranks=1), Groups(1, CPU, 1.0)
     negotiation = Negotiation("train", groups, lambda: None)
-    transport = Transport(routes_of(schedule)[0], groups, negotiation, device=CPU)
+    transport = Transport(routes_of(schedule)[0], groups, negotiation, device=CPU, posts={})
     return Executor(stages, schedule, 0, transport, loss_grad=torch.tensor(1.0))
 
 

@@ -31,7 +31,7 @@ def test_tensors_travel_as_bytes_whatever_they_hold() -> None:
     groups, rank = Groups(2, CPU, 30.0), dist.get_rank()
     groups.connect([(0, 1)])
     lane = mock.Mock()
-    with mock.patch.object(groups, "_towards", return_value=lane):
+    with mock.patch.object(groups, "between", return_value=lane):
         groups.isend(torch.ones(2, dtype=torch.int16), 1 - rank)
     (given,), *_ = lane.send.call_args.args
     assert given.dtype is torch.uint8
@@ -89,13 +89,13 @@ def test_connections_end_when_a_trainer_is_closed() -> None:
 # --- on one rank --------------------------------------------------------------------------
 
 
-def _transport(*metas: TensorMeta, given: Sequence[bool] = (), prefetch: int = 2) -> Transport:
+def _transport(*metas: TensorMeta, given: Sequence[bool] = ()) -> Transport:
     groups = Groups(1, CPU, 1.0)
     negotiation = Negotiation("train", groups, lambda: None)
     negotiation.publish(0, metas)
     negotiation.publish_gradients(0, 1, given)
     routes = routes_of(build("gpipe", 2, 1, ranks=1))[0]
-    return Transport(routes, groups, negotiation, device=CPU, prefetch=prefetch)
+    return Transport(routes, groups, negotiation, device=CPU, posts={})
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> TensorMeta:
