@@ -233,13 +233,10 @@ class Guard:
             )
         if self._closed:
             raise PipelineError("this trainer was closed: build a new one")
-        place, before = self._place, self._place.phase
-        place.enter(where)
         try:
-            yield
-            place.enter(before)
+            with self._place(where):
+                yield
         except BatchError:
-            place.enter(before)
             raise
         except LostPeerError as error:
             self._end_lost(error)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import torch
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
@@ -11,9 +13,11 @@ from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import TrainableStage, sizes, stage_memory
+from autosplit.pipeline.engine.timing import measure_transfer
 from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.schedule.wiring import Wiring
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
@@ -46,8 +50,8 @@ class Tuner:
     Args:
         schedule: what those steps run. What is found keeps no more than it does.
         groups: the trainer's process groups.
-        links: measures the links between ranks; collective, and the same on all of them.
-        wiring: who feeds whom; None: each stage the next.
+        feeds: who feeds whom.
+        device: where the stages run.
 
     Attributes:
         schedule: see above.
@@ -55,18 +59,11 @@ class Tuner:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        groups: Groups,
-        *,
-        links: Callable[[], Transfer],
-        wiring: Wiring | None = None,
+        self, schedule: Schedule, groups: Groups, feeds: Feeds, device: torch.device
     ) -> None:
         self.schedule = schedule
         self.done = False
-        self._groups = groups
-        self._links = links
-        self._wiring = wiring
+        self._groups, self._feeds, self._device = groups, feeds, device
         self._steps: list[list[Span]] = []
 
     def after_step(
@@ -99,6 +96,11 @@ class Tuner:
         except ScheduleError:  # no other order keeps as little: go on with this one
             return self.schedule
 
+    def _links(self) -> Transfer:
+        """The links between ranks; collective, and the same on all of them."""
+        pairs = pairs_of(self.schedule, self._feeds)
+        return measure_transfer(self._groups, self._device, pairs)
+
     def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
         """What a step costs by what all ranks measured, or would take usually; collective."""
         links = self._links()
@@ -125,7 +127,7 @@ class Tuner:
                 message_bytes={stage: sent[stage][0] for stage in every},
                 gradient_bytes={stage: sent[stage][1] for stage in every},
             ),
-            wiring=self._wiring,
+            wiring=self._feeds.wiring,
         )
 
 

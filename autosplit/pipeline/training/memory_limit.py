@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import NoReturn
+
+import torch
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import TrainableStage
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_of
 from autosplit.pipeline.simulation.simulate import Costs
@@ -61,28 +64,22 @@ class LimitTuner(Tuner):
     Args:
         schedule: whose placement and number of microbatches are kept.
         groups: the trainer's process groups.
+        feeds: who feeds whom.
+        device: where the stages run.
         limit: bytes that a rank may hold.
         size: tells this rank's bytes.
-        links: measures the links between ranks; collective.
-        known: further arguments of ``Tuner``.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         groups: Groups,
-        *,
+        feeds: Feeds,
+        device: torch.device,
         limit: int,
         size: RankMemory,
-        links: Callable[[], Transfer],
-        **known: Any,
     ) -> None:
-        super().__init__(
-            schedule,
-            groups,
-            links=lambda: replace(links(), host=size.host_link()),
-            **known,
-        )
+        super().__init__(schedule, groups, feeds, device)
         self._limit = limit
         self._size = size
         self._running = schedule
@@ -95,6 +92,9 @@ class LimitTuner(Tuner):
         self._measured: tuple[Schedule, list[float]] = schedule, []
         self._found_first = False
         self._corrections = 0
+
+    def _links(self) -> Transfer:
+        return replace(super()._links(), host=self._size.host_link())
 
     def before_step(self, stages: Mapping[int, TrainableStage]) -> Schedule:
         """What to run until steps are measured; collective.

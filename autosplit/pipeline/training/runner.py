@@ -30,7 +30,7 @@ from autosplit.pipeline.engine.stages import (
     compile_stages,
     forward_only,
 )
-from autosplit.pipeline.engine.timing import measure_transfer, recorder_on
+from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
@@ -165,17 +165,10 @@ class Runner:
         """That of ``schedule="auto"`` or ``memory_limit=``; None where the schedule stays."""
         if not options.tunes:
             return None
-        groups = self._groups
-        known: dict[str, Any] = {
-            "links": partial(
-                measure_transfer, groups, self._device, pairs_of(schedule, self._feeds)
-            ),
-            "wiring": self._feeds.wiring,
-        }
+        known = schedule, self._groups, self._feeds, self._device
         if options.memory_limit is None:
-            return Tuner(schedule, groups, **known)
-        limit = options.memory_limit
-        return LimitTuner(schedule, groups, limit=limit, size=self.memory, **known)
+            return Tuner(*known)
+        return LimitTuner(*known, options.memory_limit, self.memory)
 
     def train(self, batch: Batch | None, *, waits: bool = True) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.

@@ -9,7 +9,7 @@ import torch
 
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -34,17 +34,20 @@ class Puts:
     output_specs = ((torch.Size([2]), torch.float32, True), (torch.Size([1]), torch.int64, False))
 
 
-def tuned(
-    link: Transfer | None = None,
-    **options: Any,
-) -> Schedule:
+class Over(Tuner):
+    """A tuner that finds this link."""
+
+    link = Transfer()
+
+    def _links(self) -> Transfer:
+        return self.link
+
+
+def tuned(link: Transfer | None = None, wiring: Wiring | None = None) -> Schedule:
     """What a tuner finds where F, I and W take a second each."""
-    tuner = Tuner(
-        first_schedule(2, 4, 2),
-        cast("Groups", OneProcess()),
-        links=lambda: link or Transfer(),
-        **options,
-    )
+    groups, cpu = cast("Groups", OneProcess()), torch.device("cpu")
+    tuner = Over(first_schedule(2, 4, 2), groups, Feeds(2, wiring), cpu)
+    tuner.link = link or Transfer()
     spans = simulate(tuner.schedule, lambda action: 1.0).spans
     stages: Any = {0: Puts(), 1: Puts()}
     for _ in range(MEASURED):
