@@ -17,10 +17,9 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 
 from .reductions import GradientReduction, reducing
-from .replicas import ModelReplicas
 from .sharded_stages import ShardedStages
 from .shared_parameters import Holder, SharedParameters
-from .stage_copies import TensorParts
+from .stage_copies import ModelReplicas, TensorParts
 from .stage_modules import StageSource
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
