@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pathlib
 from typing import Any
 
@@ -9,12 +11,13 @@ import click
 
 from autosplit.compare.example import samples_of, trained_example
 from autosplit.compare.run import compare as run
-from autosplit.compare.run import write_json, write_timelines_of
-from autosplit.compare.settings import Settings, comparison_table, durations_table
+from autosplit.compare.settings import Comparison, Settings, comparison_table, durations_table
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.schedule_request import AUTO
+from autosplit.report.timelines import write_timelines
 from autosplit.runtime.split_options import check_backend
+from autosplit.text.files import write_text
 
 from .options import (
     backend,
@@ -89,10 +92,10 @@ def compare(
     click.echo(comparison_table(found.rows))
     click.echo("\n" + durations_table(found.rows))
     if json_file:
-        write_json(found, json_file)
+        _write_json(found, json_file)
     if output:
-        files = [*write_timelines_of(found, output), output / "results.json", output / "graphs"]
-        write_json(found, output / "results.json")
+        files = [*_write_timelines(found, output), output / "results.json", output / "graphs"]
+        _write_json(found, output / "results.json")
         tell_written(files)
 
 
@@ -106,3 +109,23 @@ def _check_before_launch(settings: Settings) -> None:
             )
         build(name, settings.stages, count, weights=settings.weights, ranks=settings.ranks)
     samples_of(trained_example(settings.factory, settings.overrides)[1])
+
+
+def _write_json(comparison: Comparison, file: pathlib.Path) -> None:
+    """``{"rows": [...]}`` with the fields of ``Row``."""
+    rows: list[dict[str, Any]] = [dataclasses.asdict(row) for row in comparison.rows]
+    write_text(file, json.dumps({"rows": rows}, indent=2) + "\n")
+
+
+def _write_timelines(comparison: Comparison, folder: pathlib.Path) -> list[pathlib.Path]:
+    """``write_timelines``, in whose trace each step is above what it would be if nothing were lost;
+    returns the paths.
+    """
+    rows, both = [], []
+    for row, timeline, ideal in zip(
+        comparison.rows, comparison.timelines, comparison.ideals, strict=True
+    ):
+        rows.append((row.title, timeline))
+        both += [(f"{row.title}, measured", timeline), (f"{row.title}, simulated", ideal)]
+    title = f"{comparison.rows[0].stages} stages"
+    return write_timelines(rows, folder, title=title, trace_rows=both)

@@ -8,7 +8,7 @@ from typing import Any
 
 from autosplit.compare.run import compare
 from autosplit.compare.settings import Row, Settings, comparison_table, durations_table
-from autosplit.report.timeline_picture import draw_timelines
+from autosplit.report.timelines import draw_timelines
 
 from ..results import Rows, table
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autosplit.compare.factory import load_factory, prepared
-from autosplit.compare.rank import largest_difference
+from autosplit.compare.run import largest_difference
 from autosplit.errors import PipelineError
 
 

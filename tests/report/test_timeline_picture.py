@@ -10,7 +10,7 @@ import pytest
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.timeline_picture import draw_timelines, timeline_figure
+from autosplit.report.timelines import draw_timelines, timeline_figure
 
 pytest.importorskip("matplotlib")
 
