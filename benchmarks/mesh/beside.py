@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import math
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.pipelining import SplitPipelineStage
 from autosplit.torch_internals.dtensor import local_tensor
 
+from ..pipeline.turns import Turn, attempt, root_of, take_turns
 from ..results import Rows, table
 from ..torch_pipelining.activations import activation_peak
 
@@ -85,6 +85,11 @@ class Contender:
     def clear(self) -> None:
         for module in self.modules.values():
             module.zero_grad(set_to_none=True)
+
+    def again(self) -> None:
+        """A step, whose gradients are left."""
+        self.clear()
+        self.step()
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:
         return {
@@ -200,16 +205,26 @@ def on_rank(name: str, schedule: str, steps: int, sizes: Sizes) -> Rows:
             STAGE: lambda: task().torch_schedule(SplitPipelineStage),
             TORCH: lambda: task().torch_schedule(PipelineStage),
         }
-        made = {way: _started(make) for way, make in ways.items()}
-        running = {way: each for way, each in made.items() if isinstance(each, Contender)}
-        seconds = _in_turns(list(running.values()), steps)
-        expected = running[TORCH].gradients() if TORCH in running else {}
+        running: dict[str, Contender] = {}
+
+        def turn(way: str) -> Turn:
+            made = ways[way]()
+            running[way] = made
+            return Turn(made.again, lambda: None, in_flight=False, gradients=0)
+
+        made = {
+            way: attempt(partial(turn, way), dist.new_group(), 2, lambda: None, _told)
+            for way in ways
+        }
+        ready = {way: each for way, each in made.items() if isinstance(each, Turn)}
+        seconds = take_turns(ready, steps)
+        expected = running[TORCH].gradients() if TORCH in ready else {}
         for way in (TORCH, STAGE, TRAINER):
             row: dict[str, Any] = {"mesh": name, "schedule": schedule, "way": way, "said": ""}
             row |= {"seconds": [], "peak": 0, "same": True}
-            if way in running:
+            if way in ready:
                 mine = running[way].gradients()
-                row["seconds"] = seconds[[*running].index(way)]
+                row["seconds"] = seconds[way]
                 row["same"] = mine.keys() == expected.keys() and all(
                     torch.equal(mine[key], expected[key]) for key in mine
                 )
@@ -220,45 +235,10 @@ def on_rank(name: str, schedule: str, steps: int, sizes: Sizes) -> Rows:
     return rows
 
 
-def _started(make: Callable[[], Contender]) -> Contender | str:
-    """A contender behind its first two steps; or what a rank said that failed."""
-    said = ""
-    found: Contender | None = None
-    try:
-        found = make()
-        for _ in range(2):
-            found.step()
-            found.clear()
-    except Exception as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        said = f"{type(cause).__name__}: {str(cause).strip().partition('. ')[0].splitlines()[0]}"
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, said)
-    bad: list[str] = [each for each in everywhere if each]
-    if bad or found is None:
-        return min(bad, key=lambda text: "timed out" in text.lower() or "closed" in text.lower())
-    return found
-
-
-def _in_turns(contenders: list[Contender], steps: int) -> list[list[float]]:
-    """Seconds of each contender's steps, of the slowest rank; gradients of the last are left."""
-    found: list[list[float]] = [[] for _ in contenders]
-    gc.disable()
-    for round_ in range(steps):
-        order = [*enumerate(contenders)]
-        for at, each in order if round_ % 2 == 0 else reversed(order):
-            each.clear()
-            dist.barrier()
-            start = time.perf_counter()
-            each.step()
-            taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-            dist.all_reduce(taken, dist.ReduceOp.MAX)
-            found[at].append(taken.item())
-        gc.collect()
-    gc.enable()
-    return found
+def _told(error: BaseException) -> str:
+    """The first sentence of what was behind it all."""
+    error = root_of(error)
+    return f"{type(error).__name__}: {str(error).strip().partition('. ')[0].splitlines()[0]}"
 
 
 def _peak(contender: Contender) -> int:
