@@ -59,14 +59,12 @@ USES: dict[str, Callable[[Any], Any]] = {
     "asarray": lambda p: numpy.asarray(p.grad).copy(),
     "tolist": lambda p: p.grad.tolist(),
     "print": lambda p: repr(p.grad),
-    "format": lambda p: f"{p.grad}",
     "pickle": lambda p: pickle.loads(pickle.dumps(p.grad)),
     "deepcopy": lambda p: copy.deepcopy(p.grad),
     "save": lambda p: _saved(p.grad),
     "stride": lambda p: p.grad.stride(),
     "data": lambda p: p.grad.data.clone(),
     "detach": lambda p: p.grad.detach().clone(),
-    "compare": lambda p: p.grad == p.grad,
     "index": lambda p: p.grad[0],
     "iterate": lambda p: [row.clone() for row in p.grad],
     "length": lambda p: len(p.grad),
@@ -75,24 +73,18 @@ USES: dict[str, Callable[[Any], Any]] = {
     "bytes": lambda p: p.grad.nbytes,
     "layout": lambda p: p.grad.layout,
     "dlpack": lambda p: torch.from_dlpack(p.grad).clone(),
-    "stack": lambda p: torch.stack([p.grad, p.grad]),
     "out": lambda p: torch.add(p.grad, 1, out=p.grad).clone(),
     "in place": lambda p: p.grad.mul_(2).clone(),
-    "division": lambda p: p.grad.div_(4).clone(),
     "assignment": lambda p: _halved(p),
     "compiled": lambda p: torch.compile(lambda g: g * 2, backend="eager")(p.grad),
     "inference": lambda p: _inference(p),
-    "no grad": lambda p: _no_grad(p),
     "vmap": lambda p: torch.vmap(lambda row: row * 2)(p.grad),
-    "jvp": lambda p: torch.func.jvp(lambda grad: grad * 2, (p.grad,), (p.grad,))[1],
-    "collate": lambda p: torch.utils.data.default_collate([p.grad, p.grad]),
     "capsule": lambda p: torch.from_dlpack(p.grad.__dlpack__()).clone(),
     "numpy's dlpack": lambda p: torch.from_numpy(numpy.from_dlpack(p.grad).copy()),
     "sharing": lambda p: _rebuilt(p.grad),
     "foreach": lambda p: torch._foreach_mul([p.grad], 2.0)[0],
     "set": lambda p: torch.empty(0).set_(p.grad).clone(),
     "compiled, from the parameter": lambda p: _doubled(p),
-    "flattened": lambda p: torch.nn.utils.parameters_to_vector([p.grad]),
     "sparse": lambda p: p.grad.to_sparse().to_dense(),
     "channels": lambda p: p.grad.is_contiguous(),
 }
@@ -128,12 +120,6 @@ def _halved(parameter: Tensor) -> Tensor:
 def _inference(parameter: Tensor) -> list[float]:
     found: list[float] = (parameter.grad * 2).tolist()
     return found
-
-
-@torch.no_grad()
-def _no_grad(parameter: Tensor) -> Tensor:
-    parameter.grad.clamp_(-0.1, 0.1)
-    return parameter.grad.clone()
 
 
 @pytest.mark.parametrize("name", USES)

@@ -122,25 +122,6 @@ def test_two_models_do_not_share_a_queue() -> None:
     assert Deferral(first).pending == 0
 
 
-def test_gradient_that_two_parameters_share_is_not_added_twice() -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.zeros(3))
-            self.b = nn.Parameter(torch.zeros(1, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.a + self.b.view(3)
-
-    model = Sum()
-    forward = compiled(model)
-    for _ in range(3):
-        forward(torch.randn(3)).sum().backward()
-    backward_weight(model)
-    assert model.a.grad.tolist() == [3.0, 3.0, 3.0]
-    assert model.b.grad.tolist() == [[3.0, 3.0, 3.0]]
-
-
 def test_thawed_parameters_are_noticed() -> None:
     model = TwoLayers()
     model.a.weight.requires_grad_(False)
@@ -193,18 +174,6 @@ def test_guard_goes_with_the_model() -> None:
     del model
     torch._dynamo.reset()
     torch.optim.SGD([weight], lr=0.1).step()
-
-
-def test_delivery_that_failed_is_not_repeated_as_if_nothing_had_been() -> None:
-    model = TwoLayers()
-    x = torch.randn(3, 4, requires_grad=True) * 1.0
-    compiled(model)(x).square().sum().backward()
-    x.detach().zero_()
-    with pytest.raises(SplitError, match="written in place"):
-        backward_weight(model)
-    assert Deferral(model).pending == 0
-    with pytest.raises(SplitError, match=r"part of this gradient is lost.*written in place"):
-        model.a.weight.grad.norm()
 
 
 def test_nothing_pending() -> None:

@@ -76,12 +76,6 @@ def test_report_says_why() -> None:
     assert "Deferred: the gradients of 4 of 4 parameters, 100.0 %" in text
 
 
-def test_backward_weight_is_public() -> None:
-    model = TwoLayers()
-    torch.compile(model, backend="aot_eager")(torch.randn(3, 4))
-    autosplit.backward_weight(model)  # nothing is pending
-
-
 class Passing(TwoLayers):
     """Puts out a parameter, beside a graph break."""
 

@@ -21,7 +21,6 @@ from tests.dynamo.breaking import (
     SideEffects,
     Tied,
     TwoLayers,
-    Unbreakable,
     loss_of,
 )
 from tests.pending import deferred_tensors
@@ -229,17 +228,6 @@ class Scaled(nn.Module):
         h = x * self.weight
         torch._dynamo.graph_break()
         return h * self.weight
-
-
-def test_model_without_any_graph_has_nothing_pending() -> None:
-    model = Unbreakable()
-    partial = Partial(model)
-    partial(torch.randn(3, 4)).sum().backward()
-    assert partial.parts == ()
-    assert partial.pending == partial.pending_bytes == 0
-    assert model.a.weight.grad is not None
-    partial.backward_weight()
-    assert partial.pending == 0
 
 
 @collecting_new_objects_only()

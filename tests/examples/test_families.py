@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 from autosplit.errors import PipelineError
-from examples import digits, families
+from examples import families
 from examples.families import FAMILIES, PAPER, TINY, Family, by_hand
 from examples.families.settings import ResNetSettings
 
@@ -78,10 +76,3 @@ def test_stages_by_hand_are_the_whole_model(name: str, family: Family, stages: i
     for key, parameter in whole.named_parameters():
         group = next((each for each in tied if key in each), {key})
         torch.testing.assert_close(sum(grads[each] for each in group), parameter.grad)
-
-
-def test_without_scikit_learn_digits_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    digits.corpus.cache_clear()
-    with pytest.raises(PipelineError, match=r"pip install 'autosplit\[examples\]'"):
-        digits.batch(0, 1, 8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from autosplit.errors import PipelineError
 from examples import models
 from examples.decoder import Decoder
-from examples.workload import Workload, configure
+from examples.workload import Workload
 
 TINY: dict[str, Any] = {"dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 48, "seq": 16}
 FACTORIES: dict[str, Callable[[], Workload]] = {
@@ -77,19 +76,6 @@ def test_a_whole_model_puts_out_its_loss(name: str) -> None:
     assert torch.equal(model(inputs, targets), loss)
 
 
-def test_more_stages_than_layers_are_refused(workload: Workload) -> None:
-    with pytest.raises(PipelineError) as error:
-        workload.stage_fn(0, 5)
-    assert str(error.value) == (
-        "cannot divide 4 layers over 5 stages; use at most 4 stages or at least 5 layers"
-    )
-
-
-def test_a_stage_that_does_not_exist_is_refused(workload: Workload) -> None:
-    with pytest.raises(PipelineError, match=r"^stage index must be in 0\.\.1, got 2$"):
-        workload.stage_fn(2, 2)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -103,35 +89,3 @@ def test_impossible_settings_are_refused(settings: dict[str, int], message: str)
     with pytest.raises(PipelineError) as error:
         models.llama_workload(**{**TINY, **settings})
     assert str(error.value).startswith(message)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    dim: int = 4
-    rate: float = 0.5
-    tied: bool = False
-    name: str = "a"
-
-
-def test_settings_come_as_text_or_as_values() -> None:
-    assert configure(Sizes, {}) == Sizes()
-    text = {"dim": "8", "rate": "1e-3", "tied": "True", "name": "b"}
-    assert configure(Sizes, text) == Sizes(8, 1e-3, True, "b")
-    assert configure(Sizes, {"dim": 8, "rate": 1, "tied": True}) == Sizes(8, 1.0, True)
-    assert configure(Sizes, {"tied": "0"}) == Sizes(tied=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("dim", "8.5", "setting dim expects int, got '8.5'"),
-        ("dim", True, "setting dim expects int, got True"),
-        ("rate", "fast", "setting rate expects float, got 'fast'"),
-        ("tied", "yes", "setting tied expects true or false, got 'yes'"),
-        ("name", 3, "setting name expects str, got 3"),
-    ],
-)
-def test_a_value_of_another_type_is_refused(name: str, value: object, message: str) -> None:
-    with pytest.raises(PipelineError) as error:
-        configure(Sizes, {name: value})
-    assert str(error.value) == message
