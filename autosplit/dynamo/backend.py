@@ -19,7 +19,6 @@ from torch import fx, nn
 
 from autosplit.autograd.function import WeightAnchor, run_forward, run_split
 from autosplit.autograd.pending import PendingBound
-from autosplit.capture.bound_sizes import bind_sizes
 from autosplit.capture.compiled_model import (
     frozen_parameters,
     input_sources,
@@ -29,6 +28,7 @@ from autosplit.capture.compiled_model import (
     unsplit,
 )
 from autosplit.capture.dynamo_graph import GraphCapture, capture_graph
+from autosplit.capture.input_sizes import bind_sizes
 from autosplit.dynamo.part import Part
 from autosplit.dynamo.pending_weights import ForwardCall, PendingOnParameters
 from autosplit.errors import CaptureError, SplitError
