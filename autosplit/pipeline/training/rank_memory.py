@@ -22,7 +22,7 @@ from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
 from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.one_order import posts_of
+from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes
 

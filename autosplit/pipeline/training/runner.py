@@ -36,7 +36,7 @@ from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.one_order import posts_of
+from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import countable

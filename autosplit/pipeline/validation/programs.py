@@ -27,7 +27,7 @@ from autosplit.pipeline.schedule.routes import (
 )
 from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.one_order import posts_of
+from autosplit.pipeline.simulation.playing import posts_of
 
 from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs
 from .torch_csv import COMPUTED, WAITS

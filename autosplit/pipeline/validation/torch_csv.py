@@ -32,7 +32,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import ends_of, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import LARGEST, Schedule, without_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.one_order import in_one_order
+from autosplit.pipeline.simulation.playing import in_one_order
 from autosplit.text.figures import few
 from autosplit.text.files import read_text, writing
 from autosplit.torch_internals.distributed import csv_has_send_waits

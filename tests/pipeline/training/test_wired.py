@@ -23,7 +23,7 @@ from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
-from autosplit.pipeline.simulation.one_order import posts_of
+from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline import workers
 from tests.pipeline.reference_stage import ReferenceStage

@@ -19,7 +19,7 @@ from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.one_order import posts_of
+from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.pipeline.validation.communicators import COMPUTE
 from autosplit.pipeline.validation.programs import of_engine
 from tests.pipeline.schedule.random_schedules import random_schedule
