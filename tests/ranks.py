@@ -38,7 +38,7 @@ def search_cheaply() -> None:
     pipelines.
     """
     search.__kwdefaults__["work"] = 60_000
-    vars(within_memory).update(_WORK=20_000, _ORDERS=4_000)
+    vars(within_memory).update(_WORK=8_000, _ORDERS=4_000)
 
 
 def forget_meshes() -> None:

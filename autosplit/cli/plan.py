@@ -17,23 +17,23 @@ import click
 import torch
 from torch import nn
 
-from autosplit.compare.example import example_of, memory_for_trials, resized, samples_of
+from autosplit.compare.example import example_of, resized, samples_of
 from autosplit.compare.factory import prepared
 from autosplit.errors import AutosplitError, PlanError
-from autosplit.mesh.costs import DeviceSpeed, measure_device
+from autosplit.mesh.costs import DeviceSpeed, Link, measure_device
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits, ModelCosts
-from autosplit.planner.cuts import CapError, Solution
+from autosplit.planner.cuts import CapError
 from autosplit.planner.cutting import (
     check_seconds,
     device_of_trainer,
     grouped,
+    measure_links,
     profile_together,
-    tried,
 )
-from autosplit.planner.estimate import DeviceKind, device_kind, estimate
+from autosplit.planner.estimate import DeviceKind, device_kind, estimate, link_of
 from autosplit.planner.meta_model import meta_model
 from autosplit.planner.plan import Plan, made_for, make_plan
 from autosplit.planner.plan_search import (
@@ -44,7 +44,6 @@ from autosplit.planner.plan_search import (
 )
 from autosplit.planner.plan_tables import refused_table, search_table
 from autosplit.planner.profile import BlockOptions
-from autosplit.planner.trial import can_run_trial, measure_links
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size, size_text
 from autosplit.text.files import write_text
@@ -64,7 +63,8 @@ class PlanRequest:
         devices: one rank each.
         batch: samples in a step; None: as many as the example inputs have.
         space: what is settled.
-        limits: memory; links are measured where several processes measure.
+        limits: memory, and links that are known; else they are measured where several processes
+            measure, and take no time elsewhere.
         estimated: from FLOPs and bytes, rather than measured.
         seconds: to measure for, in all.
         backend: how graphs are run.
@@ -94,12 +94,10 @@ class PlanResult:
     Attributes:
         configurations: with steps predicted from blocks.
         plan: of the first.
-        rehearsed: whether the plan's step and stages are those of a rehearsal.
     """
 
     configurations: list[Configuration]
     plan: Plan
-    rehearsed: bool = False
 
 
 def _computes_in(model: nn.Module) -> torch.dtype:
@@ -110,18 +108,12 @@ def _computes_in(model: nn.Module) -> torch.dtype:
     return counts.most_common(1)[0][0] if counts else torch.float32
 
 
-def _needs(found: Solution, limits: Limits) -> float:
-    """Bytes that all ranks hold in a rehearsal, which has no optimizer state."""
-    return sum(found.peaks) - limits.optimizer_state * sum(found.parameters)
-
-
 def plan_factory(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResult:
     """Plan what a factory builds.
 
     Where this machine has a device or a core for each rank, so many processes measure at the same
     time, with one thread each, as ranks that ``launch`` or torchrun start have; else this process
-    measures alone, and links take no time. Parameters take memory only while a block is measured,
-    and in a rehearsal, which is left out where it would take more than half of the machine's.
+    measures alone, and links take no time. Parameters take memory only while a block is measured.
 
     Args:
         build: returns what ``example_of`` takes.
@@ -173,7 +165,7 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
         limits = request.machine.limits(limits)
     _check_hope(model, request.devices, limits)
     batch = samples_of((args, kwargs)) if request.batch is None else request.batch
-    if not (request.estimated or alone):
+    if not (request.estimated or alone) and limits.links == Transfer():
         limits = replace(limits, links=measure_links())
     share = request.seconds / count_settings(request.space, request.devices, batch)
 
@@ -199,23 +191,15 @@ def _plan(build: Callable[[], Any], name: str, request: PlanRequest) -> PlanResu
     best, solution = found[0], found[0].solution
     if solution is None:  # cannot be: the first of them can run
         raise PlanError(best.lost)
-    whole = whole_of(best.microbatch_size)
-    rehearse = (
-        not request.estimated
-        and _needs(solution, limits) <= memory_for_trials()
-        and can_run_trial(whole, solution.schedule)
-    )
-    if rehearse:
-        solution = tried(whole, solution, _options(request, best.memory), request.seconds)
     plan = make_plan(
         solution,
-        made_for(whole),
+        made_for(whole_of(best.microbatch_size)),
         limits,
         name=best.schedule,
         size=best.microbatch_size,
         split=SplitOptions(request.backend, best.memory),
     )
-    return PlanResult(found, plan, rehearsed=rehearse)
+    return PlanResult(found, plan)
 
 
 def _options(request: PlanRequest, memory: str | int) -> BlockOptions:
@@ -306,7 +290,7 @@ def plan(
     **options: Any,
 ) -> None:
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
-    returns (model, args) or (model, args, kwargs). Parameters get memory only in a rehearsal.
+    returns (model, args) or (model, args, kwargs).
     """
     request = _request(**options)
     build = prepared(factory, overrides)
@@ -320,10 +304,11 @@ def plan(
     source = "measured block by block"
     if request.estimated:
         source = "estimated from FLOPs and bytes, nothing was measured"
-    elif found.rehearsed:
-        source = "measured in whole steps of these stages; the search above compares single blocks"
+    best = found.configurations[0].solution
+    if request.devices > 1 and best is not None and best.costs.transfer.link(0, 1) == Link():
+        source += "; links take no time (--link names one)"
     parts = [
-        search_table(found.configurations, rows, timed=not found.rehearsed),
+        search_table(found.configurations, rows),
         refused_table(found.configurations),
         f"{found.plan.report()}; {source}",
     ]
@@ -357,8 +342,6 @@ def _request(
     Raises:
         click.BadParameter: naming both.
     """
-    if link is not None and device is None:
-        raise click.BadParameter("--link is between devices of a --device that is not here")
     if seconds is not None and (device is not None or estimate):
         why = "--estimate" if device is None else "--device"
         raise click.BadParameter(
@@ -368,7 +351,12 @@ def _request(
         devices,
         batch,
         SearchSpace(stages, microbatches, schedules or None, memory or None),
-        Limits(limit, optimizer_state, Transfer(), measures=math.isfinite(limit)),
+        Limits(
+            limit,
+            optimizer_state,
+            Transfer() if link is None else Transfer(*link_of(link)),
+            measures=math.isfinite(limit),
+        ),
         device is not None or estimate,
         _SECONDS if seconds is None else seconds,
         backend,

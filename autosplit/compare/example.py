@@ -100,7 +100,7 @@ def resized(inputs: Any, size: int) -> Any:
         return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == count
 
     needed = size * (8 + sum(leaf.nbytes // count for leaf in leaves if has(leaf)))
-    if 0.0 < memory_for_trials() < needed:
+    if 0.0 < _half_of_memory() < needed:
         raise PlanError(
             f"the inputs of a microbatch of {size:,} samples take {size_text(needed)}, more than "
             f"half of this machine's memory: take a smaller batch, or more microbatches"
@@ -129,8 +129,8 @@ def samples_of(inputs: Any) -> int:
     return counts[0]
 
 
-def memory_for_trials() -> float:
-    """Bytes that a rehearsal may take: half of what the machine, or its devices, have."""
+def _half_of_memory() -> float:
+    """Bytes: half of what the machine, or its devices, have."""
     if torch.cuda.device_count():
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         return sum(each.total_memory for each in devices) / 2

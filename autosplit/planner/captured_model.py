@@ -24,6 +24,7 @@ from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.capture.first_call import is_passing, warm_up
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.module_paths import name_modules, stack
+from autosplit.capture.workarounds.custom_functions import make_traceable
 from autosplit.errors import AutosplitError, CaptureError, PlanError
 from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.meta_model import alike, named_tensors, stand_in_tensors
@@ -60,6 +61,7 @@ def capture_model(
             "Change that line, or cut by hand: give the trainer a list of stages, each a module"
         ) from error
     name_modules(forward.module, model)
+    make_traceable(forward.module)
     line = OperationSequence(forward)
     if not line.body:
         raise PlanError(f"{type(model).__name__} computes nothing that could be a stage")

@@ -11,9 +11,6 @@ from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from statistics import fmean
 
-import torch
-from torch import Tensor
-
 from autosplit.errors import PlanError
 from autosplit.pipeline.simulation.transfer import Transfer
 
@@ -70,26 +67,26 @@ class ModelCosts:
         return self.crossing if self.returning is None else self.returning
 
     @cached_property
-    def table(self) -> Tensor:
-        """Every run of blocks as a stage, which begins before block i and ends before block j:
-        the fields of ``BlockCost``, [7, B + 1, B + 1]; empty runs are NaN.
+    def _fields(self) -> list[tuple[float, ...]]:
+        """Those of ``BlockCost``, of all blocks each."""
+        return [*zip(*map(astuple, self.blocks), strict=True)]
+
+    def stage(self, first: int, last: int) -> BlockCost:
+        """What blocks ``first`` up to but not ``last`` cost as one stage.
 
         A first stage has no I, and keeps all it saved, with the gradient of its output, until W,
         which is the whole backward; nothing crosses the end of the model.
         """
-        blocks = [astuple(block) for block in self.blocks]
-        rows = torch.tensor(blocks, dtype=torch.float64, device="cpu").T
-        sums = torch.nn.functional.pad(rows.cumsum(1), (1, 0))
-        table = (sums[:, None] - sums[:, :, None]).clamp_(min=0.0)  # rounding
-        table[[0, 1, 2, 6]] += self.call
-        returning = torch.tensor((0.0, *self.gradients, 0.0), dtype=torch.float64, device="cpu")
-        table[1, 0], table[2, 0], table[4, 0] = 0.0, table[6, 0], table[3, 0] + returning
-        table[:, torch.ones_like(table[0]).tril().bool()] = torch.nan
-        return table
-
-    def stage(self, first: int, last: int) -> BlockCost:
-        """What blocks ``first`` up to but not ``last`` cost as one stage."""
-        return BlockCost(*self.table[:, first, last].tolist())
+        forward, inputs, weights, saved, deferred, parameters, alone = (
+            sum(each[first:last]) for each in self._fields
+        )
+        if first == 0:
+            inputs, weights = -self.call, alone
+            deferred = saved + (self.gradients[last - 1] if last < len(self.blocks) else 0.0)
+        forward, inputs, weights, alone = (
+            each + self.call for each in (forward, inputs, weights, alone)
+        )
+        return BlockCost(forward, inputs, weights, saved, deferred, parameters, alone)
 
 
 def average(found: Sequence[ModelCosts]) -> ModelCosts:

@@ -1,45 +1,32 @@
 """Where to cut a model so that a step of a schedule is short.
 
-Dynamic programming over the blocks gives cuts to start from. From the best of them, cuts are
-shifted while that makes the simulated step shorter.
+Cuts that share out the work evenly are shifted while that makes the simulated step shorter.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
-from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 
-from .costs import Limits, ModelCosts
+from .costs import BlockCost, Limits, ModelCosts
 
-_SLACKS = (1.0, 1.03, 1.1)  # how much longer than the least the slowest stage of a start may be
 _WORK = 60_000  # actions that are simulated for one schedule: seconds
 _SHIFTS = (1, -1, 2, -2)  # blocks by which cuts are moved
 _SAME = 1 + 1e-9
-_KEPT = {
-    ActionKind.FORWARD: (1, 0),
-    ActionKind.BACKWARD_INPUT: (-1, 1),
-    ActionKind.BACKWARD_WEIGHT: (0, -1),
-    ActionKind.BACKWARD: (-1, 0),
-}
-"""Saved and deferred microbatches that each adds."""
+_MEMORY = (0.0, 0.5, 1.0)
+"""Under a cap, the shares of memory, beside that of time, in what stages of a start have alike."""
 
 Firsts = tuple[int, ...]
 """A way to cut: the first block of every stage but the first."""
-Table = Tensor
-"""What a stage costs that begins before block i and ends before block j, [B + 1, B + 1]; infinite
-where it may not."""
 
 
 class CapError(PlanError):
@@ -92,16 +79,15 @@ def solve(
 ) -> Solution:
     """The cuts with the shortest simulated step that were found; deterministic.
 
-    Dynamic programming gives cuts whose slowest stage is done as early as can be (under the cap,
-    where each rank holds one stage). From there, cuts are shifted while that makes the simulated
-    step shorter.
+    From cuts that are even in time, or under a cap in memory as well, cuts are shifted while that
+    makes the simulated step shorter.
 
     Args:
         costs: of the model's blocks, for one microbatch.
         stages: N.
         request: the schedule.
         limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
-        refine: False stops after the dynamic programming, at the first cuts that fit.
+        refine: False shifts no cuts.
 
     Raises:
         PlanError: more stages than blocks.
@@ -161,14 +147,11 @@ class _Search:
                 f"{self._blocks} stages"
             )
         self._costs = costs
-        self._stages = stages
+        self._count = stages
+        self._microbatches = request.microbatches
         self._limits = limits
         self._build = request.prepare(stages)
-        self._table = costs.table[:6]
-        seconds = self._table[:3].sum(0)
-        # A stage begins when the Fs before it are done, and then has all its work to do.
-        before = self._table[0, 0].nan_to_num(0.0)
-        self._ends = before[:, None] + request.microbatches * seconds
+        self._stage = functools.cache(costs.stage)
         self._known: dict[Firsts, Solution] = {}
         self._simulated = 0
 
@@ -176,19 +159,18 @@ class _Search:
         """One way to cut, in a step between which ranks wait for each other, as a trainer's do."""
         if firsts in self._known:
             return self._known[firsts]
-        begins, ends = self._edges(firsts)
-        times, memory, parameters = self._table[:, begins, ends].split([3, 2, 1])
-        seconds = [(f, i, w) for f, i, w in times.T.tolist()]
+        stages = self._stages(firsts)
+        seconds = [each.times for each in stages]
         schedule = replace(self._build(seconds), crosses_step=False)
         links = replace(
             self._limits.links,
             message_bytes={at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)},
             gradient_bytes={at: self._costs.gradients[k - 1] for at, k in enumerate(firsts)},
         )
-        costs = Costs(seconds, [StageMemory(*each) for each in memory.T.tolist()], links)
+        costs = Costs(seconds, [StageMemory(each.saved, each.deferred) for each in stages], links)
         timeline = costs.timeline(schedule)
         bubble = max(0.0, timeline.bubble_ratio())
-        sizes = tuple(parameters[0].tolist())
+        sizes = tuple(each.parameters for each in stages)
         found = Solution(firsts, schedule, costs, sizes, timeline.makespan, bubble, ())
         moving, resting = peak_memory(schedule, costs.memory), found.resting(self._limits)
         peaks = tuple(map(sum, zip(moving, resting, strict=True)))
@@ -197,14 +179,11 @@ class _Search:
         return self._known[firsts]
 
     def best(self, *, refine: bool) -> Solution:
-        """The best of the starts, and of what shifting its cuts leads to."""
-        for start in self._starts():
-            if self.overflow(self.evaluate(start)) == 0.0 and not refine:
-                break
-        better: Solution | None = min(self._known.values(), key=self._key)
-        while refine and better is not None:
-            better = self._better(better)
-        return min(self._known.values(), key=self._key)
+        """The best of the starts, or what shifting its cuts leads to."""
+        best = min(map(self.evaluate, self._starts()), key=self._key)
+        while refine and (better := self._better(best)) is not None:
+            best = better
+        return best
 
     def overflow(self, found: Solution) -> float:
         """Bytes above the cap, over all ranks."""
@@ -219,24 +198,20 @@ class _Search:
         return self.overflow(found), found.step
 
     def _starts(self) -> Iterator[Firsts]:
-        """Cuts to begin from, by dynamic programming."""
-        yield from _even([self._ends] * self._stages)
-        if math.isfinite(cap := self._limits.cap):
-            held = self._held(next(iter(self._known.values())).schedule)
-            yield from _even([torch.where(h <= cap * _SAME, self._ends, torch.inf) for h in held])
-            if least := _divide(held, torch.maximum):
-                yield least[1]
-
-    def _held(self, order: Schedule) -> list[Table]:
-        """The most that each stage makes its rank hold in this order, of every run of blocks."""
-        found = []
-        for stage, rank in enumerate(order.placement):
-            own = (a.kind for a in order.ranks[rank] if a.stage == stage and a.kind in _KEPT)
-            changes = [(0, 0), *map(_KEPT.__getitem__, own)]
-            counts = torch.tensor(changes, dtype=torch.float64, device="cpu").cumsum(0)
-            moving = torch.tensordot(counts.unique(dim=0), self._table[3:5], 1)
-            found.append(moving.amax(0) + self._limits.factor * self._table[5])
-        return found
+        """Cuts nearest to those that give each stage as much."""
+        blocks, under_way = self._costs.blocks, min(self._microbatches, self._count)
+        times = _shares([sum(each.times) for each in blocks])
+        held = _shares(
+            [self._limits.factor * each.parameters + under_way * each.saved for each in blocks]
+        )
+        for share in _MEMORY if math.isfinite(self._limits.cap) else _MEMORY[:1]:
+            both = zip(times, held, strict=True)
+            sums = [*itertools.accumulate((1 - share) * t + share * h for t, h in both)]
+            firsts = [0]
+            for stage in range(1, self._count):
+                able = range(firsts[-1] + 1, self._blocks - self._count + stage + 1)
+                firsts.append(min(able, key=lambda k: abs(sums[k - 1] - stage / self._count)))
+            yield tuple(firsts[1:])
 
     def _better(self, best: Solution) -> Solution | None:
         """Another way to cut, if one is found; the first to be tried is that whose slowest stage
@@ -252,47 +227,27 @@ class _Search:
 
     def _shifted(self, firsts: Firsts) -> Iterator[Firsts]:
         """The ways to cut to which runs of neighbouring cuts are shifted together."""
-        for low, high in itertools.combinations(range(self._stages), 2):
+        for low, high in itertools.combinations(range(self._count), 2):
             for shift in _SHIFTS:
                 moved = (*firsts[:low], *(k + shift for k in firsts[low:high]), *firsts[high:])
                 if all(a < b for a, b in itertools.pairwise((0, *moved, self._blocks))):
                     yield moved
 
     def _earliest(self, firsts: Firsts) -> float:
-        """Seconds before which no step can be over."""
-        return float(self._ends[self._edges(firsts)].max())
+        """Seconds before which no step can be over: a stage begins when the Fs before it are done,
+        and then has all its work to do.
+        """
+        begins = least = 0.0
+        for stage in self._stages(firsts):
+            least = max(least, begins + self._microbatches * sum(stage.times))
+            begins += stage.forward
+        return least
 
-    def _edges(self, firsts: Firsts) -> tuple[list[int], list[int]]:
-        """The first block of each stage, and the one behind its last."""
-        return [0, *firsts], [*firsts, self._blocks]
-
-
-def _even(costs: Sequence[Table]) -> Iterator[Firsts]:
-    """The most even cuts whose slowest stage is little slower than it must be."""
-    if found := _divide(costs, torch.maximum):
-        for slack in _SLACKS:
-            bound = found[0] * slack * _SAME
-            squares = [torch.where(table <= bound, table * table, torch.inf) for table in costs]
-            if even := _divide(squares, torch.add):
-                yield even[1]
+    def _stages(self, firsts: Firsts) -> list[BlockCost]:
+        return [self._stage(*ends) for ends in itertools.pairwise((0, *firsts, self._blocks))]
 
 
-def _divide(
-    costs: Sequence[Table], join: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[float, Firsts] | None:
-    """The least of all stages' costs joined, and where its stages begin; None if no way may be.
-
-    The best way to make the first j blocks into s stages is the best for s - 1 stages of the first
-    i blocks, over all i < j, joined with blocks i to j as the last of them.
-    """
-    best = costs[0][0].nan_to_num(torch.inf, torch.inf)
-    behind = []
-    for cost in costs[1:]:
-        best, begins = join(best[:, None], cost).nan_to_num(torch.inf, torch.inf).min(0)
-        behind.append(begins)
-    if not math.isfinite(best[-1]):
-        return None
-    firsts = [len(best) - 1]
-    for begins in reversed(behind):
-        firsts.append(int(begins[firsts[-1]]))
-    return float(best[-1]), tuple(firsts[:0:-1])
+def _shares(sizes: Sequence[float]) -> list[float]:
+    """Of each in the sum of all."""
+    whole = sum(sizes) or 1.0
+    return [size / whole for size in sizes]

@@ -1,5 +1,5 @@
-"""A whole model captured, measured, cut for a schedule, and tried: the plan's times are those of
-real steps. All ranks measure at once, with the same result on each.
+"""A whole model captured, measured and cut for a schedule. All ranks measure at once, with the same
+result on each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from autosplit.errors import AutosplitError, PipelineError, PlanError
 from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.default_group import gather
+from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.engine.timing import measure_transfer, ring
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.batches import Part
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.captured_model import WholeModel
@@ -26,14 +29,12 @@ from autosplit.planner.cuts import CapError, Solution, solve, weigh
 from autosplit.planner.estimate import estimate
 from autosplit.planner.profile import BlockOptions, profile
 from autosplit.planner.stages import cut
-from autosplit.planner.trial import can_run_trial, run_trial
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.progress import working
 
 COSTS = ("profile", "estimate")
-# For the timed steps of the trial run: of the seconds of profiling, and at the most.
-_SHARE, _MOST = 0.3, 5.0
 _DAY = 86_400
+_TIMEOUT = 60.0
 
 T = TypeVar("T")
 
@@ -60,7 +61,6 @@ class Planning:
 
     costs: str | ModelCosts = "profile"
     seconds: float = 10.0
-    rehearse: bool = True
     targets: Part | None = None
     limits: Limits = field(default_factory=Limits)
     cut_at: Sequence[str] | None = None
@@ -183,10 +183,7 @@ def cut_model(
     )
     costs = _costs(planning, whole, options, alone=alone)
     find = partial(_find, costs, stages, firsts, schedule, planning.limits)
-    found = find() if alone else agreed(find)
-    if planning.costs == "profile" and planning.rehearse and can_run_trial(whole, found.schedule):
-        found = tried(whole, found, options, planning.seconds)
-    return whole, found
+    return whole, find() if alone else agreed(find)
 
 
 def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:
@@ -224,33 +221,6 @@ def _costs(
     return estimate(whole, options)
 
 
-def tried(whole: WholeModel, found: Solution, options: BlockOptions, seconds: float) -> Solution:
-    """Stages with the times and the step of a trial run.
-
-    Blocks that are timed one by one do not add up to a stage: a block alone finds its tensors in
-    the cache, and the machine for itself. Their ratios show where to cut, and a trial run what that
-    takes.
-
-    Args:
-        whole: the model.
-        found: stages of it that this process, with those of its group, can run.
-        options: how stages are made.
-        seconds: how long blocks were measured; a trial run takes less.
-    """
-    most = min(seconds * _SHARE, _MOST)
-    with working("running a trial of the stages"):
-        seen = run_trial(
-            whole, found.firsts, found.schedule, options, planned=found.costs.times, seconds=most
-        )
-    busy = found.schedule.microbatches * sum(map(sum, seen.times))
-    return replace(
-        found,
-        costs=replace(found.costs, times=seen.times),
-        step=seen.step,
-        bubble=max(0.0, 1.0 - busy / (seen.step * len(found.schedule.ranks))),
-    )
-
-
 def profile_together(
     whole: WholeModel, options: BlockOptions, seconds: float, *, alone: bool
 ) -> ModelCosts:
@@ -269,6 +239,25 @@ def profile_together(
         return average(
             [*map(_value, gather(_outcome(lambda: profile(whole, options, seconds=seconds))))]
         )
+
+
+def measure_links() -> Transfer:
+    """The links of each rank to the next and from the last to the first, with the messages that a
+    trainer's stages send.
+
+    Collective over the default process group; all ranks get the same.
+
+    Raises:
+        PlanError: there is only one rank.
+    """
+    if dist.get_world_size() < 2:
+        raise PlanError("a link joins two ranks, and the default process group has one")
+    device = device_of_group()
+    groups = Groups(dist.get_world_size(), device, _TIMEOUT)
+    try:
+        return measure_transfer(groups, device, ring(groups.ranks))
+    finally:
+        groups.destroy()
 
 
 def agreed(find: Callable[[], T]) -> T:

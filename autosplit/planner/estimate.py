@@ -84,7 +84,7 @@ def device_kind(device: str, link: str | None = None) -> DeviceKind:
         PlanError: an unknown name (lists the known ones).
     """
     kind = DEVICES[device] if device in DEVICES else _of_rates(device)
-    return kind if link is None else replace(kind, link=_link(link))
+    return kind if link is None else replace(kind, link=link_of(link))
 
 
 def _of_rates(text: str) -> DeviceKind:
@@ -101,7 +101,12 @@ def _of_rates(text: str) -> DeviceKind:
     return DeviceKind(rates, 1e9 * bandwidth, math.inf, Link())
 
 
-def _link(text: str) -> Link:
+def link_of(text: str) -> Link:
+    """A link by its name in ``LINKS``, or by gigabytes a second in one direction.
+
+    Raises:
+        PlanError: an unknown name (lists the known ones).
+    """
     try:
         bandwidth = LINKS[text] if text in LINKS else 1e9 * float(text)
     except ValueError:

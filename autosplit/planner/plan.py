@@ -446,17 +446,13 @@ def partition(
     targets: Part | None = None,
     costs: str | ModelCosts = "profile",
     seconds: float = 10.0,
-    rehearse: bool = True,
     limits: Limits | None = None,
     memory_limit: int | str | None = None,
 ) -> Plan:
     """Cut a model into stages, so that a step of a schedule is short.
 
     Where a process group is up, all ranks must call it, but for ``ranks=1``: they measure at the
-    same time, as they will run, and all cut alike. If the group is of the plan's ranks, they also
-    make a trial run: a few steps of the stages that the measured blocks lead to.
-    ``predicted_step`` and ``stage_times`` are then those of the trial run. The model stays as it
-    is.
+    same time, as they will run, and all cut alike. The model stays as it is.
 
     Training and evaluation are captured each. What the forward reads besides, such as an attribute
     or the rate of a dropout, stays in the stages as it was: cut the model again after changing it.
@@ -482,9 +478,7 @@ def partition(
             the model puts out stands in for the loss.
         costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
             costs themselves, if they are known.
-        seconds: how long to measure blocks; a trial run takes a third of it.
-        rehearse: False plans from costs alone; else what is profiled is rehearsed where that can
-            be done.
+        seconds: how long to measure blocks.
         limits: memory of a rank and links; None: any, and none that takes time.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Cuts that
             keep it win; where the schedule holds more however the model is cut, those with the
@@ -505,7 +499,7 @@ def partition(
     count = stage_count(stages, cut_at)
     if memory_limit is not None:
         limits = _limited(limits or Limits(), memory_limit, split_backward=split_backward)
-    planning = Planning(costs, seconds, rehearse, targets, limits or Limits(), cut_at)
+    planning = Planning(costs, seconds, targets, limits or Limits(), cut_at)
     request = ScheduleRequest(
         schedule,
         2 * count if microbatches is None else microbatches,

@@ -18,22 +18,17 @@ if TYPE_CHECKING:
 _LONGEST = 40  # characters of the name of a block
 
 
-def search_table(
-    found: Sequence[Configuration], rows: int | None = None, *, timed: bool = True
-) -> str:
+def search_table(found: Sequence[Configuration], rows: int | None = None) -> str:
     """The best ``rows`` configurations that can run, each beside the best.
 
     Args:
         found: the best first.
         rows: to show.
-        timed: with step and bubble; False where the plan's own were measured in another way.
     """
     able = [each for each in found if each.solution is not None][:rows]
-    table = [[*_cells(each, timed=timed), each.lost or "the best"] for each in able]
-    times = ["step ms", "bubble"] if timed else []
-    headers = ["schedule", "backward", "N", "M", "size", "memory", *times, "peak", ""]
-    numbers = ["right"] * (len(times) + 1)
-    align = ("left", "left", "right", "right", "right", "left", *numbers, "left")
+    table = [[*_cells(each), each.lost or "the best"] for each in able]
+    headers = ["schedule", "backward", "N", "M", "size", "memory", "step ms", "bubble", "peak", ""]
+    align = ("left", "left", "right", "right", "right", "left", *["right"] * 3, "left")
     text = tabulate(table, headers, colalign=align, disable_numparse=True)
     left_out = sum(each.solution is not None for each in found) - len(able)
     if left_out:
@@ -104,9 +99,8 @@ def spans(plan: Plan) -> list[tuple[str, str]]:
     return [(blocks[first], blocks[last - 1]) for first, last in pairwise(firsts)]
 
 
-def _cells(one: Configuration, *, timed: bool) -> list[str]:
+def _cells(one: Configuration) -> list[str]:
     found: Any = one.solution
-    times = [milliseconds(found.step), f"{found.bubble:.1%}"] if timed else []
     return [
         one.schedule,
         "fused" if one.fused else "split",
@@ -114,7 +108,8 @@ def _cells(one: Configuration, *, timed: bool) -> list[str]:
         str(one.microbatches),
         str(one.microbatch_size),
         str(one.memory),
-        *times,
+        milliseconds(found.step),
+        f"{found.bubble:.1%}",
         size_text(round(max(found.peaks))),
     ]
 

@@ -14,7 +14,6 @@ from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
 from autosplit.capture.node_effects import Switches, enters_autocast
-from autosplit.capture.workarounds.custom_functions import make_traceable
 from autosplit.errors import PlanError
 from autosplit.pipeline.schedule.wiring import Source
 from autosplit.planner.operation_sequence import OperationSequence
@@ -168,7 +167,6 @@ def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Nod
     copy = graph.node_copy(node, new.__getitem__)
     kept = ("stack_trace", "nn_module_stack")
     copy.meta = {key: node.meta[key] for key in kept if key in node.meta}
-    make_traceable(copy)
     if str(node.target) == "tag_activation_checkpoint":
         # The operator is for graphs only: run as it is, it would draw other numbers when it
         # computes again. What the user called is right in both.

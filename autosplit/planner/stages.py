@@ -20,10 +20,8 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.meta_model import Initialiser, materialise_stage
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.planner.stage_module import (
-    Program,
     StageGraph,
     StageLayout,
-    StageModule,
 )
 
 
@@ -225,31 +223,15 @@ class Partition:
         Raises:
             PlanError: there is no such stage, or something on the meta device has no values.
         """
-        self._check(index)
-        module = self._module(index, self._other(index))
+        if not 0 <= index < self.stages:
+            raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
+        own = self._names.renamed(index, self._layout.program(index))
+        module = self.whole.module(index, own, self._other(index), self._names.held(index))
         module.tied_elsewhere = tuple(
             name for held in self.shared for at, name in held if at == index
         )
         module.enter(self.whole.model.training)  # what is inside has that of the model already
         return materialise_stage(module, self._values)
-
-    def sketch(self, index: int) -> nn.Module:
-        """The module of a stage in the mode of the capture only, with the model's own parameters
-        and buffers; those on the meta device stay there.
-
-        Raises:
-            PlanError: there is no such stage.
-        """
-        self._check(index)
-        return self._module(index, PlanError("a sketch runs only in the mode of the capture"))
-
-    def _check(self, index: int) -> None:
-        if not 0 <= index < self.stages:
-            raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
-
-    def _module(self, index: int, other: Program) -> StageModule:
-        own = self._names.renamed(index, self._layout.program(index))
-        return self.whole.module(index, own, other, self._names.held(index))
 
     def _other(self, index: int) -> Callable[[], StageGraph]:
         """What makes the graph of a stage in the other mode. Of all that this holds, it keeps only

@@ -155,14 +155,14 @@ def measured_costs(trainer: PipelineTrainer, steps: Any, pairs: list[tuple[int, 
         transfer = measure_transfer(groups, trainer.device, pairs)
         parts = groups.gather({i: stage_memory(each) for i, each in trainer.stages.items()})
     memory = {index: each for part in parts for index, each in part.items()}
-    times, full = [], []
+    times = []
     for stage in range(trainer.schedule.stages):
         forward, inputs, weights, both = (
             durations.get((stage, ActionKind(kind)), 0.0) for kind in "FIWB"
         )
-        times.append((forward, inputs, weights))
-        full.append(both or inputs + weights)
-    return Costs(times, [memory[stage] for stage in range(len(times))], transfer, full)
+        # Where no backward was split, whichever half of it is which.
+        times.append((forward, inputs or both / 2, weights or both / 2))
+    return Costs(times, [memory[stage] for stage in range(len(times))], transfer)
 
 
 def render(rows: Rows) -> str:

@@ -18,10 +18,9 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import Limits, ModelCosts, average
 from autosplit.planner.cuts import Solution, solve, weigh
-from autosplit.planner.cutting import tried
+from autosplit.planner.cutting import measure_links
 from autosplit.planner.estimate import estimate
 from autosplit.planner.profile import BlockOptions, kinds, profile
-from autosplit.planner.trial import measure_links
 
 from ..page import option
 from .models import CASES
@@ -32,7 +31,7 @@ MICROBATCHES = 4
 SCHEDULE = "1f1b"
 REQUEST = ScheduleRequest(SCHEDULE, MICROBATCHES)
 
-_LEAST = 5  # training steps in a turn
+_LEAST = 5  # training steps
 _TIMEOUT = 600.0
 
 
@@ -42,8 +41,7 @@ class Amount:
 
     steps: int = option(20, "timed steps of each of two ways to cut")
     seconds: float = option(12.0, "of profiling, for each model")
-    turns: int = 3  # rehearsals beside training
-    turn: float = 2.0  # seconds of training in each, if they are enough for a few steps
+    training: float = 6.0  # seconds of it, if they are enough for a few steps
     tiny: bool = option(False, "tiny models: only that it works")
 
 
@@ -64,24 +62,29 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     start = time.perf_counter()
     costs = average(_gather(profile(whole, options, seconds=amount.seconds)))
     links = measure_links()
-    planner = _Planner(whole, options, costs, links, amount.seconds)
+    planner = _Planner(whole, costs, links)
     by_hand = [whole.start(name) for name in names]
     plans = {"automatic": planner.automatic(), "by hand": planner.given(by_hand)}
     planning = time.perf_counter() - start
-    if plans["automatic"].firsts == by_hand:
+    if plans["automatic"].firsts == tuple(by_hand):
         del plans["by hand"]
     guess = estimate(whole, options, device=_gather(measure_device())[0])
     guessed = solve(guess, STAGES, REQUEST).firsts
     rows = {}
     with ExitStack() as stack:
         trained = {
-            way: stack.enter_context(Training(subject, whole, plan.rehearsed, MICROBATCHES))
+            way: stack.enter_context(Training(subject, whole, plan, MICROBATCHES))
             for way, plan in plans.items()
         }
         for way, training in trained.items():
-            steps = max(_LEAST, math.ceil(amount.turn / plans[way].rehearsed.step))
-            beside = training.beside_rehearsals(options, turns=amount.turns, steps=steps)
-            rows[way] = {**plans[way].row(), "cuts": training.cuts, **beside}
+            plan = plans[way]
+            steps = max(_LEAST, math.ceil(amount.training / plan.step))
+            rows[way] = {
+                "profiled": plan.step,
+                "profiled_times": plan.costs.times,
+                "cuts": training.cuts,
+                **training.measured(steps),
+            }
         alternating = alternate(trained, steps=amount.steps) if len(trained) > 1 else None
     return {
         "name": case,
@@ -98,55 +101,30 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Planned:
-    """Stages, what blocks alone say of them, and what their rehearsal does."""
-
-    firsts: list[int]
-    profiled: Solution
-    rehearsed: Solution
-
-    def row(self) -> dict[str, Any]:
-        return {
-            "predicted": self.rehearsed.step,
-            "profiled": self.profiled.step,
-            "profiled_times": self.profiled.costs.times,
-        }
-
-
-@dataclasses.dataclass(frozen=True)
 class _Planner:
     """What ``autosplit.partition`` does, with what it passes over on the way."""
 
     whole: WholeModel
-    options: BlockOptions
     costs: ModelCosts
     links: Transfer
-    seconds: float
 
-    def automatic(self) -> _Planned:
-        return self._rehearsed(solve(self.costs, STAGES, REQUEST, limits=self._limits))
+    def automatic(self) -> Solution:
+        return solve(self.costs, STAGES, REQUEST, limits=self._limits)
 
-    def given(self, firsts: list[int]) -> _Planned:
-        return self._rehearsed(self._weighed(firsts))
+    def given(self, firsts: list[int]) -> Solution:
+        return weigh(self.costs, firsts, REQUEST, self._limits)
 
-    def most_even(self, plan: _Planned) -> dict[str, float]:
+    def most_even(self, plan: Solution) -> dict[str, float]:
         """The least that the slowest of two stages takes over the mean of both, for any cut, and
         that cut's predicted step over that of the plan's own, by the same costs.
         """
-        ways = [self._weighed([first]) for first in range(1, len(self.whole.blocks))]
+        ways = [self.given([first]) for first in range(1, len(self.whole.blocks))]
         even = min(ways, key=_uneven)
-        return {"even": _uneven(even), "even_step": even.step / plan.profiled.step}
-
-    def _weighed(self, firsts: list[int]) -> Solution:
-        return weigh(self.costs, firsts, REQUEST, self._limits)
+        return {"even": _uneven(even), "even_step": even.step / plan.step}
 
     @property
     def _limits(self) -> Limits:
         return Limits(links=self.links)
-
-    def _rehearsed(self, found: Solution) -> _Planned:
-        rehearsed = tried(self.whole, found, self.options, self.seconds)
-        return _Planned([*found.firsts], found, rehearsed)
 
 
 def _uneven(found: Solution) -> float:

@@ -30,23 +30,18 @@ def _render(rows: Rows) -> str:
 
 ### What the plan foretold
 
-*From blocks* is the step simulated from the profiled blocks and the measured link. *Predicted* is
-what the plan says: the median of the steps that were rehearsed, before training. *Measured* is the
-median of training steps, with a trainer of their own and new batches.
-Between the two, a machine that others use as well comes to run faster or slower, for seconds or
-minutes, by more than the target. So the rehearsal is held again beside the training, as the planner
-holds it: in each of {Amount.turns} turns another one is built, and when it is warm, its steps and
-training steps alternate one to one. *Rehearsed* is the median of its steps; the ratio is the median
-over pairs, *spread* the interquartile range of that. Whatever slows only one of the two shows in
-the ratio, and what the machine does meets both. Stage times are medians of the recorded steps.
+*Predicted* is what the plan says: the step simulated from the profiled blocks and the measured
+link. *Measured* is the median of training steps afterwards, with a trainer of their own and new
+batches; between the two, a machine that others use as well comes to run faster or slower, for
+seconds or minutes. Stage times are medians of the recorded steps.
 
 {render_predictions(rows)}
 
 ### Whether blocks add up
 
 F, I and W of the automatic stages: the sum of their blocks as profiled one by one, with one call's
-overhead, before; what the rehearsals beside training recorded; and what the trainer recorded
-(medians). The last columns are the first two, F + I + W, over the third.
+overhead, before; and what the trainer recorded (medians). The last column is the first, F + I + W,
+over the second.
 
 {render_stages(rows)}"""
 
@@ -59,14 +54,14 @@ Whole models from `examples.families` (small sizes) and two lopsided ones, cut i
 for two ranks with one thread each, {SCHEDULE}, M = {MICROBATCHES}, split backward, each schedule
 built for its own stages. By hand: equal counts of layers, the embedding before the first and the
 head after the last. The automatic cut is found as `autosplit.partition` finds it: both ranks
-profile the model's blocks at once, and a few steps of the stages that this leads to are rehearsed.
-Both ways then train in one run, alternating step by step; a step is `forward_backward`, without the
-optimizer's update. Ratios are medians over pairs of steps, the spread is their interquartile range.
-The last column is where a plan from FLOPs and bytes would cut, without any profile. Processes keep
-what was freed (`MALLOC_TRIM_THRESHOLD_` and its like, see [page.py](../page.py)), as allocators
-made for training do: how much malloc would else give back and take anew in each step is a matter of
-chance, another in each trainer. Those of these figures that are not measured anew yet are of a
-planner that corrected the blocks' costs by up to four rehearsals of different cuts.""",
+profile the model's blocks at once. Both ways then train in one run, alternating step by step; a
+step is `forward_backward`, without the optimizer's update. Ratios are medians over pairs of steps,
+the spread is their interquartile range. The last column is where a plan from FLOPs and bytes would
+cut, without any profile. Processes keep what was freed (`MALLOC_TRIM_THRESHOLD_` and its like, see
+[page.py](../page.py)), as allocators made for training do: how much malloc would else give back and
+take anew in each step is a matter of chance, another in each trainer. Figures that are not measured
+anew yet are of a planner that corrected the blocks' costs by up to four trial runs of different
+cuts.""",
         lambda amount: measure(amount),
         _render,
     ),

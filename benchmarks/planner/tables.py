@@ -12,7 +12,6 @@ from .models import CASES
 
 EVEN = 1.05
 LOPSIDED = 1.15
-NEAR = 0.05
 WAYS = ("automatic", "by hand")
 
 
@@ -42,46 +41,40 @@ def render_predictions(rows: Rows) -> str:
     headers = [
         "model",
         "cut",
-        "from blocks ms",
         "predicted ms",
-        "rehearsed ms",
         "measured ms",
-        "rehearsed / measured",
-        "spread",
         "predicted / measured",
         "slowest / mean stage",
         "most even cut",
         "its step",
     ]
-    found = [row[way] for row in rows for way in WAYS if way in row]
-    beside, before = ([abs(each(way) - 1.0) for way in found] for each in (_beside, _before))
+    errors = [abs(_ratio(row[way]) - 1.0) for row in rows for way in WAYS if way in row]
     about = f"""\
-Error of what was rehearsed beside training: median {statistics.median(beside):.1%}, largest
-{max(beside):.1%}; target {NEAR:.0%} for each. Of what was predicted before, with what the machine
-did otherwise since: median {statistics.median(before):.1%}, largest {max(before):.1%}. Target for
-the automatic cuts' slowest / mean stage: {EVEN}, where the blocks allow it: *most even cut* is the
-least that any cut of these blocks is predicted to have, and *its step* what such a step is
-predicted to take over one of the cut in the row: the shortest step is what is looked for."""
+Error of what was predicted, with what the machine did otherwise since: median
+{statistics.median(errors):.1%}, largest {max(errors):.1%}. Target for the automatic cuts'
+slowest / mean stage: {EVEN}, where the blocks allow it: *most even cut* is the least that any cut
+of these blocks is predicted to have, and *its step* what such a step is predicted to take over one
+of the cut in the row: the shortest step is what is looked for."""
     return f"{table(headers, cells)}\n\n{about}"
 
 
 def render_stages(rows: Rows) -> str:
-    """F, I and W of stages: what their blocks add up to, what was rehearsed, what was measured."""
+    """F, I and W of stages: what their blocks add up to, and what was measured."""
     cells = []
     for row in rows:
         found = row["automatic"]
         for stage, measured in enumerate(found["times"]):
-            three = [found[key][stage] for key in ("profiled_times", "rehearsed_times", "times")]
-            parts = zip(*three, strict=True)
+            profiled = found["profiled_times"][stage]
+            parts = zip(profiled, measured, strict=True)
             cells.append(
                 [
                     row["name"],
                     str(stage),
                     *(" / ".join(f"{1e3 * seconds:.1f}" for seconds in part) for part in parts),
-                    *(f"{sum(times) / sum(measured):.3f}" for times in three[:2]),
+                    f"{sum(profiled) / sum(measured):.3f}",
                 ]
             )
-    return table(["model", "stage", "F ms", "I ms", "W ms", "blocks", "rehearsed"], cells)
+    return table(["model", "stage", "F ms", "I ms", "W ms", "blocks"], cells)
 
 
 def _step(row: dict[str, Any]) -> list[str]:
@@ -110,35 +103,24 @@ def _step(row: dict[str, Any]) -> list[str]:
 
 def _prediction(row: dict[str, Any], way: str) -> list[str]:
     found = row[way]
-    ratio = _beside(found)
     stages = [sum(times) for times in found["times"]]
     uneven = max(stages) / statistics.fmean(stages)
-    low, _, high = quartiles(ratios(found["rehearsed"], found["seconds"]))
     fine = way != "automatic" or uneven <= EVEN or row["even"] > EVEN
     return [
         row["name"],
         way,
         f"{1e3 * found['profiled']:.0f}",
-        f"{1e3 * found['predicted']:.0f}",
-        _ms(found["rehearsed"]),
         _ms(found["seconds"]),
-        _mark(f"{ratio:.3f}", abs(ratio - 1.0) <= NEAR),
-        f"{high - low:.2f}",
-        f"{_before(found):.3f}",
+        f"{_ratio(found):.3f}",
         _mark(f"{uneven:.3f}", fine),
         f"{row['even']:.3f}",
         f"{row['even_step']:.3f}" if way == "automatic" and "even_step" in row else "",
     ]
 
 
-def _beside(found: dict[str, Any]) -> float:
-    """Rehearsed over measured step, by pairs."""
-    return quartiles(ratios(found["rehearsed"], found["seconds"]))[1]
-
-
-def _before(found: dict[str, Any]) -> float:
+def _ratio(found: dict[str, Any]) -> float:
     """Predicted over measured step."""
-    return float(found["predicted"] / statistics.median(found["seconds"]))
+    return float(found["profiled"] / statistics.median(found["seconds"]))
 
 
 def _ms(seconds: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""Training steps of a way to cut: beside rehearsals of the same, and beside another way."""
+"""Training steps of a way to cut: alone, and beside another way."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline import RunOptions
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.simulation.timeline import median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.cuts import Solution
-from autosplit.planner.profile import BlockOptions
 from autosplit.planner.stages import cut
-from autosplit.planner.trial import stage_times, trial_steps
 
 from .models import Subject
 
@@ -32,7 +32,6 @@ class Training:
     ) -> None:
         self._subject = subject
         self._whole = whole
-        self._plan = plan
         self._size = microbatches * subject.microbatch_size
         self._firsts = plan.firsts
         self._steps = 0
@@ -64,22 +63,20 @@ class Training:
             raise PipelineError(f"a loss of {losses.tolist()}")
         return seconds
 
-    def beside_rehearsals(self, options: BlockOptions, *, turns: int, steps: int) -> dict[str, Any]:
-        """Steps alternate with those of a rehearsal, another one in each turn."""
-        seconds: dict[str, list[float]] = {"rehearsed": [], "seconds": []}
-        spans: dict[str, list[Any]] = {"rehearsed_times": [], "times": []}
-        for _ in range(turns):
-            with trial_steps(self._whole, self._firsts, self._plan.schedule, options) as rehearse:
-                for _ in range(_WARMUP):
-                    self.step()
-                for _ in range(steps):
-                    slowest, recorded = rehearse()
-                    seconds["rehearsed"].append(slowest)
-                    spans["rehearsed_times"].append(recorded)
-                    seconds["seconds"].append(self.step())
-                    spans["times"].append(self._trainer.timeline().spans)
-        planned = self._plan.costs.times
-        return {**seconds, **{key: stage_times(each, planned) for key, each in spans.items()}}
+    def measured(self, steps: int) -> dict[str, Any]:
+        """Seconds of so many steps, and medians of F, I and W of each stage in them."""
+        for _ in range(_WARMUP):
+            self.step()
+        seconds, spans = [], []
+        for _ in range(steps):
+            seconds.append(self.step())
+            spans.append(self._trainer.timeline().spans)
+        medians = median_durations(spans)
+        times = [
+            [medians.get((stage, ActionKind(kind)), 0.0) for kind in "FIW"]
+            for stage in range(len(self._firsts) + 1)
+        ]
+        return {"seconds": seconds, "times": times}
 
     def __enter__(self) -> Self:
         return self

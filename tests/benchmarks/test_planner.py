@@ -15,11 +15,11 @@ pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
 
 def test_a_model_is_cut_both_ways_and_measured(tmp_path: Path) -> None:
-    amount = Amount(steps=2, seconds=0.2, turns=2, turn=0.0, tiny=True)
+    amount = Amount(steps=2, seconds=0.2, training=0.0, tiny=True)
     (row,) = measure(amount, ["convolutional pyramid"])
     found = row["automatic"]
     assert len(found["cuts"]) == 1
-    assert len(found["rehearsed"]) == len(found["seconds"]) == 2 * 5  # turns of the least steps
+    assert len(found["seconds"]) == 5  # the least steps
     assert ("by hand" in row) is (row["alternating"] is not None)
     assert found["times"][0][1] < found["times"][1][1]  # a first stage has no I
     assert row["blocks"] == row["kinds"] == 3

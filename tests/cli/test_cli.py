@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 import autosplit.cli.plan
 import autosplit.compare.run  # noqa: F401  # both launch ranks, and are imported late otherwise
 from autosplit.cli import main
+from autosplit.dump.tables import milliseconds
 from autosplit.planner import Plan
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
@@ -180,6 +181,9 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
 
     assert step("--device h100") < step("--device l40s") < step("--device l40s --link 1e-6")
     assert step("--device 1e-3,1") > step("--device h100")
+    assert step("--estimate") < step("--estimate --link 1e-6")
+    assert "links take no time (--link names one)" in run(f"{command} --estimate").output
+    assert "links take no time" not in run(f"{command} --estimate --link 1").output
     for options, text in (
         ("--device h1000", "unknown device 'h1000'; known: a100, h100"),
         ("--device h100 --link string", "unknown link 'string'; known: pcie4"),
@@ -189,14 +193,15 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
         assert text in result.output
 
 
-def test_plan_of_ranks_that_measure_and_rehearse(tmp_path: pathlib.Path) -> None:
+def test_plan_of_ranks_that_measure(tmp_path: pathlib.Path) -> None:
     one = "--schedule 1f1b --memory balanced --microbatches 2 --seconds 0.1"
     command = f"{MEASURED} {one} --output {tmp_path}/plan.json"
     result = run(f"{command} --set layers=1")
     assert result.exit_code == 0, result.output
-    assert "; measured in whole steps of these stages" in result.output
-    assert "step ms" not in result.output  # that of blocks is another
-    assert Plan.load(tmp_path / "plan.json").report() in result.output
+    plan = Plan.load(tmp_path / "plan.json")
+    assert f"{plan.report()}; measured block by block" in result.output
+    best = next(row for row in result.output.splitlines() if row.endswith("the best"))
+    assert f" {milliseconds(plan.predicted_step)} " in best  # one figure for a step
     refused = run(f"{command} --stages 9")
     assert "9 stages are more than the model has blocks, 6" in refused.output
 
@@ -315,7 +320,6 @@ def test_inspect_without_gradients_of_inputs() -> None:
         (f"{MEASURED} --seconds nan", "seconds to measure for must be from 0 to 86,400 ("),
         (f"{PLAN} --seconds 3", "--seconds has no effect with --estimate, by which nothing"),
         (f"{MEASURED} --device h100 --seconds 3", "--seconds has no effect with --device, by"),
-        (f"{MEASURED} --link 1", "--link is between devices of a --device that is not here"),
         (f"{PLAN} --limit {'9' * 400}", "(units: B, KiB to TiB, KB to TB), got '999"),
         (f"{PLAN} --schedule ,", "expected one or more names with commas, got ','"),
         (f"{PLAN} --rows -1", "-1 is not in the range x>=1"),

@@ -135,8 +135,8 @@ def cut_by_trainers(cases: dict[str, dict[str, Any]]) -> dict[str, int]:
     return {name: layers_of_first(**options) for name, options in cases.items()}
 
 
-def rehearsed() -> tuple[tuple[str, ...], float, int]:
-    """A plan of ranks that rehearse: its cuts, its step, and how many gradients that left."""
+def measured() -> tuple[tuple[str, ...], float, int]:
+    """A plan of ranks that measure: its cuts, its step, and how many gradients that left."""
     model = net(6)
     plan = partition(model, tokens(), stages=2, seconds=0.5, loss_fn=loss, targets=tokens())
     touched = [p for p in model.parameters() if p.grad is not None]

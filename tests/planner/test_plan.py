@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.errors import (
-    AutosplitError,
-    BatchError,
-    OutputError,
-    PipelineError,
-    PlanError,
-    ScheduleError,
-)
+from autosplit.errors import BatchError, OutputError, PipelineError, PlanError, ScheduleError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.planner import Plan, partition
 from autosplit.planner.costs import Limits
@@ -26,8 +19,8 @@ from tests.planner.planned_models import (
     MICROBATCH,
     costs,
     loss,
+    measured,
     net,
-    rehearsed,
     sgd,
     tokens,
     trained,
@@ -197,24 +190,12 @@ def test_two_processes_train_a_plan_from_a_file(
     assert {*names, *more} == {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def test_ranks_rehearse_together(on_ranks: Ranks) -> None:
-    first, second = on_ranks(rehearsed, 2, timeout=100.0)
+def test_ranks_measure_together(on_ranks: Ranks) -> None:
+    first, second = on_ranks(measured, 2, timeout=100.0)
     assert first == second
     assert len(first[0]) == 1
     assert 0.0 < first[1] < 1.0
     assert first[2] == 0  # the model has no gradients of it
-
-
-def test_a_rehearsal_takes_the_place_of_what_costs_say() -> None:
-    """The costs given are of seconds, and the model takes milliseconds."""
-    model = net()
-    given = {"stages": 2, "ranks": 1, "microbatches": 2, "seconds": 0.1}
-    told = partition(model, tokens(), costs=costs(model), **given)
-    seen = partition(model, tokens(), **given)
-    assert told.predicted_step > 1.0 > seen.predicted_step > 0.0
-    assert sum(map(sum, seen.stage_times)) < 1.0
-    with pytest.raises(AutosplitError, match="batch_size"):
-        partition(model, tokens(), loss_fn=loss, targets=tokens(3), **given)
 
 
 def test_cut_at(plan: Plan) -> None:

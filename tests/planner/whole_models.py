@@ -158,12 +158,28 @@ def mixed() -> Case:
     return Case(Mixed(), (torch.randn(2, 8),))
 
 
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] * grad  # which no derivative gives
+
+
+class Squares(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return Squared.apply(x)
+
+
 class Checkpointed(nn.Module):
     """In training only, as models of transformers are."""
 
     def __init__(self) -> None:
         super().__init__()
-        make = lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))  # noqa: E731
+        make = lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), Squares(), nn.Linear(8, 8))  # noqa: E731
         self.layers = nn.ModuleList(make() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:

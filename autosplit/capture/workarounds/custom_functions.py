@@ -108,14 +108,17 @@ def _identity(result: Any) -> int:
 _KNOWN = {"non_differentiable_idx", "saved_for_backward_idx"}
 
 
-def make_traceable(node: fx.Node) -> None:
-    """Give a node that applies a custom autograd function a target that Dynamo can capture again.
+def make_traceable(module: fx.GraphModule) -> None:
+    """Give nodes that apply custom autograd functions a target that Dynamo can capture again, those
+    in what is checkpointed, too.
 
     Dynamo (2.13) writes such a function as an operator of higher order with a graph for each
     direction, and cannot trace that operator itself. A function that runs these graphs it can.
     """
-    if node.target is _APPLY and node.kwargs.keys() <= _KNOWN:
-        node.target = _apply
+    for node in _calls(module):
+        if node.kwargs.keys() <= _KNOWN:
+            node.target = _apply
+            cast("fx.GraphModule", node.graph.owning_module).recompile()
 
 
 def _apply(

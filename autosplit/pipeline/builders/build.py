@@ -15,7 +15,7 @@ from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_s
 from autosplit.text.figures import nearest
 
 from .families import SCHEDULES, Family
-from .placement import WEIGHTS, ScheduleTemplate, StageTimes, Times, per_stage, placing
+from .placement import WEIGHTS, StageTimes, Times, per_stage, placing
 
 __all__ = ["SCHEDULES", "WEIGHTS", "Family", "build"]
 
@@ -95,7 +95,8 @@ def prepare(
     family = SCHEDULES[name]
     ranks, chunks = _layout(name, family, stages, ranks)
     weights = _check_weights(name, family, split_backward, weights, times)
-    placed = placing(name, _template(family, ranks, microbatches, chunks), weights)
+    given = {} if family.chunks else {"chunks": chunks}
+    placed = placing(name, family.make(ranks, microbatches, **given), weights)
     if ranks * chunks == stages:
         return placed
     sizes = block_sizes(stages, ranks * chunks)
@@ -134,23 +135,6 @@ def unknown_schedule(given: object, *others: str) -> ScheduleError:
     return ScheduleError(
         f"unknown schedule {name!r}; known: {', '.join((*SCHEDULES, *others))}{hint}"
     )
-
-
-def placement_of(name: str, stages: int, microbatches: int, ranks: int) -> tuple[int, ...]:
-    """The rank of every stage, as ``build`` places them, without the work of building.
-
-    Raises:
-        ScheduleError: a count that the schedule does not admit.
-    """
-    family = SCHEDULES[name]
-    ranks, chunks = _layout(name, family, stages, ranks)
-    placed = _template(family, ranks, microbatches, chunks).placement
-    return spread(placed, block_sizes(stages, ranks * chunks))
-
-
-def _template(family: Family, ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:
-    given = {} if family.chunks else {"chunks": chunks}
-    return family.make(ranks, microbatches, **given)
 
 
 def _layout(name: str, family: Family, stages: int, ranks: int | None) -> tuple[int, int]:

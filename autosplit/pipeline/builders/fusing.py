@@ -57,7 +57,7 @@ def _fused(row: Sequence[Action], urgent: frozenset[Action]) -> Iterator[Action]
 
 
 def _urgent(schedule: Schedule, costs: Costs, timeline: Timeline) -> frozenset[Action]:
-    """Is whose gradient another rank would still wait for while a B runs, or whose B is longer."""
+    """Is whose gradient another rank would still wait for while a B runs."""
     spans = {span.action: span for span in timeline.spans}
     takers = {result_of(action): span.start for action, span in spans.items()}
     feeds = None if costs.wiring is None else Feeds(schedule.stages, costs.wiring)
@@ -67,12 +67,11 @@ def _urgent(schedule: Schedule, costs: Costs, timeline: Timeline) -> frozenset[A
         weight = spans.get(replace(made, kind=ActionKind.BACKWARD_WEIGHT))
         if made.kind is not ActionKind.BACKWARD_INPUT or weight is None:
             continue
-        whole = spans[made].start + costs.seconds(replace(made, kind=ActionKind.BACKWARD))
         arrivals = (
-            takers[replace(made, stage=graph.parcels[parcel].stage)] < whole + took + latency
+            takers[replace(made, stage=graph.parcels[parcel].stage)] < weight.end + took + latency
             for parcel, _, took, latency in messages
             if graph.takers[parcel] != rank
         )
-        if whole > weight.end * (1 + _TOLERANCE) or any(arrivals):
+        if any(arrivals):
             urgent.add(made)
     return frozenset(urgent)

@@ -33,13 +33,6 @@ Rows = list[list[int]]
 _MOST_ROWS = 4096  # that are known at once
 
 
-@dataclass
-class Tally:
-    """How many actions were played through."""
-
-    actions: int = 0
-
-
 class Problem(StepGraph):
     """Every compute action of a step, numbered once, with what it needs, takes and keeps, for as
     many orders as are to be played.
@@ -51,7 +44,6 @@ class Problem(StepGraph):
         placement: ``placement[stage]`` is the rank that holds the stage.
         microbatches: M.
         caps: per rank, the most it may keep at once.
-        tally: counts what is played.
 
     Attributes:
         room: per rank, its cap with what rounding may add.
@@ -68,14 +60,12 @@ class Problem(StepGraph):
         placement: Sequence[int],
         microbatches: int,
         caps: Sequence[float],
-        tally: Tally | None = None,
     ) -> None:
         self.costs = costs
         self.placement = tuple(placement)
         self.microbatches = microbatches
         self.caps = tuple(caps)
         self.room = [cap * ROUNDING for cap in caps]
-        self.tally = tally or Tally()
         stages = range(len(placement))
         actions = [
             Action(stage, kind, microbatch)
@@ -101,14 +91,12 @@ class Problem(StepGraph):
         """Rows of nothing but computation, by their identity."""
 
     def _is_better_whole(self, stage: int) -> bool:
-        """Whether a B of ``stage`` can be better than its I and W: shorter, or keeping less.
+        """Whether a B of ``stage`` can be better than its I and W, by keeping less.
 
         Otherwise an I hands on its gradient earlier, and costs nothing more.
         """
-        size, (_, inputs, weights) = self.costs.memory[stage], self.costs.times[stage]
-        bounded = not math.isinf(self.caps[self.placement[stage]])
-        shorter = self.costs.full is not None and self.costs.full[stage] < inputs + weights
-        return shorter or (bounded and size.deferred > size.saved)
+        size = self.costs.memory[stage]
+        return not math.isinf(self.caps[self.placement[stage]]) and size.deferred > size.saved
 
     def play(
         self, schedule: Schedule, journeys: Sequence[Journey] | None = None
@@ -116,7 +104,6 @@ class Problem(StepGraph):
         """How a schedule without mistakes runs, with the times of ``simulate``; None where ranks
         wait for each other. ``journeys`` are those of the schedule, where they are known.
         """
-        self.tally.actions += sum(map(len, schedule.ranks))
         graph: StepGraph = self
         seconds = self.seconds
         rows: Sequence[Sequence[int]] = [self._known_numbers(row) for row in schedule.ranks]
@@ -151,12 +138,9 @@ class Problem(StepGraph):
         return number
 
     def over(self, schedule: Schedule, journeys: Sequence[Journey] | None = None) -> float:
-        """By how much ranks exceed their caps by order, as a share of these; counts for a quarter
-        of a play, as it takes.
-        """
+        """By how much ranks exceed their caps by order, as a share of these."""
         if all(map(math.isinf, self.caps)):
             return 0.0
-        self.tally.actions += sum(map(len, schedule.ranks)) // 4
         peaks = zip(self._peaks.of(schedule, journeys), self.caps, strict=True)
         return sum(max(0.0, peak / cap - ROUNDING) for peak, cap in peaks if cap > 0)
 
@@ -193,15 +177,10 @@ class Problem(StepGraph):
         bounds = []
         for rank in range(len(self.caps)):
             stages = [stage for stage, each in enumerate(self.placement) if each == rank]
-            work = sum(map(self._least_work, stages))
+            work = sum(sum(self.costs.times[stage]) for stage in stages)
             lead = min((begins[stage] for stage in stages), default=0.0)
             bounds.append(lead + self.microbatches * work)
         return max(bounds)
-
-    def _least_work(self, stage: int) -> float:
-        """Seconds of a microbatch on a stage, with the shorter of the two backwards."""
-        forward, inputs, weights = self.costs.times[stage]
-        return forward + min(inputs + weights, self.costs.seconds(Action(stage, FULL, 0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,10 +205,6 @@ class PlayedOrder:
     def makespan(self) -> float:
         """How long it takes."""
         return self.run.makespan
-
-    def changed(self, schedule: Schedule | None) -> PlayedOrder:
-        """How what a schedule was made from ran; this, if there is none."""
-        return self if schedule is None else replace(self, schedule=schedule)
 
     @cached_property
     def blocks(self) -> list[tuple[int, list[Action]]]:

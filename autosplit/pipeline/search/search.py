@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,14 +11,12 @@ from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_s
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.playing import replay
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.transfer import Transfer
 
 from .local_search import improve
 from .problem import PlayedOrder, Problem
-from .starts import POLICIES, construct, named_schedules
+from .starts import construct, named_schedules
 
-_STARTS = 3  # orders that local search begins from
-_WORK = 450_000  # actions played through in all: about a second
+_WORK = 600_000  # actions of all orders that are tried: a second
 
 Problems = Mapping[tuple[int, ...], Problem]
 """By placement."""
@@ -36,10 +33,9 @@ def search(
 ) -> Schedule:
     """The schedule with the shortest step that was found; deterministic.
 
-    It begins from every named schedule that the counts admit and from list scheduling on their
-    placements, all under the cap, and changes the best of them; first with links that cost nothing,
-    where that makes a difference. So it is never worse than the best named schedule under the same
-    cap, with the links and the wiring that ``costs`` tell of.
+    Of every named schedule that the counts admit, and of list scheduling on their placements, all
+    under the cap, it changes the best. So it is never worse than the best named schedule under the
+    same cap, with the links and the wiring that ``costs`` tell of.
 
     Args:
         costs: of every stage, and how the trainer runs them.
@@ -49,7 +45,7 @@ def search(
             among the placements of the named schedules.
         cap: the most a rank may keep of its microbatches, in the unit of ``costs.memory``: one
             number, or one for each rank.
-        work: actions that may be played through in all.
+        work: actions of all orders that are tried.
 
     Returns:
         A schedule named ``"auto"``. Ranks wait for each other between steps.
@@ -68,25 +64,23 @@ def search(
         place: Problem(costs, place, microbatches, caps)
         for place in dict.fromkeys(each.placement for each in named)
     }
-    easy = replace(costs, transfer=Transfer())
-    if easy != costs:  # where messages take no time good orders are easier to find
-        work //= 2
-        with contextlib.suppress(ScheduleError):
-            named.append(
-                search(easy, microbatches, ranks=ranks, placement=placement, cap=cap, work=work)
-            )
     known = sorted(_within(problems, named), key=_length)
-    begun = sorted(_begun(problems, known), key=_length)
-    starts = _varied(begun)
-    found = [played for each in starts for played in _improved(problems, each, work // len(starts))]
-    steps = [*known[:1], *found]
-    if not steps:
+    found = known[:1]
+    start = min(_begun(problems, known), key=_length, default=None)
+    if start is not None:
+        problem = problems[start.schedule.placement]
+        better = improve(start.schedule, problem, work, least=problem.least)
+        # It has to be legal for every wiring (see ``routes``): where a stage takes nothing of the
+        # one before, an order may be too free.
+        if better is not None and (costs.wiring is None or not replay(better.schedule).waits):
+            found.append(better)
+    if not found:
         least = min((max(peak_memory(each, costs.memory)) for each in named), default=math.inf)
         raise ScheduleError(
             f"no schedule found within the cap {cap}; the most frugal named one keeps {least:g} on "
             "its fullest rank: raise the cap, or cut the batch into more microbatches"
         )
-    return replace(min(steps, key=_length).schedule, name="auto")
+    return replace(min(found, key=_length).schedule, name="auto")
 
 
 def placed(
@@ -139,24 +133,5 @@ def _begun(problems: Problems, known: Sequence[PlayedOrder]) -> Iterator[PlayedO
         problems, (problems[each.schedule.placement].opened(each.schedule) for each in known)
     )
     for problem in problems.values():
-        made = (construct(problem, *policy) for policy in POLICIES)
+        made = (construct(problem, forward_first) for forward_first in (True, False))
         yield from _within(problems, (each for each in made if each is not None))
-
-
-def _varied(begun: Sequence[PlayedOrder]) -> list[PlayedOrder]:
-    """A few of these: the shortest of each placement, then the rest, each order once."""
-    once = {each.schedule.ranks: each for each in reversed(begun)}
-    rest = sorted(once.values(), key=_length)
-    leaders = {each.schedule.placement: each for each in reversed(rest)}.values()
-    others = [each for each in rest if each not in leaders]
-    return [*sorted(leaders, key=_length), *others][:_STARTS]
-
-
-def _improved(problems: Problems, start: PlayedOrder, work: int) -> Iterator[PlayedOrder]:
-    """What local search makes of a start, if it is legal for every wiring, as schedules have to be
-    (see ``routes``): where a stage takes nothing of the one before, an order may be too free.
-    """
-    problem = problems[start.schedule.placement]
-    found = improve(start.schedule, problem, work, least=problem.least)
-    if found is not None and (problem.costs.wiring is None or not replay(found.schedule).waits):
-        yield found

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.build import SCHEDULES, build, placement_of
+from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -33,14 +33,13 @@ def named_schedules(
         times: per stage, seconds of F, I and W.
         microbatches: M.
         ranks: number of processes.
-        placement: the rank of every stage, of which the others are not built; None: any.
+        placement: the rank of every stage; None: any.
     """
     for name in SCHEDULES:
-        if not _places(name, len(times), microbatches, ranks, placement):
-            continue
         with contextlib.suppress(ScheduleError):
             for _, schedule in forms(name, times, microbatches, ranks):
-                yield replace(schedule, crosses_step=False)
+                if placement is None or schedule.placement == tuple(placement):
+                    yield replace(schedule, crosses_step=False)
 
 
 def forms(
@@ -68,33 +67,19 @@ def forms(
         )
 
 
-def _places(
-    name: str, stages: int, microbatches: int, ranks: int, placement: Sequence[int] | None
-) -> bool:
-    """Whether a schedule puts the stages there."""
-    if placement is None:
-        return True
-    try:
-        return placement_of(name, stages, microbatches, ranks) == tuple(placement)
-    except ScheduleError:
-        return False
+_PATIENCE = 0.5  # of a W: a free rank rather waits for an F or I that is known to come as soon
 
 
-POLICIES = [(first, patience) for first in (True, False) for patience in (0.0, 0.5, 1.0)]
-"""What a free rank prefers, see ``construct``."""
-
-
-def construct(problem: Problem, forward_first: bool, patience: float) -> Schedule | None:
+def construct(problem: Problem, forward_first: bool) -> Schedule | None:
     """An order of F, I and W within the caps, or None if the policy runs into a dead end. Where a B
     is better, local search finds that.
 
     Args:
         problem: of the step.
         forward_first: F before I while there is memory, else I before F.
-        patience: rather wait for an F or I that is known to arrive within this fraction of a W.
     """
     scheduler = ListScheduler(problem, problem.seconds, len(problem.caps))
-    chooser = _Chooser(problem, forward_first, patience, scheduler)
+    chooser = _Chooser(problem, forward_first, scheduler)
     scheduler.run(chooser.choose)
     return None if chooser.left else problem.schedule(scheduler.rows)
 
@@ -102,14 +87,11 @@ def construct(problem: Problem, forward_first: bool, patience: float) -> Schedul
 class _Chooser:
     """What each rank keeps, and what is next of each stage and kind."""
 
-    def __init__(
-        self, problem: Problem, forward_first: bool, patience: float, scheduler: ListScheduler
-    ) -> None:
+    def __init__(self, problem: Problem, forward_first: bool, scheduler: ListScheduler) -> None:
         count = len(problem.caps)
         self.left = 3 * len(problem.placement) * problem.microbatches
         self._problem = problem
         self._forward_first = forward_first
-        self._patience = patience
         self._scheduler = scheduler
         self._kept = [0.0] * count
         self._next = {(stage, kind): 0 for stage in range(len(problem.placement)) for kind in KINDS}
@@ -153,7 +135,7 @@ class _Chooser:
         if not weights:
             return None
         weight = min(weights, key=lambda action: problem.actions[action].microbatch)
-        return None if wait < self._patience * problem.seconds[weight] else weight
+        return None if wait < _PATIENCE * problem.seconds[weight] else weight
 
     def _run(self, rank: int, action: int) -> None:
         problem, what = self._problem, self._problem.actions[action]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -22,7 +22,7 @@ from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
 from .local_search import improve
-from .problem import Problem, Tally
+from .problem import Problem
 from .search import caps_of, placed, search
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
@@ -38,12 +38,9 @@ _KINDS = {
     "recompute": ActionKind.RECOMPUTE,
 }
 
-_WORK = 300_000
-"""Actions simulated; what ``search`` plays is beside that."""
-
+_WORK = 150_000  # actions that are simulated with measures, and in each search for another order
 _ORDERS = 60_000  # actions that each search for an order without measures plays
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
-_STARTS = 3  # schedules that other orders are looked for from
 _SAME = 1 + 1e-6  # of a step
 
 
@@ -58,7 +55,6 @@ class WithinMemory:
             whatever transfers take.
         measures: those that it takes.
         unlimited: seconds of the shortest step that was found without a limit.
-        simulated: how many actions the search played to find it.
     """
 
     schedule: Schedule
@@ -66,15 +62,13 @@ class WithinMemory:
     peaks: tuple[float, ...]
     measures: tuple[str, ...]
     unlimited: float
-    simulated: int
 
 
 class _Kept(NamedTuple):
-    """A schedule that was found, by how much it exceeds the limit, and what it was made from."""
+    """A schedule that was found, and by how much it exceeds the limit."""
 
     step: float
     schedule: Schedule
-    base: str
     excess: float
 
 
@@ -150,23 +144,6 @@ def search_within(
     return found
 
 
-@dataclass(frozen=True)
-class _CountedCosts(Costs):
-    """The same costs, for many plays, which they count."""
-
-    tally: Tally = field(default_factory=Tally, compare=False)
-
-    @classmethod
-    def of(cls, costs: Costs) -> _CountedCosts:
-        """These costs, nothing played yet."""
-        return cls(**{each.name: getattr(costs, each.name) for each in fields(Costs)})
-
-    def timeline(self, schedule: Schedule) -> Timeline:
-        """As ``Costs.timeline``."""
-        self.tally.actions += sum(map(len, schedule.ranks))
-        return super().timeline(schedule)
-
-
 class _LimitSearch:
     """One setting's search.
 
@@ -183,24 +160,18 @@ class _LimitSearch:
         placement: Sequence[int] | None,
         caps: Sequence[float],
     ) -> None:
-        # What is reduced behind a step, every order leaves to the end.
-        self._costs = _CountedCosts.of(costs)
+        self._costs = costs
         self._caps = caps
         self._kept: list[_Kept] = []
         """Those that keep the limit."""
         self._nearest: _Kept | None = None
         self._bases = self._found(microbatches, ranks, placement)
         self._problems = {
-            place: Problem(self._costs, place, microbatches, caps, self._costs.tally)
+            place: Problem(self._costs, place, microbatches, caps)
             for place in {base.placement for _, base in self._bases}
         }
         self.bound = self._bound(ranks)
         self.unlimited = self._bases[0][0]
-
-    @property
-    def simulated(self) -> int:
-        """Actions played so far."""
-        return self._costs.tally.actions
 
     def _bound(self, ranks: int) -> list[float]:
         """A rank must hold what one microbatch holds on any of its stages; of all placements the
@@ -239,13 +210,15 @@ class _LimitSearch:
 
     def run(self) -> WithinMemory | None:
         """The best; None if nothing keeps the limit."""
+        left = _WORK
         for place, (step, base) in enumerate(self._bases):
             # All that are to come are longer, whatever is done to them.
-            if step >= self._shortest or self._keep(base, base.name):
+            if step >= self._shortest or self._keep(base):
                 break
             for made in self._measured(base, several=place < _BASES):
-                self._keep(made, base.name)
-                if self.simulated > _WORK // 2:
+                self._keep(made)
+                left -= sum(map(len, made.ranks))
+                if left < 0:
                     break
         self._rearranged()
         if not self._kept:
@@ -259,7 +232,6 @@ class _LimitSearch:
             tuple(peak_memory(schedule, self._costs.memory)),
             _taken(schedule),
             self.unlimited,
-            self.simulated,
         )
 
     @property
@@ -285,9 +257,9 @@ class _LimitSearch:
             self._try_least()
         if self._nearest is None:  # cannot be: there is a base
             raise ScheduleError("no schedule admits the counts")
-        _, schedule, base_name, excess = self._nearest
+        _, schedule, excess = self._nearest
         taken = " and ".join(_taken(schedule)) or "no measure"
-        return excess, f"{base_name} with {taken}", schedule
+        return excess, f"{schedule.name} with {taken}", schedule
 
     def _try_least(self) -> None:
         """Keep what each measure makes of the most frugal base for the least limit there may be,
@@ -295,44 +267,33 @@ class _LimitSearch:
         """
         least = [max(cap + over, 1.0) for cap, over in zip(self._caps, self.bound, strict=True)]
         _, base = min(self._bases, key=lambda each: self._excess(each[1]))
-        self._keep(base, base.name)
+        self._keep(base)
         for take in MEASURES.values():
-            self._keep(take(base, self._costs, least), base.name)
+            self._keep(take(base, self._costs, least))
 
     def _rearranged(self) -> None:
-        """Keep what the best become with other orders, and what shorter ones without measures do;
-        half of the work is a look from each, the rest for the best.
+        """Keep what the best becomes with other orders, and what the shortest without measures
+        does.
         """
-        best = sorted(self._kept, key=_step)
-        starts = [*{kept.schedule.ranks: kept.schedule for kept in best}.values()]
-        if not starts and self._nearest is not None:
-            starts.append(self._nearest.schedule)
-        starts = [*starts[: _STARTS - 1], self._bases[0][1]]
-        half = max(0, _WORK - self.simulated) // 2
-        for start in starts:
-            self._walked(start, half // len(starts))
-        if self._kept:
-            self._walked(min(self._kept, key=_step).schedule, half)
-
-    def _walked(self, start: Schedule, work: int) -> None:
-        """Keep what a start becomes in so many actions."""
-        problem, least = self._problems[start.placement], self.unlimited
-        if self._shortest <= least * _SAME:  # as short as without a limit
-            return
-        better = improve(start, problem, work, least=least)
-        if better is not None:
-            self._keep(better.schedule, start.name)
+        best = min(self._kept, key=_step, default=self._nearest)
+        for start in (*([best.schedule] if best else []), self._bases[0][1]):
+            if self._shortest <= self.unlimited * _SAME:  # as short as without a limit
+                return
+            problem = self._problems[start.placement]
+            better = improve(start, problem, _WORK, least=self.unlimited)
+            if better is not None:
+                self._keep(better.schedule)
 
     def _excess(self, schedule: Schedule) -> float:
         """By how much a rank exceeds the limit."""
         peaks = peak_memory(schedule, self._costs.memory)
         return max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
 
-    def _keep(self, schedule: Schedule, base: str) -> bool:
+    def _keep(self, schedule: Schedule) -> bool:
         """Note a schedule; whether it keeps the limit."""
         excess = self._excess(schedule)
         fits = excess <= 0.0
-        kept = _Kept(self._step(schedule) if fits else math.inf, schedule, base, excess)
+        kept = _Kept(self._step(schedule) if fits else math.inf, schedule, excess)
         if self._nearest is None or excess < self._nearest.excess:
             self._nearest = kept
         if fits:

@@ -120,17 +120,15 @@ class Costs:
         times: per stage, seconds of F, I and W.
         memory: per stage, what it keeps of a microbatch.
         transfer: the links between ranks.
-        full: per stage, seconds of a B; None: as long as I and W.
         wiring: who feeds whom; None: each stage the next.
 
     Raises:
-        ScheduleError: no stage; or times, memory, full and wiring of different numbers of stages.
+        ScheduleError: no stage; or times, memory and wiring of different numbers of stages.
     """
 
     times: Sequence[tuple[float, float, float]]
     memory: Sequence[StageMemory]
     transfer: Transfer = field(default_factory=Transfer)
-    full: Sequence[float] | None = None
     wiring: Wiring | None = None
 
     def __post_init__(self) -> None:
@@ -138,11 +136,6 @@ class Costs:
             raise ScheduleError(
                 f"expected times and memory of each stage, got {len(self.times)} times and "
                 f"{len(self.memory)} memories"
-            )
-        if self.full is not None and len(self.full) != len(self.times):
-            raise ScheduleError(
-                f"expected the seconds of a B of each of {len(self.times)} stages, got "
-                f"{len(self.full)}"
             )
         if self.wiring is not None and self.wiring.stages != len(self.times):
             raise ScheduleError(
@@ -159,9 +152,6 @@ class Costs:
             return self
         if self.wiring is not None:
             raise ScheduleError("stages with a wiring cannot be cut further")
-
-        def parts(sizes: Sequence[float]) -> list[float]:
-            return [each / chunks for each in sizes for _ in range(chunks)]
 
         return replace(
             self,
@@ -181,7 +171,6 @@ class Costs:
                 for m in self.memory
                 for _ in range(chunks)
             ],
-            full=self.full and parts(self.full),
         )
 
     def seconds(self, action: Action) -> float:
@@ -193,7 +182,7 @@ class Costs:
             return inputs
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             return weights
-        return inputs + weights if self.full is None else self.full[action.stage]
+        return inputs + weights
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """A step of ``schedule``.

@@ -37,8 +37,7 @@ from .stage_modules import LossFunction, MetricFunction, StageSource, by_name
 class StageTrainer:
     """Trains pipeline stages over any number of processes.
 
-    All of ``PipelineTrainer`` but cutting whole models. That needs the planner, whose trial runs
-    need this.
+    All of ``PipelineTrainer`` but cutting whole models, which needs the planner.
 
     Args:
         stages: the stages, none of them built yet.

@@ -216,21 +216,6 @@ def test_nobody_waits_longer() -> None:
     assert simulate(fused, seconds(1, 1, 1)).makespan == 8
 
 
-def test_a_whole_backward_takes_its_own_time() -> None:
-    """1I0 is waited for one second after it ends: enough for a B of 3, not for one of I and W.
-
-    Nobody waits for stage 0's, but a B longer than both would hold up its own rank.
-    """
-    costs = replace(alike(2, 2, 2, 2), times=[(4.0, 2.0, 2.0), (1.0, 2.0, 2.0)])
-    halves = ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"]
-    whole = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1I1 1W1"]
-    assert rows_of(fuse_adjacent(SPLIT, costs)) == [whole[0], halves[1]]
-    short = replace(costs, full=[4.0, 3.0])
-    assert rows_of(fuse_adjacent(SPLIT, short)) == whole
-    long = replace(costs, full=[6.0, 3.0])
-    assert rows_of(fuse_adjacent(SPLIT, long)) == [halves[0], whole[1]]
-
-
 def test_the_gradient_of_a_skip_connection_is_waited_for_as_well() -> None:
     """Stage 0 waits for 2I0; with stage 1 on its own rank, nobody else does."""
     rows = ("0F0 1F0 1I0 0I0 1W0 0W0", "2F0 2I0 2W0")

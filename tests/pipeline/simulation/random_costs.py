@@ -46,6 +46,5 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
         [(float(f), float(i), float(w)) for f, i, w in times],
         [StageMemory(1.0, draw(st.sampled_from([0.75, 1.25])))] * stages,
         links,
-        full=[i + w - draw(st.sampled_from([0.0, 0.5])) * min(i, w) for _, i, w in times],
         wiring=wiring,
     )
