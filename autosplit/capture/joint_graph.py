@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from autosplit.capture.workarounds.operators import (
     Decompositions,
     as_eager,
+    refuse_mixed_dtypes,
     refuse_traced_otherwise,
 )
 from autosplit.passes import Role
@@ -87,6 +88,7 @@ def trace_joint(
         context = TracingContext(exported.meta["fake_mode"])
     with tracing(context):
         joint = export_joint(exported, *inputs, decompositions)
+    refuse_mixed_dtypes(joint.graph_module.graph)
     infos = joint._aot_state.fw_metadata.output_info
     results.copied = {at for at, info in enumerate(infos) if info.output_type not in _OWN_STORAGE}
     if results.copied:

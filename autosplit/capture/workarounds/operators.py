@@ -20,7 +20,7 @@ from torch._higher_order_ops import effects
 from torch.fx.experimental import proxy_tensor
 from torch.fx.node import _side_effectful_functions
 
-from autosplit.errors import CaptureError
+from autosplit.errors import CaptureError, FailingCallError
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.passes.analysis.operators import OPERATORS
 from autosplit.passes.graph import source_line
@@ -278,6 +278,29 @@ def refuse_traced_otherwise(module: fx.GraphModule) -> None:
                 "than it runs. Compute it outside of the split module; without fullgraph=True, "
                 "such a model is split in parts around it" + _OTHERWISE * (node.target in _CELLS)
             )
+
+
+# Where the first of two factors is.
+_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "convolution": 0}
+
+
+def refuse_mixed_dtypes(graph: fx.Graph) -> None:
+    """Refuse products of tensors of different dtypes, which fail when they run, not when traced.
+
+    Raises:
+        FailingCallError: one of them is in the graph.
+    """
+    for name, first in _PRODUCTS.items():
+        target = getattr(torch.ops.aten, name).default
+        for node in graph.find_nodes(op="call_function", target=target):
+            one, other = (traced_value(each).dtype for each in node.args[first : first + 2])
+            if one != other:
+                raise FailingCallError(
+                    f"{name} of {node.args[first]} in {one} by {node.args[first + 1]} in {other}, "
+                    f"at {source_line(node) or 'a line'}: torch multiplies tensors of one dtype. "
+                    "Convert the inputs (arrays of NumPy are float64 as a rule: x.float()), or "
+                    "the model"
+                )
 
 
 _OTHERWISE = (

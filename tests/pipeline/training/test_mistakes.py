@@ -73,13 +73,26 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
             "ScheduleZBVZeroBubble is 'zb-v'",
         ),
         (lambda: trainer(schedule="1F1B"), "what torch calls 1F1B is '1f1b'"),
+        (
+            lambda: trainer().step((X.double(), Y.double())),
+            r"addmm of \w+ in torch.float64 by \w+ in torch.float32, at .*: .*x\.float\(\)",
+        ),
         (lambda: trainer().step(X), r"step\(\(x, y\)\), or step\(x, target=y\)"),
         (
             lambda: trainer().step(x=X, target=Y),
             r"inputs are given by name, x, and this trainer takes them in order: step\(\(x, y\)",
         ),
     ],
-    ids=["loss", "no targets", "optimizer", "torch's class", "torch's name", "no pair", "a name"],
+    ids=[
+        "loss",
+        "no targets",
+        "optimizer",
+        "torch's class",
+        "torch's name",
+        "float64",
+        "no pair",
+        "a name",
+    ],
 )
 def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
     with pytest.raises(AutosplitError, match=text):
