@@ -312,7 +312,9 @@ class PeerWatch:
             if how and not quietly:
                 pulse = self._pulse(rank)
                 last = "" if pulse is None else pulse.place
-                return Fault(rank, last, f"{how}, last in {last}" if last else how, ended=True)
+                return Fault(
+                    rank, last, f"{how}, last heard of in {last}" if last else how, ended=True
+                )
             if how:
                 left = left or self._gone(rank, how)
         return left

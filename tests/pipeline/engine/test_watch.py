@@ -123,7 +123,7 @@ def test_a_death_is_posted_at_once_and_ends_waits(
     _until(ranks.cuts)
     fault = ranks.board.first()
     assert fault is not None
-    assert fault.headline == "rank 1 was killed by SIGKILL, last in compiling its stages"
+    assert fault.headline == "rank 1 was killed by SIGKILL, last heard of in compiling its stages"
     assert watch.missing == fault
     assert ranks.cuts == [0]
     guard = Guard(0, ranks.board, lambda: None, ranks.places[0], watch)
@@ -165,7 +165,7 @@ def test_last_words_say_more_than_the_exit(
     fault = watch.explain(CLOSED)
     assert fault is not None
     if words.startswith("raised"):
-        assert fault.headline == f"rank 1 {words}, last in the code around the trainer"
+        assert fault.headline == f"rank 1 {words}, last heard of in the code around the trainer"
     else:
         assert fault.headline == f"rank 1 {words} while rank 0 went on"
 
