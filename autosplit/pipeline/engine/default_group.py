@@ -80,7 +80,8 @@ def process_count(ranks: int | None, stages: int) -> int:
     if not 1 <= count <= stages:
         raise PipelineError(
             f"{count} processes cannot hold {stages} stages: each needs at least one stage; "
-            f"start at most {stages} or cut the model into more stages"
+            f"start at most {stages}, cut the model into more stages, or have the others "
+            "train replicas (mesh= with pp and dp_replicate)"
         )
     if count > 1 and count != world:
         raise PipelineError(
