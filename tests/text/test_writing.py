@@ -17,7 +17,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.torch_csv import write_csv
 from autosplit.report.timelines import write_chrome_trace
-from autosplit.text.figures import parse_size, size_text
+from autosplit.text.figures import parse_size
 from autosplit.text.files import check_file, check_folder
 
 # --- files and folders that cannot be written, asked for through every face that writes one -------
@@ -125,18 +125,3 @@ def test_the_message_names_the_option_and_is_of_the_callers_type() -> None:
         "expected memory_limit such as 80GiB, '800 MB' or a whole number of bytes (units: B, KiB "
         "to TiB, KB to TB), got '12 gigs'"
     )
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (1024**2 - 1, "1024.00 KiB"),
-        (3 * 2**19, "1.50 MiB"),
-        (5 * 2**40, "5120.00 GiB"),
-    ],
-)
-def test_size_text(count: int, text: str) -> None:
-    assert size_text(count) == text
