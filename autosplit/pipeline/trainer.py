@@ -99,7 +99,7 @@ class PipelineTrainer(StageTrainer):
 
     Raises:
         PipelineError: no process group, a count that does not fit, or any other bad argument.
-        ScheduleError: an unknown schedule or placement of weight gradients, or an illegal schedule.
+        ScheduleError: an unknown placement of weight gradients, or an illegal schedule.
     """
 
     def __init__(

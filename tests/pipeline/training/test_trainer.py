@@ -450,7 +450,7 @@ def test_training_without_gradients_is_refused() -> None:
         ({"stages": 0}, PipelineError, "at least one stage; got 0"),
         ({"ranks": 3}, PipelineError, "(mesh= with pp and dp_replicate)"),
         ({"ranks": 2}, PipelineError, "ranks=2 but the process group has no processes"),
-        ({"schedule": "1f2b", "ranks": 1}, ScheduleError, "known: naive, gpipe, 1f1b"),
+        ({"schedule": "1f2b", "ranks": 1}, PipelineError, "known: naive, gpipe, 1f1b"),
         ({"weights": "later", "ranks": 1}, ScheduleError, "2bp, fill"),
         ({"microbatches": 0, "ranks": 1}, ScheduleError, "0"),
         ({"autocast": torch.float16}, PipelineError, "None or torch.bfloat16; got torch.float16"),
