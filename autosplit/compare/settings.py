@@ -129,6 +129,11 @@ class Row:
     def title(self) -> str:
         return f"{self.schedule} {'split' if self.split else 'fused'}, M={self.microbatches}"
 
+    @property
+    def is_noise(self) -> bool:
+        """Whether the time that splitting gains or costs is no more than the steps' spread."""
+        return self.split and abs(self.speedup - 1) * self.median_s <= self.spread_s
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -189,7 +194,7 @@ def _cells(row: Row) -> list[str]:
         f"{1e3 * row.median_s:.1f}",
         f"{1e3 * row.spread_s:.1f}",
         f"{row.tokens_per_s:.0f}",
-        f"{row.speedup:.3f}x",
+        f"{'~' * row.is_noise}{row.speedup:.3f}x",
         f"{row.ideal_speedup:.3f}x",
         f"{row.bubble:.1%}",
         f"{row.ideal_bubble:.1%}",
