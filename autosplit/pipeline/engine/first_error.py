@@ -81,7 +81,6 @@ class RankActivity:
 
 
 _KEY = "autosplit/fault"
-# A look costs a round trip to the store, so a wait for the device naps in between.
 # What Gloo says of a connection that has ended, and NCCL where the watch has cut it.
 _LOST = (
     "gloo/transport",
@@ -90,6 +89,7 @@ _LOST = (
     "Socket closed",
     "communicator was aborted",
 )
+# A look costs a round trip to the store, so a wait for the device naps in between.
 _LOOK_WHILE_WAITING = 0.05
 _NAP = 0.0002
 
