@@ -58,11 +58,12 @@ def test_one_graph_for_each_signature() -> None:
     split(x.requires_grad_())
     split.eval()
     split(x)
-    with torch.no_grad():
-        split(x)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.float16)):
+        with mode:
+            split(x)
     split.get_submodule("0").bias.requires_grad_(False)
     split(x)
-    assert len(split.functions) == 5
+    assert len(split.functions) == 6
 
 
 def test_no_grad_captures_nothing() -> None:
