@@ -55,9 +55,10 @@ def stack(node: fx.Node) -> tuple[str, ...]:
     call of the same module has its number behind it, as in ``block@1``. A checkpointed region is
     where its operations are.
     """
-    held = inside(node)
-    if held is not None:
-        return functools.reduce(common, map(stack, held)) if held else ()
+    # What a custom function does has no modules around it.
+    held = [each for each in inside(node) or () if each.meta.get("nn_module_stack")]
+    if held:
+        return functools.reduce(common, map(stack, held))
     return frames(node.meta.get("nn_module_stack", {}))
 
 

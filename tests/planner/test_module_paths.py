@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autosplit import partition
 from autosplit.planner.captured_model import WholeModel
+from tests.planner.whole_models import Checkpointed
 
 
 class Adapter(nn.Module):
@@ -53,11 +54,12 @@ def layer() -> nn.Module:
         (Adapter(Adapter(nn.Sequential(layer(), layer()))), "base_model.base_model.1"),
         (Held(), "parts.part 1"),
         (nn.Sequential(layer(), layer()), "1"),
+        (Checkpointed(), "layers.1"),
     ],
-    ids=["wrapper", "list", "plain"],
+    ids=["wrapper", "list", "plain", "checkpointed"],
 )
 def test_blocks_have_the_names_of_the_models_modules(model: nn.Module, cut: str) -> None:
-    inputs = torch.randn(2, 4)
+    inputs = torch.randn(2, next(model.parameters()).shape[1])
     whole = WholeModel.capture(model, inputs)
     names = dict(model.named_modules())
     assert [b.name for b in whole.blocks if b.name.partition(":")[0] not in names] == []
