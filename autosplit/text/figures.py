@@ -81,9 +81,13 @@ def few(names: Sequence[str], shown: int = 1) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question that names what is known by the name most like one; nothing where none is."""
-    close = difflib.get_close_matches(name, [*known], 1, 0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """A question that names what is known by the name most like one, or by those few that begin
+    so; nothing where none is.
+    """
+    names = [*known]
+    begun = [each for each in names if name and each.startswith(name)]
+    close = begun if 0 < len(begun) < 3 else difflib.get_close_matches(name, names, 1, 0.5)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -449,6 +449,7 @@ def test_check(tmp_path: pathlib.Path) -> None:
         (("check", "zbv", "--mesh", "pp=4"), "did you mean 'zb-v'?"),
         (("check", "1f1b", "--mesh", "pp=2,tensor=2"), "unknown dimension 'tensor'; known: pp, dp"),
         (("check", "1f1b", "--mesh", "pp=2,dp_shards=2"), "did you mean 'dp_shard'"),
+        (("check", "1f1b", "--mesh", "pp=2,dp=2"), "did you mean 'dp_replicate' or 'dp_shard'?"),
         (("check", "1f1b"), "--mesh pp=..."),
     ):
         result = run(*command)
