@@ -138,13 +138,28 @@ def work(job: Job, rank: int, pipe: Connection) -> None:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     try:
-        fn, args = pickle.loads(job.call)
+        fn, args = _loaded(job.call)
         with process_group(job.timeout):
             result = fn(*args)
         message = pickle.dumps(Success(result))
     except BaseException as error:
         message = pickle.dumps(Failure.of_error(rank, error))
     pipe.send_bytes(message)
+
+
+def _loaded(call: bytes) -> Any:
+    """The function to call, and its arguments.
+
+    Raises:
+        PipelineError: they are not in what this process imports.
+    """
+    try:
+        return pickle.loads(call)
+    except AttributeError as error:
+        raise PipelineError(
+            f"{error}: new processes import the module, not what is under "
+            'if __name__ == "__main__":; define it at the top of the module'
+        ) from error
 
 
 def _environment(job: Job, rank: int) -> dict[str, str]:
@@ -205,7 +220,8 @@ def launch(
 
     Raises:
         PipelineError: a rank raised (the message carries its traceback; of several the first
-            cause; an error of autosplit is its ``__cause__``), died, or was still running after
+            cause; its ``__cause__`` is an error of autosplit that the function raised by itself,
+            not one that ended a step on all ranks), died, or was still running after
             ``timeout`` seconds.
     """
     if nprocs < 1:
@@ -325,7 +341,8 @@ def _collect(processes: list[_Process], deadline: float, timeout: float) -> list
     if waiting:
         ranks = ", ".join(str(each.rank) for each in waiting)
         raise PipelineError(
-            f"{'rank' if len(waiting) == 1 else 'ranks'} {ranks} did not end within {timeout:.3g} s"
+            f"{'rank' if len(waiting) == 1 else 'ranks'} {ranks} did not end within {timeout:.3g} "
+            "s: raise timeout=; a shorter RunOptions(timeout=) says who waits for whom"
         )
     return [each.outcome.value for each in processes if isinstance(each.outcome, Success)]
 

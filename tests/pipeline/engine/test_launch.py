@@ -68,6 +68,17 @@ def test_a_program_that_is_piped_in_launches_what_a_file_has(
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_function_under_the_main_guard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def guarded() -> None: ...
+
+    guarded.__module__, guarded.__qualname__ = "__main__", "guarded"
+    monkeypatch.setattr(sys.modules["__main__"], "guarded", guarded, raising=False)
+    monkeypatch.setattr(launching, "_is_file", lambda main: True)
+    with pytest.raises(PipelineError, match=r"'guarded' .*define it at the top of the module"):
+        launch(guarded, 1, timeout=100)
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_first_cause_is_raised_and_nobody_is_left(tmp_path: Path) -> None:
     started = time.monotonic()
     text = r"^rank 1 failed: ValueError: bad weather\nTraceback (.|\n)*in _raise"
@@ -90,7 +101,7 @@ def test_timeout_names_the_ranks_that_are_not_done(
         return 60.0 if len(pids_in(tmp_path)) == 2 else 59.9
 
     monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=monotonic))
-    with pytest.raises(PipelineError, match=r"^ranks 0, 1 did not end within 60 s$"):
+    with pytest.raises(PipelineError, match=r"^ranks 0, 1 did not end within 60 s: raise timeout="):
         launch(workers.fail, 2, (tmp_path, "sleep"), timeout=60)
     assert_gone(tmp_path, 2)
 
