@@ -163,7 +163,9 @@ def _below_error(record: logging.LogRecord) -> bool:
 def _user_line(error: Exception) -> str:
     """``file:line`` of the innermost frame of the user's code, where Dynamo recorded it."""
     stack = getattr(error, "real_stack", None) or ()
-    own = [frame for frame in stack if not is_torch_file(frame.filename)]
+    frames = [frame for frame in stack if not is_torch_file(frame.filename)]
+    layers = (frame for frame in reversed(stack) if f"nn{os.sep}modules" in frame.filename)
+    own = frames or [*layers][:1]  # the model is one of torch's modules
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 

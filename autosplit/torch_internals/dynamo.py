@@ -59,7 +59,8 @@ def _given_up(attempt: Any) -> BreakReason:
 
 
 def _users_line(stack: Sequence[traceback.FrameSummary]) -> str:
-    own = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
+    frames = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
+    own = frames or [*stack][-1:]  # the model is one of torch's modules
     return _place(own[-1].filename, own[-1].lineno or 0) if own else ""
 
 

@@ -66,6 +66,13 @@ def test_function_that_dynamo_gives_up_on() -> None:
     assert "0 of 4 parameters, 0.0 %" in text
 
 
+def test_lines_of_torchs_layers_are_named_where_there_are_none_of_the_users() -> None:
+    model = autosplit.split(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)))
+    with pytest.warns(DeferralWarning, match=r"because .*batchnorm\.py:\d+"):
+        model(torch.randn(4, 2)).sum().backward()
+    assert "\nbatchnorm.py:" in str(model.report())
+
+
 def test_recompilation_limit_is_reported() -> None:
     model = TwoLayers()
     partial = Partial(model)
