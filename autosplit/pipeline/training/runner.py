@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import BatchError, CaptureError, PipelineError, PlanError
-from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
+from autosplit.errors import BatchError, CaptureError, FailingCallError, PipelineError, PlanError
+from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta, listed
 from autosplit.pipeline.engine.executor import Executor, ForwardStage
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
@@ -294,10 +294,15 @@ class Runner:
                 return known
             try:
                 made = self._factory(module, args, index=index)
-            except CaptureError:
+            except CaptureError as error:
                 if not self._shares_tensors:  # whose other ranks would have to call it, too
                     explain_loss(module, args)
-                raise
+                if not isinstance(error, FailingCallError):
+                    raise
+                given = listed([*map(TensorMeta.of, args)])
+                raise FailingCallError(
+                    f"stage {index} cannot take what it is given, {given}: {error}"
+                ) from error
         if isinstance(made, Stage):
             self._known[index] = made
         return made

@@ -74,6 +74,10 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (lambda: trainer(schedule="1F1B"), "what torch calls 1F1B is '1f1b'"),
         (
+            lambda: trainer(model=[nn.Linear(8, 8), nn.Linear(4, 4)]).step((X, Y)),
+            r"stage 1 cannot take what it is given, .*float32\[2, 8\]",
+        ),
+        (
             lambda: trainer().step((X.double(), Y.double())),
             r"addmm of \w+ in torch.float64 by \w+ in torch.float32, at .*: .*x\.float\(\)",
         ),
@@ -89,6 +93,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         "optimizer",
         "torch's class",
         "torch's name",
+        "widths",
         "float64",
         "no pair",
         "a name",
