@@ -273,6 +273,10 @@ class Partial:
         call.deferred |= dict.fromkeys(parameters)
         return call
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = (self._model, self._options, self.reason, self._because)
+        return Partial, given
+
 
 def _is_differentiable(tree: Any) -> bool:
     """Whether autograd has a history of a tensor of a pytree."""
