@@ -220,7 +220,7 @@ BEFORE = {
     ),
     "integers for a linear layer": Case(
         lambda: alone(torch.ones(8, 4, dtype=torch.int32)),
-        "PipelineError: F of microbatch 0 of stage 0 .Seq.* failed:",
+        "PipelineError: stage 0 .Sequential. cannot be called with int32.*one dtype. Convert the in",
     ),
     "outputs that do not fit": Case(
         lambda: trained(block(), block(5)).step(),
