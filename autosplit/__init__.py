@@ -18,8 +18,9 @@ from .errors import (
 if TYPE_CHECKING:
     from .checkpoint import load_checkpoint, save_checkpoint
     from .dynamo.pending_weights import backward_weight
-    from .mesh.costs import CollectiveCosts, DeviceSpeed, Link, measure_collectives
+    from .mesh.costs import DeviceSpeed, Link, measure_collectives
     from .module import SplitModule
+    from .passes import CollectiveCosts
     from .pipeline import PipelineTrainer, launch
     from .pipelining import SplitPipelineStage
     from .planner import Plan, meta_model, partition
@@ -60,8 +61,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CollectiveCosts": "autosplit.mesh.costs",
+    "CollectiveCosts": "autosplit.passes",
     "DeviceSpeed": "autosplit.mesh.costs",
+    "measure_collectives": "autosplit.mesh.costs",
     "Link": "autosplit.mesh.costs",
     "PipelineTrainer": "autosplit.pipeline",
     "Plan": "autosplit.planner",
@@ -71,7 +73,6 @@ _HOMES = {
     "backward_weight": "autosplit.dynamo.pending_weights",
     "launch": "autosplit.pipeline",
     "load_checkpoint": "autosplit.checkpoint",
-    "measure_collectives": "autosplit.mesh.costs",
     "meta_model": "autosplit.planner",
     "partition": "autosplit.planner",
     "save_checkpoint": "autosplit.checkpoint",

@@ -16,7 +16,7 @@ from autosplit.autograd.pending import PendingBound, PendingQueue
 from autosplit.dump.dump import dump
 from autosplit.dump.tables import report
 from autosplit.dynamo.fallback import Fallback
-from autosplit.mesh.costs import Overlap
+from autosplit.passes import CollectiveCosts
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.refusals import refuse_overlap
 from autosplit.runtime.specializations import CallFlattening, Specializations
@@ -110,7 +110,7 @@ class SplitModule(ModuleProxy):
         *,
         backend: str = "eager",
         memory: str | int = "balanced",
-        overlap: Overlap = "collectives",
+        overlap: CollectiveCosts | None = None,
         fullgraph: bool = False,
         dynamic: bool | None = None,
         max_graphs: int = 64,
@@ -245,10 +245,6 @@ class SplitModule(ModuleProxy):
         capture = functions.capture
         for name in reversed(functions.updated_inputs):
             leaves[capture.inputs.index(name)].copy_(outputs.pop())
-        if capture.left is not None:
-            count = len(capture.outputs)
-            capture.left.put(outputs[count:])
-            del outputs[count:]
         return tree_unflatten(outputs, capture.output_spec)
 
     @untraced

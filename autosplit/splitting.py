@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.mesh.costs import Overlap
+from autosplit.passes import CollectiveCosts
 
 from .errors import (
     BackendError,
@@ -30,7 +30,7 @@ def split(
     *,
     backend: str = "eager",
     memory: str | int = "balanced",
-    overlap: Overlap = "collectives",
+    overlap: CollectiveCosts | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     max_graphs: int = 64,
@@ -56,13 +56,9 @@ def split(
             the bytes that one microbatch may hold between I and W; what F saves, parameters
             and gradients are not in it. ``report()`` shows what each setting would hold. A
             model that is split in parts is split as ``"balanced"``; others raise.
-        overlap: what weight gradients hide. With ``"collectives"``, the default, I computes those
-            that fit, by estimated costs, into its waits for collectives of tensor parallelism, and
-            all graphs of the backward wait as late as they can; results are the same bit for bit,
-            and a graph holds at most the largest collective more. A model without collectives is
-            left as it is. ``"none"`` does without. ``CollectiveCosts``, such as
-            ``measure_collectives`` finds, are ``"collectives"`` by these costs: over a slow link
-            more weight gradients fit, over a fast one fewer. Give all ranks the same.
+        overlap: what collectives of tensor parallelism take, as ``measure_collectives`` finds it;
+            None goes by an estimate. I computes the weight gradients that fit into its waits for
+            them. Give all ranks the same.
         fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
             graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
             ``report()`` says what and why.
@@ -82,8 +78,7 @@ def split(
         CaptureError: ``fullgraph`` and the model cannot be traced for the example inputs; names
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
-            setting or the overlap is unknown; a memory budget cannot be met;
-            ``max_pending`` is less than 1;
+            setting is unknown; a memory budget cannot be met; ``max_pending`` is less than 1;
             ``dynamic`` comes with options and a backend that it does not go with; or this is no
             module, no inputs.
         ShardedError: the model is sharded in a way that cannot be taken apart, or a parameter is a

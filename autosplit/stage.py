@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.autograd.function import run_forward
-from autosplit.mesh.costs import Overlap
+from autosplit.passes import CollectiveCosts
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
     HeldStorages,
@@ -63,7 +63,7 @@ class Stage:
         memory: str | int = "balanced",
         grad_dtype: torch.dtype | None = None,
         late_input: bool = False,
-        overlap: Overlap = "collectives",
+        overlap: CollectiveCosts | None = None,
     ) -> None:
         """Trace ``module(*args)``; inputs with ``requires_grad`` get a gradient from I.
 
@@ -80,12 +80,12 @@ class Stage:
             late_input: for a stage whose I nobody waits for, the first of a pipeline: where no
                 input needs a gradient, I only passes on what it takes and W is the whole
                 backward. Without it I is the chain of derivatives down to the earliest parameters.
-            overlap: what weight gradients hide, see ``autosplit.split``.
+            overlap: what collectives take, see ``autosplit.split``.
 
         Raises:
             CaptureError: the module cannot be traced, or returns something besides tensors.
-            SplitError: the graph cannot be split, the backend, the memory setting or the overlap
-                is unknown, or a memory budget cannot be met.
+            SplitError: the graph cannot be split, the backend or the memory setting is unknown, or
+                a memory budget cannot be met.
             ShardedError: ``fully_shard`` has sharded the module in a way that cannot be taken
                 apart.
         """
@@ -215,8 +215,6 @@ class Stage:
         else:
             arrived = InFlightMicrobatch(functions, result.saved, state, lent)
             self._saved.put(microbatch, arrived)
-        if functions.capture.left is not None:
-            functions.leave_apart(result.outputs)
         return result.outputs[: len(self._outputs)]
 
     def _fitting(self, sizes: object) -> _Fitting:
@@ -224,7 +222,7 @@ class Stage:
         if not self._sharded:
             found = _Fitting(sizes, self._graphs.fitting(), self._graphs.state())
             # Which graphs fit may be decided by what F leaves.
-            self._found = None if found.functions.changes_module else found
+            self._found = None if found.functions.updated_state else found
             return found
         self.sharding.unshard()
         functions = self._graphs.fitting()

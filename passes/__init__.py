@@ -6,16 +6,16 @@ Imports torch and nothing of autosplit.
 from .errors import PassError
 from .graph import Kind, Role, SplitGraphs
 from .manager import PASSES, Pass, run
-from .memory_policy import MEMORY, Memory, Rates, memory_setting
+from .memory_policy import MEMORY, CollectiveCosts, Memory, memory_setting
 
 __all__ = [
     "MEMORY",
     "PASSES",
+    "CollectiveCosts",
     "Kind",
     "Memory",
     "Pass",
     "PassError",
-    "Rates",
     "Role",
     "SplitGraphs",
     "memory_setting",

@@ -38,19 +38,16 @@ class Kind(enum.Enum):
     SAVED = "saved"  # left by forward for the backward
     DEFERRED = "deferred"  # left by backward_input for backward_weight
     ACCUMULATOR = "accumulator"  # sum of a parameter's gradients, written in place
-    TARGET = "target"  # what the backward writes into, as it is when that runs
     OUTPUT = "output"
     UPDATE = "update"  # new value of a mutated buffer or input
     INPUT_GRAD = "input_grad"
     PARAMETER_GRAD = "parameter_grad"
-    WRITE = "write"  # new value of a target
 
 
 STATE = frozenset({Kind.PARAMETER, Kind.BUFFER})
 PRIMAL = STATE | {Kind.INPUT}
 FORWARD_OUTPUT = frozenset({Kind.OUTPUT, Kind.UPDATE})
 GRADIENT = frozenset({Kind.INPUT_GRAD, Kind.PARAMETER_GRAD})
-BACKWARD_OUTPUT = GRADIENT | {Kind.WRITE}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,14 +123,12 @@ class SplitGraphs:
     A pass fills in or rewrites fields. ``backward`` is the unsplit backward; it stays beside
     its two halves because an engine that runs I and W back to back calls it instead. It and the
     halves are None for a module traced without gradients. ``memory`` is the policy for the
-    boundaries; ``regions`` are the division under it. ``hiding`` are the bytes that I need not
-    defer as it computes weight gradients that hide collectives.
+    boundaries; ``regions`` are the division under it.
     """
 
     joint: fx.GraphModule
     memory: Memory = BALANCED
     regions: Regions | None = None
-    hiding: int = 0
     forward: fx.GraphModule = None  # type: ignore[assignment]  # until a pass has made it
     backward: fx.GraphModule | None = None
     backward_input: fx.GraphModule | None = None
@@ -186,14 +181,6 @@ def inputs(graph: fx.Graph, *kinds: Kind) -> dict[Role, fx.Node]:
     """Placeholders by role, in order; only of the given kinds where kinds are given."""
     found = {role_of(node): node for node in placeholders(graph)}
     return {role: node for role, node in found.items() if not kinds or role.kind in kinds}
-
-
-def fixed(graph: fx.Graph) -> list[Role]:
-    """Roles of what a backward graph is given and nobody saves: the state that it reads, then what
-    it writes into.
-    """
-    written = [Role(Kind.TARGET, role.name) for role, _ in outputs(graph, Kind.WRITE)]
-    return [*inputs(graph, *STATE), *written]
 
 
 def outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, Any]]:

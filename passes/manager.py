@@ -14,8 +14,8 @@ from .errors import PassError
 from .graph import SplitGraphs, calls
 from .lowering import codegen
 from .lowering.accumulate import accumulate
-from .lowering.overlap_collectives import overlap_collectives
 from .memory_policy import BALANCED, Memory, memory_setting
+from .partition.collectives import overlap_collectives
 from .partition.split_graphs import partition_forward_backward, split_backward
 from .rewrites.emit import dead_code
 from .rewrites.padded_sums import concatenate_padded_sums

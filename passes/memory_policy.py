@@ -1,6 +1,4 @@
-"""The ``memory`` setting: how recomputation and early weight gradients are traded for memory, and
-what weight gradients hide.
-"""
+"""The ``memory`` setting: how recomputation and early weight gradients are traded for memory."""
 
 from __future__ import annotations
 
@@ -11,22 +9,17 @@ from typing import NamedTuple
 from .errors import PassError
 
 
-class Rates(NamedTuple):
-    """What operators and collectives take, all in one unit of time.
+class CollectiveCosts(NamedTuple):
+    """What a collective takes, in the time in which a device moves one byte. By default as if links
+    between devices were a tenth as fast as memory (NVLink beside HBM, loopback beside DRAM).
 
     Attributes:
-        flops: of matrix products and the like that a device does in it.
-        bytes: that its operators read and write in it.
-        call: time that any operator takes besides.
-        exchanged: bytes that ranks bring to each other in it, those of an all-reduce counted twice.
-        start: time that any collective takes besides.
+        start: besides.
+        byte: for each byte that ranks bring to each other, those of an all-reduce counted twice.
     """
 
-    flops: float
-    bytes: float
-    call: float
-    exchanged: float
-    start: float
+    start: float = 200_000.0
+    byte: float = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +36,7 @@ class Memory:
             ``waiting`` allows.
         late_input: whether I computes nothing where no input needs a gradient, and W does all of
             the backward in one graph: a pipeline's other stages wait for no such I.
-        overlap: whether what can run while collectives are under way does so, weight gradients
-            above all.
-        rates: by which that is decided; None: by estimates, from which links may be far.
+        collectives: what they take, by which weight gradients are chosen that hide them.
     """
 
     name: str
@@ -53,8 +44,7 @@ class Memory:
     waiting: float = 1.0
     budget: int | None = None
     late_input: bool = False
-    overlap: bool = False
-    rates: Rates | None = None
+    collectives: CollectiveCosts = CollectiveCosts()  # noqa: RUF009 (immutable)
 
     @property
     def releases_weights(self) -> bool:
@@ -69,34 +59,25 @@ LEAN = Memory("lean", recompute=0.02, waiting=0.55)
 MEMORY: Mapping[str, Memory] = {each.name: each for each in (FAST, BALANCED, LEAN)}
 
 
-OVERLAP = ("collectives", "none")
-"""What weight gradients may hide."""
-
-
 def memory_setting(
-    memory: str | int, *, late_input: bool = False, overlap: str | Rates = "none"
+    memory: str | int, *, late_input: bool = False, collectives: CollectiveCosts | None = None
 ) -> Memory:
     """The setting of that name; a number is a budget in bytes.
 
     A budget bounds the distinct storage that one microbatch holds between I and W, that is
     what I hands over. What F saves, what lives only inside a graph, and parameters and
-    gradients are not in it. Rates for ``overlap`` are ``"collectives"`` by these.
+    gradients are not in it.
 
     Raises:
         PassError: an unknown name (lists the known ones), or no number of bytes.
     """
-    rates = overlap if isinstance(overlap, Rates) else None
-    if rates is None and overlap not in OVERLAP:
-        known = ", ".join(map(repr, OVERLAP))
-        raise PassError(f"unknown overlap {overlap!r}; known ones: {known}")
-    hides = rates is not None or overlap == "collectives"
+    costs = CollectiveCosts() if collectives is None else collectives
     if isinstance(memory, str):
         if memory in MEMORY:
-            named = MEMORY[memory]
-            return dataclasses.replace(named, late_input=late_input, overlap=hides, rates=rates)
+            return dataclasses.replace(MEMORY[memory], late_input=late_input, collectives=costs)
     elif isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
         name = f"{memory} bytes"
-        return Memory(name, BALANCED.recompute, 0.0, memory, late_input, hides, rates)
+        return Memory(name, BALANCED.recompute, 0.0, memory, late_input, costs)
     known = ", ".join(map(repr, MEMORY))
     raise PassError(
         f"memory is one of {known}, or the bytes that one microbatch may hold between I and W; "

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from .analysis.aliasing import is_free, storage_root
+from .analysis.operator_cost import duration
 from .analysis.operators import is_random
 from .graph import (
     ORIGIN,
@@ -39,7 +40,6 @@ from .graph import (
     role_of,
     set_outputs,
 )
-from .memory_policy import Rates
 
 # Never run: a graph that calls others is compiled into calls of their code.
 _LIBRARY = torch.library.Library("autosplit", "DEF")
@@ -60,13 +60,11 @@ class Subgraph:
         module: the graph; returns what it computes, each value once.
         results: role of a result -> its place among what the graph returns, or for one that the
             graph only passes on the role that it came in under; others are constants.
-        durations: what ``operator_cost.duration`` has found for it, by rates.
     """
 
     name: str
     module: fx.GraphModule
     results: Mapping[Role, int | Role]
-    durations: dict[Rates | None, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, module: fx.GraphModule) -> Subgraph:
@@ -104,6 +102,11 @@ class Subgraph:
     def draws(self) -> bool:
         """Whether it draws random numbers."""
         return any(map(is_random, inner_calls(self.module.graph)))
+
+    @functools.cached_property
+    def duration(self) -> float:
+        """The estimated time of all its operators."""
+        return sum(map(duration, calls(self.module.graph)))
 
     @functools.cached_property
     def read_by(self) -> list[list[int]]:

@@ -21,8 +21,8 @@ from .analysis.operators import (
 )
 from .errors import PassError
 from .graph import (
-    BACKWARD_OUTPUT,
     FORWARD_OUTPUT,
+    GRADIENT,
     PRIMAL,
     STATE,
     Kind,
@@ -40,17 +40,17 @@ from .subgraph import subgraphs, sums
 # What may enter each graph. The rest of an invariant such as "backward_input never depends
 # on backward_weight" follows: nothing that W returns is among what I may take.
 _MAY_ENTER = {
-    "joint": PRIMAL | {Kind.TANGENT, Kind.TARGET},
+    "joint": PRIMAL | {Kind.TANGENT},
     "forward": PRIMAL,
-    "backward": STATE | {Kind.SAVED, Kind.TANGENT, Kind.TARGET},
-    "backward_input": STATE | {Kind.SAVED, Kind.TANGENT, Kind.TARGET},
+    "backward": STATE | {Kind.SAVED, Kind.TANGENT},
+    "backward_input": STATE | {Kind.SAVED, Kind.TANGENT},
     "backward_weight": STATE | {Kind.DEFERRED},
 }
 _MAY_LEAVE = {
-    "joint": FORWARD_OUTPUT | BACKWARD_OUTPUT,
+    "joint": FORWARD_OUTPUT | GRADIENT,
     "forward": FORWARD_OUTPUT | {Kind.SAVED},
-    "backward": BACKWARD_OUTPUT,
-    "backward_input": BACKWARD_OUTPUT | {Kind.DEFERRED},
+    "backward": GRADIENT,
+    "backward_input": GRADIENT | {Kind.DEFERRED},
     "backward_weight": {Kind.PARAMETER_GRAD},
 }
 for _name in [name for name in _MAY_ENTER if name.startswith("backward")]:
@@ -132,10 +132,10 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
             yield _at(name, node, f"{node.target} has a side effect in a backward")
 
 
-def _writes_are_results(name: str, module: fx.GraphModule) -> Iterator[str]:
+def _nothing_writes_in_backward(name: str, module: fx.GraphModule) -> Iterator[str]:
     for node in calls(module.graph):
         if name == "joint" and writes_in_backward(node):
-            yield _at(name, node, "the backward writes, which no graph would: make it a result")
+            yield _at(name, node, "the backward writes, which no graph would")
 
 
 def _accumulators_only_grow(name: str, module: fx.GraphModule) -> Iterator[str]:
@@ -209,7 +209,7 @@ def _outputs_once(program: SplitGraphs) -> Iterator[str]:
     parts = [module for name, module in program.graphs().items() if name in halves]
     if not parts:
         return
-    kept = FORWARD_OUTPUT | BACKWARD_OUTPUT
+    kept = FORWARD_OUTPUT | GRADIENT
     wanted = Counter(role for role, _ in outputs(program.joint.graph, *kept))
     made = Counter(role for part in parts for role, _ in outputs(part.graph, *kept))
     for role in wanted | made:
@@ -224,7 +224,7 @@ def _results_lie_as_traced(program: SplitGraphs) -> Iterator[str]:
         tensor = tensor_of(value) if isinstance(value, fx.Node) else None
         return tensor is not None and (tensor.dtype, *map(str, tensor.shape))
 
-    kinds = FORWARD_OUTPUT | BACKWARD_OUTPUT
+    kinds = FORWARD_OUTPUT | GRADIENT
     traced = {role: form(value) for role, value in outputs(program.joint.graph, *kinds)}
     for name, module in program.graphs().items():
         for role, value in outputs(module.graph, *kinds):
@@ -253,7 +253,7 @@ OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
     _values_known,
     _roles_allowed,
     _backward_is_pure,
-    _writes_are_results,
+    _nothing_writes_in_backward,
     _accumulators_only_grow,
     _called_graphs_add,
 )

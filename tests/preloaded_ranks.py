@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-import examples.language_model  # noqa: F401
+import autosplit.capture.joint_graph
+import autosplit.checkpoint
+import autosplit.pipelining
+import autosplit.planner
+import autosplit.train.run  # noqa: F401
 import tests.pipeline.workers
 import tests.ranks  # noqa: F401

@@ -24,7 +24,6 @@ from autosplit.capture.workarounds.operators import Decompositions
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.aliasing import storage_root
-from autosplit.passes.analysis.operators import writes_in_backward
 from autosplit.passes.graph import STATE, placeholders
 
 from .guards import DynamosGuards
@@ -169,7 +168,6 @@ def _roles(
     roots = [storage_root(value) for _, value in _results(graph) if isinstance(value, fx.Node)]
     changed = [info.mutation_type is not MutationType.NOT_MUTATED for info in meta.input_info]
     outside = _inputs(roots) | {desc for desc, each in zip(descs, changed, strict=True) if each}
-    written = _inputs(node.args[0] for node in graph.nodes if writes_in_backward(node))
     static = {descs[at] for at in meta.static_input_indices}
     for desc in descs:
         if isinstance(desc, d.PlainAOTInput):
@@ -182,8 +180,6 @@ def _roles(
             kind = Kind.INPUT
         elif desc not in trained:
             kind = Kind.BUFFER if desc in static else Kind.INPUT
-        elif desc in written:
-            kind = Kind.INPUT
         known[desc] = Role(kind, name)
     return known
 

@@ -38,7 +38,6 @@ from autosplit.torch_internals.pytree import hold
 from autosplit.torch_internals.version import TORCH
 
 from .guards import DYNAMO, ForwardScope, Guards
-from .left_values import returned
 from .side_effects import pass_on, refuse_drawn, setters
 
 if TYPE_CHECKING:
@@ -113,7 +112,6 @@ def _export(
                 quantizers_traced(),
                 grouped_products_of_any_dtype(),
                 opaque(),
-                returned(module) as left,
             ):
                 captured = fullgraph_capture(module, args, kwargs)
             if regions is not None:
@@ -138,9 +136,7 @@ def _export(
     pass_on(caught)
 
     with opaque():
-        known = [place for place in left if not guards.reads(place.value)]
-        guards.setters = setters(module, args, kwargs, caught, output.f_globals, known)
-    exported.meta["left"] = left
+        guards.setters = setters(module, args, kwargs, caught, output.f_globals)
     return exported, guards
 
 

@@ -10,11 +10,10 @@ from torch import Tensor, fx, nn
 
 from autosplit.capture.workarounds.operators import refuse_traced_otherwise
 from autosplit.errors import CaptureError
-from autosplit.text.figures import few
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
 
-from .diagnosis import definition, user_errors
+from .diagnosis import user_errors
 from .export import export
 from .guards import unobserved
 from .node_effects import Effect, examine
@@ -59,13 +58,6 @@ def capture_forward(
     refuse_sharded(module)
     with user_errors(module), unobserved(), torch.enable_grad():
         exported, _ = export(module, args, kwargs)
-        if left := [*map(str, exported.meta["left"])]:
-            raise CaptureError(
-                f"{type(module).__name__}.forward (at {definition(module)}) leaves {few(left, 4)} "
-                "on its modules, which a stage of a plan does not. Return such values, so that the "
-                "loss finds them in the output; norms of torch.nn.utils that are hooks have others "
-                "in torch.nn.utils.parametrizations, which compute a weight where it is read"
-            )
         refuse_traced_otherwise(exported)
         codegen: Any = exported.graph._codegen
         values = (*args, *kwargs.values())

@@ -236,11 +236,6 @@ class Guards:
         made._constants = made._find_constants(tensors, args, kwargs)
         return made
 
-    def reads(self, value: Any) -> bool:
-        """Whether a tensor of a value is a constant of the graph."""
-        own = {id(leaf) for leaf in tree_flatten(value)[0]}
-        return any(id(constant) in own for _, constant in self._constants)
-
     @property
     def only_dynamos(self) -> bool:
         """Whether nothing is asked but Dynamo's own guards."""

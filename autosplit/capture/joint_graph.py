@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -38,13 +38,12 @@ from .diagnosis import user_errors
 from .export import export
 from .guards import Guards, unobserved
 from .input_sizes import InputSizes, is_open
-from .left_values import LeftValues
 from .module_paths import name_modules
 from .region import expand, tracing_calls
 from .region_session import RegionSession, SplitBlock
 from .region_session import are_captured as regions_wanted
 from .roles import ModuleRoles, canonical_names, shardings, with_roles
-from .side_effects import Place, PythonStateError
+from .side_effects import PythonStateError
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 
@@ -57,14 +56,12 @@ class TracedJoint:
         graph: the graph; a forward only where nothing needs a gradient.
         names: path of every leaf of the result.
         spec: how the leaves make up the result.
-        left: what follows them.
         shardings: descriptor of what is a DTensor outside of the graph -> how it lies over ranks.
     """
 
     graph: fx.GraphModule
     names: tuple[str, ...]
     spec: TreeSpec
-    left: LeftValues | None
     shardings: Mapping[Any, Sharding]
 
 
@@ -95,11 +92,7 @@ def trace_joint(
         with tracing(context):
             joint = export_joint(exported, *inputs, decompositions)
     lying = shardings(joint, module, tree_flatten(inputs)[0])
-    spec, left = joint.out_spec, None
-    if results.places:
-        spec, behind = spec.children()
-        left = LeftValues(results.places, results.names[spec.num_leaves :], behind)
-    return TracedJoint(joint.graph_module, results.names[: spec.num_leaves], spec, left, lying)
+    return TracedJoint(joint.graph_module, results.names, joint.out_spec, lying)
 
 
 def export_joint(
@@ -124,12 +117,10 @@ class _Results:
 
     Attributes:
         names: path of every leaf of the result, known once the module was traced.
-        places: of what the module leaves on itself, which is behind its own result.
         copied: leaves to return as copies.
     """
 
     def __init__(self, exported: Any) -> None:
-        self.places: Sequence[Place] = exported.meta["left"]
         codegen = exported.graph._codegen  # AOTAutograd interprets the graph and asks this one
         self._original = codegen.dynamo_bytecode_unflatten  # which would run out of tracing's sight
         self.names: tuple[str, ...] = ()
@@ -143,10 +134,7 @@ class _Results:
             compiled_fn=lambda *_: leaves, extra_globals=own.f_globals
         )
         tree = hold(put_together(*args, **kwargs))
-        roots = [("output", tree)]
-        if self.places:
-            roots = [("output", tree[0]), *zip(map(str, self.places), tree[1], strict=True)]
-        self.names = tuple(name for root in roots for name, _ in flatten_named(*root))
+        self.names = tuple(name for name, _ in flatten_named("output", tree))
         values, spec = tree_flatten(tree)
         for index in self.copied:
             values[index] = values[index].clone()
@@ -165,7 +153,6 @@ class Capture:
         inputs: path of every leaf of ``(args, kwargs)``, tensors and others.
         outputs: path of every leaf of the result.
         output_spec: how the leaves make up the module's result.
-        left: values behind it that the module leaves on itself; None where there are none.
         guards: whether the graph still fits the module, asked before every use.
         shardings: role of what is a DTensor outside of the graph -> how it lies over ranks.
         sizes: where the inputs say the sizes that the graph leaves open; None where it leaves none.
@@ -176,7 +163,6 @@ class Capture:
     outputs: tuple[str, ...]
     output_spec: TreeSpec
     guards: Guards
-    left: LeftValues | None = None
     shardings: Mapping[Role, Sharding] = dataclasses.field(default_factory=dict)
     sizes: InputSizes | None = None
 
@@ -274,13 +260,12 @@ def _traced(
     open_sizes = InputSizes.of_export(exported, *given) if is_open(*given) else None
     traced = trace_joint(module, exported, given, decompositions)
     inputs = _input_names(*given)
-    left = () if traced.left is None else traced.left.names
-    roles = ModuleRoles(canonical_names(module), inputs, (*traced.names, *left))
+    roles = ModuleRoles(canonical_names(module), inputs, traced.names)
     lying = {roles.of(desc): each for desc, each in traced.shardings.items()}
     joint = with_roles(traced.graph, roles)
     sizes = open_sizes or None  # what is open is known once it was traced
     spec = traced.spec
-    return Capture(joint, inputs, traced.names, spec, guards, traced.left, lying, sizes)
+    return Capture(joint, inputs, traced.names, spec, guards, lying, sizes)
 
 
 @contextlib.contextmanager

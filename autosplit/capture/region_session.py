@@ -52,19 +52,16 @@ def refuse_what_cannot_be_called(region: Region) -> None:
     """Check that F, I and W of a block can be operators of other graphs.
 
     Raises:
-        CaptureError: it depends on more than Dynamo's guards tell, writes into inputs or in its
-            backward, hands on or returns what it was given, takes or returns what is no tensor.
+        CaptureError: it depends on more than Dynamo's guards tell, writes into inputs, hands on
+            or returns what it was given, takes or returns what is no tensor.
     """
     capture, graphs = region.capture, region.graphs
     if not capture.guards.only_dynamos:
         raise CaptureError("it reads constants or sets attributes")
-    if capture.left is not None:
-        raise CaptureError("it leaves values on its module")
     if capture.shardings:
         raise CaptureError("it works on DTensors")
-    written = [role for role, _ in outputs(graphs.joint.graph, Kind.UPDATE, Kind.WRITE)]
-    for role in written:
-        if role.kind is Kind.WRITE or role.name in capture.inputs:
+    for role, _ in outputs(graphs.joint.graph, Kind.UPDATE):
+        if role.name in capture.inputs:
             raise CaptureError(f"it writes into {role.name}")
     if not _is_plain(capture.output_spec):
         raise CaptureError("it returns an object that is no tuple or list")

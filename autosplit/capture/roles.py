@@ -1,9 +1,8 @@
 """Roles on a joint graph, from the descriptors with which AOTAutograd labels it.
 
-Before these: what a backward writes (AOTAutograd's trailing ``copy_``) as a result with a role;
-AOTAutograd's notes on nodes as the origins that passes read; and how DTensors lie over ranks.
-AOTAutograd traces their local tensors: descriptors of their inputs and outputs are wrapped in one
-that names the attribute of the DTensor.
+Before these: AOTAutograd's notes on nodes as the origins that passes read; and how DTensors lie
+over ranks. AOTAutograd traces their local tensors: descriptors of their inputs and outputs are
+wrapped in one that names the attribute of the DTensor.
 """
 
 from __future__ import annotations
@@ -33,56 +32,12 @@ _TAG = "partitioner_tag"
 _FORWARD = {"is_forward", "must_be_in_forward"}
 
 
-def take_writes(graph: fx.Graph, names: DescriptorRoles) -> list[tuple[Role, fx.Node]]:
-    """Remove the writes of the backward, which then reads what it writes into as it is when it
-    runs: between the forward and that, other microbatches may have written.
-
-    Args:
-        graph: a joint graph, as AOTAutograd traced it.
-        names: roles of its inputs.
-
-    Returns:
-        Role and new value of each target.
-
-    Raises:
-        CaptureError: a write that no graph of ours can hold; names the user's line.
-    """
-    found: list[tuple[Role, fx.Node]] = []
-    for write in [node for node in graph.nodes if writes_in_backward(node)]:
-        target, value = write.args[:2]
-        line = source_line(value) or source_line(write)
-        written = isinstance(target, fx.Node) and target.op == "placeholder"
-        if not written or write.target is not torch.ops.aten.copy_.default:
-            raise CaptureError(f"the backward writes by {write.target} (from {line})")
-        source = names.input(target.meta["desc"])
-        role = Role(Kind.WRITE, source.name)
-        if role in dict(found):
-            raise CaptureError(
-                f"the backward writes into {role.name!r} under two names (from {line})"
-            )
-        if source.kind is Kind.PARAMETER:
-            raise CaptureError(
-                f"the backward writes into parameter {role.name!r} in place (from {line}); make it "
-                "a buffer"
-            )
-        if any(node.meta.get(_TAG) == "must_be_in_forward" for node in target.users):
-            raise written_twice(role.name, value)
-        graph.erase_node(write)
-        with graph.inserting_after(placeholders(graph)[-1]):
-            now = graph.placeholder(f"{target.name}_now")
-        now.meta = {**target.meta, "role": Role(Kind.TARGET, role.name)}
-        later = [user for user in target.users if is_backward(user)]
-        for user in later:
-            user.replace_input_with(target, now)
-        found.append((role, now if value is target else value))
-    return found
-
-
-def written_twice(name: str, value: fx.Node) -> CaptureError:
-    """The error for what both the forward and the backward write into."""
+def _written_in_backward(name: str, value: fx.Node) -> CaptureError:
+    """The error for what a backward writes into, which no graph of ours holds."""
     return CaptureError(
-        f"{name} is written in the forward and again in the backward (from {source_line(value)}), "
-        "of which a graph knows only the last value; give the backward a buffer of its own"
+        f"the backward writes into {name!r} (from {source_line(value)}), as its graph would not: "
+        "write in the forward. Without fullgraph=True and outside of stages, ordinary autograd "
+        "runs what does so"
     )
 
 
@@ -303,8 +258,10 @@ def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule
     tied parameter one input and one gradient.
     """
     graph = module.graph
+    for node in filter(writes_in_backward, graph.nodes):
+        target, value = node.args[:2]
+        raise _written_in_backward(names.input(target.meta["desc"]).name, value)
     drop_meshes(graph)
-    writes = take_writes(graph, names)
     seen: dict[Role, fx.Node] = {}
     for node in placeholders(graph):
         # An output that needs a gradient takes one, though all gradients may be the same whatever
@@ -312,7 +269,7 @@ def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule
         if not node.users and not isinstance(whole(node.meta["desc"]), d.TangentAOTInput):
             graph.erase_node(node)
             continue
-        role = node.meta.get("role") or names.input(node.meta["desc"])
+        role = names.input(node.meta["desc"])
         if role in seen:
             node.replace_all_uses_with(seen[role])
             graph.erase_node(node)
@@ -321,7 +278,7 @@ def with_roles(module: fx.GraphModule, names: DescriptorRoles) -> fx.GraphModule
         node.meta["role"] = role
         _make_sizes_static(role, node)
         _rename(node, role)
-    _label_outputs(graph, names, writes)
+    _label_outputs(graph, names)
     note_origins(graph)
     module.recompile()
     return module
@@ -372,9 +329,7 @@ def _refuse_unshaped(name: str, graph: fx.Graph) -> None:
         )
 
 
-def _label_outputs(
-    graph: fx.Graph, names: DescriptorRoles, writes: list[tuple[Role, fx.Node]]
-) -> None:
+def _label_outputs(graph: fx.Graph, names: DescriptorRoles) -> None:
     output = graph.output_node()
     pairs: dict[Role, Any] = {}
     has_backward = bool(inputs(graph, Kind.TANGENT))
@@ -383,7 +338,7 @@ def _label_outputs(
             continue
         role = names.output(desc)
         if role.kind is Kind.UPDATE and has_backward and is_backward(value):
-            raise written_twice(role.name, value)
+            raise _written_in_backward(role.name, value)
         if role.kind is Kind.UPDATE:
             _refuse_unshaped(role.name, graph)
         _make_sizes_static(role, value)
@@ -393,6 +348,5 @@ def _label_outputs(
             total.meta = dict(value.meta)
             value = total
         pairs[role] = value
-    pairs.update(writes)
     output.args = (list(pairs.values()),)
     output.meta["roles"] = tuple(pairs)

@@ -15,7 +15,6 @@ import inspect
 import random
 import re
 import warnings
-from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,35 +51,6 @@ class PythonStateError(CaptureError):
         self.inside = inside
 
 
-class Place(NamedTuple):
-    """Where a forward leaves a value.
-
-    Attributes:
-        source: the object, as Dynamo names it.
-        target: the object itself: a submodule, or a list that one has.
-        name: of the attribute; empty for what the list then holds.
-    """
-
-    source: str
-    target: Any
-    name: str
-
-    def __str__(self) -> str:
-        return _readable(self.source) + f".{self.name}" * bool(self.name)
-
-    @property
-    def value(self) -> Any:
-        """What is there now."""
-        return vars(self.target).get(self.name) if self.name else self.target
-
-    def put(self, value: Any) -> None:
-        """Leave a value here."""
-        if self.name:
-            setattr(self.target, self.name, value)
-        else:
-            self.target[:] = value
-
-
 class Setter(NamedTuple):
     """An object that the forward sets to the value it has.
 
@@ -88,15 +58,13 @@ class Setter(NamedTuple):
         target: a submodule, or a container that one has.
         contents: its attributes or elements. A graph stands for the forward only while they
             are these: after it the forward would leave these behind.
-        left: names of attributes that the graph has the values of.
     """
 
     target: Any
     contents: Contents
-    left: Collection[str] = ()
 
     def holds(self) -> bool:
-        return _unchanged(self.contents, _contents(self.target, self.left))
+        return _unchanged(self.contents, _contents(self.target))
 
 
 def setters(
@@ -105,7 +73,6 @@ def setters(
     kwargs: dict[str, Any],
     caught: list[warnings.WarningMessage],
     names: dict[str, Any],
-    left: Sequence[Place],
 ) -> list[Setter]:
     """Examine the side effects that Dynamo warned of.
 
@@ -115,7 +82,6 @@ def setters(
         kwargs: that it was captured for.
         caught: warnings of the capture.
         names: globals of the forward.
-        left: what the graph returns of it.
 
     Raises:
         PythonStateError: one more call would leave something else behind.
@@ -125,7 +91,7 @@ def setters(
     for warning in caught:
         if _SIGN in str(warning.message):
             found += _SOURCE.findall(str(warning.message))
-    return _WrittenObjects(module, found, names, left).judge(args, kwargs) if found else []
+    return _WrittenObjects(module, found, names).judge(args, kwargs) if found else []
 
 
 def pass_on(caught: list[warnings.WarningMessage]) -> None:
@@ -185,14 +151,8 @@ def error_of_call(
 class _WrittenObjects:
     """The objects that a forward writes to, by the names that Dynamo has for them."""
 
-    def __init__(
-        self, module: nn.Module, sources: list[str], names: dict[str, Any], left: Sequence[Place]
-    ) -> None:
+    def __init__(self, module: nn.Module, sources: list[str], names: dict[str, Any]) -> None:
         self.module = module
-        self._left = {
-            each.source: {e.name for e in left if e.source == each.source} for each in left
-        }
-        sources = [source for source in sources if "" not in self._left.get(source, ())]
         function, root = get_traced_fn(module)
         parameters = inspect.signature(function, follow_wrapped=False).parameters
         # The dictionary behind **kwargs is made for the call and gone after it.
@@ -220,10 +180,8 @@ class _WrittenObjects:
                 "is split.",
                 inside=self._are_copied(lasting),
             )
-        written = [
-            (self._find(each, self.module), self._left.get(each, ())) for each in self._below
-        ]
-        return [Setter(each, _contents(each, left), left) for each, left in written]
+        written = [self._find(each, self.module) for each in self._below]
+        return [Setter(each, _contents(each)) for each in written]
 
     def _find(self, source: str, root: nn.Module) -> Any:
         """The object below the module, or below a copy of it; None for one elsewhere."""
@@ -257,7 +215,7 @@ class _WrittenObjects:
         common = [s for s, each in written.items() if each is self._find(s, self.module)]
         if common:
             return common
-        before = {s: _contents(each, self._left.get(s, ())) for s, each in written.items()}
+        before = {s: _contents(each) for s, each in written.items()}
         buffers = dict(twin.named_buffers())
         _run(twin, args, kwargs, mode)
         changed = [source for source, space in outside.items() if space != earlier[source]]
@@ -265,7 +223,7 @@ class _WrittenObjects:
             outside[source].clear()
             outside[source].update(earlier[source])
         self._refuse_replaced(buffers, dict(twin.named_buffers()))
-        after = {s: _contents(each, self._left.get(s, ())) for s, each in written.items()}
+        after = {s: _contents(each) for s, each in written.items()}
         changed += [source for source in written if not _unchanged(before[source], after[source])]
         return changed
 
@@ -310,13 +268,13 @@ def _run(twin: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> None:
         twin(*fake_args, **fake_kwargs)
 
 
-def _contents(target: Any, left: Collection[str] = ()) -> Contents:
+def _contents(target: Any) -> Contents:
     if isinstance(target, (list, set)):
         return dict(enumerate(target)) if isinstance(target, list) else dict.fromkeys(target)
     if isinstance(target, dict):
         return dict(target)
     own = vars(target)
-    omitted = {*_TABLES, "_buffers", *left}
+    omitted = {*_TABLES, "_buffers"}
     found = {name: value for name, value in own.items() if name not in omitted}
     for table in _TABLES:
         found |= {(table, name): value for name, value in own[table].items()}

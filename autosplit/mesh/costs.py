@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.errors import PlanError, SplitError
-from autosplit.passes import Rates
+from autosplit.passes import CollectiveCosts
+from autosplit.passes.analysis.operator_cost import balance
 from autosplit.torch_internals.distributed import all_reduced
 
 
@@ -84,10 +85,10 @@ def measure_device(
     )
 
 
-def _best(call: Callable[[], object], device: torch.device, tries: int = _TRIES) -> float:
+def _best(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of the quickest of a few calls, after one that is not counted."""
     found = []
-    for _ in range(tries + 1):
+    for _ in range(_TRIES + 1):
         _synchronize(device)
         start = time.perf_counter()
         call()
@@ -124,89 +125,14 @@ def backend_for(device: torch.device) -> str:
 
 
 _LARGE = 2**23  # bytes
-_EXCHANGES = 20
-
-
-@dataclass(frozen=True)
-class CollectiveCosts:
-    """What decides how many weight gradients a collective can hide.
-
-    The same on all ranks, they give all ranks the same graphs.
-
-    Attributes:
-        link: of an all-reduce: seconds that it takes besides, and bytes of each rank's tensor in a
-            second. What only gathers or only scatters is taken to bring twice as many.
-        device: what operators take that run meanwhile.
-
-    Raises:
-        SplitError: these are not a ``Link`` and a ``DeviceSpeed``, or a link that cannot be.
-    """
-
-    link: Link
-    device: DeviceSpeed
-
-    def __post_init__(self) -> None:
-        link, device = self.link, self.device
-        known = isinstance(link, Link) and isinstance(device, DeviceSpeed)
-        if not (known and 0.0 <= link.latency < math.inf and link.bandwidth > 0.0):
-            raise SplitError(
-                "CollectiveCosts takes a Link(latency, bandwidth) of finite seconds >= 0 and of "
-                "bytes in a second > 0, and a DeviceSpeed(flops_per_second, bytes_per_second, "
-                f"call); got {link!r} and {device!r}"
-            )
-
-    @classmethod
-    def slowest(cls, found: Sequence[CollectiveCosts]) -> CollectiveCosts:
-        """The worst of several in each."""
-        links, devices = [each.link for each in found], [each.device for each in found]
-        return cls(
-            Link(max(each.latency for each in links), min(each.bandwidth for each in links)),
-            DeviceSpeed(
-                min(each.flops_per_second for each in devices),
-                min(each.bytes_per_second for each in devices),
-                max(each.call for each in devices),
-            ),
-        )
-
-    @property
-    def rates(self) -> Rates:
-        """What the passes decide by, in seconds."""
-        device, link = self.device, self.link
-        return Rates(
-            device.flops_per_second,
-            device.bytes_per_second,
-            device.call,
-            2.0 * link.bandwidth,
-            link.latency,
-        )
-
-
-Overlap: TypeAlias = str | CollectiveCosts
-"""What weight gradients hide, see ``autosplit.split``."""
-
-
-def passes_overlap(overlap: Overlap) -> str | Rates:
-    """``overlap`` as the passes take it, which know the names.
-
-    Raises:
-        SplitError: it is neither a name nor costs.
-    """
-    if isinstance(overlap, CollectiveCosts):
-        return overlap.rates
-    if isinstance(overlap, str):
-        return overlap
-    raise SplitError(
-        "overlap is 'collectives', 'none', or the CollectiveCosts that "
-        f"autosplit.measure_collectives(mesh['tp']) returns; got {overlap!r}"
-    )
 
 
 def measure_collectives(
     ranks: DeviceMesh | dist.ProcessGroup, *, dtype: torch.dtype = torch.float32
 ) -> CollectiveCosts:
-    """Measure all-reduces between ranks, and what these compute meanwhile.
+    """Measure all-reduces between ranks, beside the products that these compute meanwhile.
 
-    Takes about a second. Collective over these ranks; all get the same: the times of the slowest.
+    Takes about a second. Collective over these ranks; all get the same: that of the slowest.
 
     Args:
         ranks: a mesh of one dimension, such as ``mesh["tp"]``, or a process group.
@@ -217,24 +143,15 @@ def measure_collectives(
     """
     group = _group(ranks)
     device = device_of_group(group)
-    found = measure_device(device, dtype)
+    moved = measure_device(device, dtype).flops_per_second / balance(device)
     small, large = (
-        _best(partial(all_reduced, torch.zeros(n, device=device), group), device, _EXCHANGES)
+        _best(partial(all_reduced, torch.zeros(n, device=device), group), device)
         for n in (1, _LARGE // 4)
     )
-    mine = [
-        small,
-        max(large - small, 1e-9) / _LARGE,
-        1.0 / found.flops_per_second,
-        1.0 / found.bytes_per_second,
-        found.call,
-    ]
+    mine = [moved * small, moved * max(large - small, 0.0) / (2 * _LARGE)]
     slowest = torch.tensor(mine, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    latency, each_byte, each_flop, each_moved, call = slowest.tolist()
-    return CollectiveCosts(
-        Link(latency, 1.0 / each_byte), DeviceSpeed(1.0 / each_flop, 1.0 / each_moved, call)
-    )
+    return CollectiveCosts(*slowest.tolist())
 
 
 def _group(ranks: object) -> dist.ProcessGroup:

@@ -30,27 +30,22 @@ class Results:
 
     Attributes:
         count: how many leaves the result has, others than tensors too.
-        left: what follows them that the module leaves on itself; None where there is nothing.
         spec: how they make it up.
         structure: the same, where a next stage cannot take the tensors as its arguments.
-        differentiable: places of those that need a gradient, and of what follows them.
+        differentiable: places of those that need a gradient.
         metas: the tensors as they are handed on.
     """
 
     def __init__(self, functions: SplitFunctions) -> None:
         self._functions = functions
         self._names = functions.capture.outputs
-        self.count, self.left = len(self._names), functions.capture.left
-        if self.left is not None:
-            self._names = (*self._names, *self.left.names)
+        self.count = len(self._names)
         self.spec = functions.capture.output_spec
         specs = functions.output_specs
-        places = [at for at, name in enumerate(self._names) if name in specs]
-        self._tensors = [at for at in places if at < self.count]
-        self._behind = places[len(self._tensors) :]
+        self._tensors = [at for at, name in enumerate(self._names) if name in specs]
         self._specs = [_dense(specs[self._names[at]]) for at in self._tensors]
         tangents = functions.tangent_specs
-        self.differentiable = [at for at in places if self._names[at] in tangents]
+        self.differentiable = [at for at in self._tensors if self._names[at] in tangents]
         self.metas = [
             TensorMeta(spec.shape, spec.stride, spec.dtype, at in self.differentiable)
             for at, spec in zip(self._tensors, self._specs, strict=True)
@@ -70,7 +65,7 @@ class Results:
         Raises:
             CaptureError: names the first.
         """
-        for at, name in enumerate(self._names[: self.count]):
+        for at, name in enumerate(self._names):
             if at in self.differentiable and self._functions.output_specs[name].dtype.is_complex:
                 raise CaptureError(
                     f"{owner} returns {name}, a complex tensor that needs a gradient, which "
@@ -106,10 +101,10 @@ class Results:
 
     def inputs_given(self, come: Sequence[bool] | None) -> list[bool]:
         """For each of the graph's inputs whether it gets a gradient, where these tensors get one;
-        None for all, and what the module left on itself.
+        None for all.
         """
         if come is None:
-            come = [True] * (len(self._tensors) + len(self._behind))
+            come = [True] * len(self._tensors)
         return self._functions.dependence.inputs_given(self.arrived([c or None for c in come]))
 
     def sent(self, outputs: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -127,11 +122,9 @@ class Results:
         return found
 
     def arrived(self, grads: Sequence[T | None]) -> list[T | None]:
-        """A gradient for each leaf and each changed input, of those that came for the tensors, and
-        behind them for what the module left on itself, where a loss could read that.
-        """
+        """A gradient for each leaf and each changed input, of those that came for the tensors."""
         found: list[T | None] = [None] * len(self._functions.output_names)
-        for at, grad in zip([*self._tensors, *self._behind], grads, strict=False):
+        for at, grad in zip(self._tensors, grads, strict=False):
             if at in self.differentiable:
                 found[at] = grad
         return found

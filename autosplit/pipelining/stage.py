@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autosplit.autograd.function import run_forward
 from autosplit.autograd.pending import PendingWork
 from autosplit.errors import CaptureError, SplitError
-from autosplit.mesh.costs import Overlap
+from autosplit.passes import CollectiveCosts
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import InFlightMicrobatch
 from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
@@ -84,7 +84,7 @@ class SplitPipelineStage(RuntimeStage):
         *,
         backend: str = "eager",
         memory: str | int = "balanced",
-        overlap: Overlap = "collectives",
+        overlap: CollectiveCosts | None = None,
         **others: Any,
     ) -> None:
         """The first seven arguments are those of torch's stage.
@@ -99,12 +99,12 @@ class SplitPipelineStage(RuntimeStage):
             group: the ranks of the pipeline; None for all.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what one microbatch holds, see ``autosplit.split``.
-            overlap: what weight gradients hide, see ``autosplit.split``.
+            overlap: what collectives take, see ``autosplit.split``.
             others: what torch's stage takes besides is refused.
 
         Raises:
             PipelineError: there is no process group, or an argument that only torch's stage takes.
-            SplitError: an unknown backend, memory setting or overlap; lists the known ones.
+            SplitError: an unknown backend or memory setting; lists the known ones.
         """
         del input_args, output_args  # in torch's places
         refuse_arguments(others)
@@ -219,17 +219,13 @@ class SplitPipelineStage(RuntimeStage):
         if gathered and not self.has_backward:
             self.sharding.reshard()
         if not self.is_last:
-            functions.leave_apart(result.outputs)
             sent = made.sent(outputs)
             self.hand_on(chunk, sent)
             return tree_unflatten(made.filled(outputs, sent), made.spec)
-        outputs = result.outputs[: len(result.outputs) - len(written)]
         if functions.has_backward:
             boundary = self._losses[chunk] = LossBoundary(outputs, made.differentiable)
             outputs = boundary.outputs
-        if made.left is not None:
-            made.left.put(outputs[made.count :])
-        output = tree_unflatten(outputs[: made.count], made.spec)
+        output = tree_unflatten(outputs, made.spec)
         if save_forward_output:
             self.output_chunks.append(output)
         return output
@@ -391,7 +387,7 @@ class SplitPipelineStage(RuntimeStage):
             with self.sharding.standing_in():
                 found = functions, self._results_of(functions), self._graphs.state()
             plain = {Tensor}.issuperset(map(type, leaves)) and not self.sharding.groups
-            if plain and not functions.changes_module:
+            if plain and not functions.updated_state:
                 self._steady[signature] = found
         return found
 

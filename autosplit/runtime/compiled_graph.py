@@ -158,7 +158,6 @@ class GradientGraph:
         self._others = others
         self._takers = takers
         self._backend = backend
-        self._writes = [role.name for role, _ in outputs(module.graph, Kind.WRITE)]
         self._variants: dict[tuple[torch.dtype | None, bool], Boxed] = {}
 
     def run(
@@ -175,7 +174,7 @@ class GradientGraph:
         if gradients is not None and inside:
             pool += gradients
         call = self._variants.get((dtype, inside)) or self._variant(dtype, inside)
-        results = self._written(call, pool) if self._writes else call(pool)
+        results = call(pool)
         if inside:
             return results, gradients or ()
         made = results[len(self._others) :]
@@ -185,15 +184,6 @@ class GradientGraph:
         for total, gradient in zip(gradients, made, strict=True):
             total.add_(gradient)
         return results, gradients
-
-    def _written(self, call: Boxed, pool: list[Any]) -> list[Any]:
-        """The results, without new values that are written here into what was given for them."""
-        targets = [pool[self._given.index(Role(Kind.TARGET, name))] for name in self._writes]
-        results = call(pool)
-        with torch.no_grad():
-            for target, value in zip(targets, results[-len(targets) :], strict=True):
-                target.copy_(value)
-        return results[: -len(targets)]
 
     def compile(self, dtype: torch.dtype | None, *, adds: bool) -> None:
         """Compile, unless that has been done, the form that adds gradients into sums of a dtype,
@@ -237,7 +227,7 @@ class GradientGraph:
 
     def _make(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
         """A graph that takes what is given, then accumulators where it adds; and returns the other
-        results, then new gradients where it does not, then new values of what it writes into.
+        results, then new gradients where it does not.
         """
         name, module, given = self._name, self.source(dtype, adds=adds), [*self._given]
         wanted = [*self._others]
@@ -248,4 +238,4 @@ class GradientGraph:
             given += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
         hand_over(graph.strides, *self._takers)
-        return graph.taking(given, wanted + [Role(Kind.WRITE, name) for name in self._writes])
+        return graph.taking(given, wanted)

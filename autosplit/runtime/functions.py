@@ -19,7 +19,7 @@ from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.aliasing import storage_root
-from autosplit.passes.graph import STATE, calls, concrete, fixed, inputs, outputs
+from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, lent
 from autosplit.passes.subgraph import inline, inlined
 from autosplit.runtime.residuals import Constants, HandOver, Residuals, State, TensorSpec
@@ -101,19 +101,15 @@ class SplitFunctions:
         self.late_parameters = [name for name in self.parameter_names if name not in early]
         backward = graphs.backward
         self.has_backward = backward is not None
-        # Parameters and buffers that the backward reads, then what it writes into.
-        self._read = [] if backward is None else fixed(backward.graph)
+        # Parameters and buffers that the backward reads.
+        self._read = [] if backward is None else [*inputs(backward.graph, *STATE)]
         self._taken = [*(Role(Kind.TANGENT, name) for name in self.tangent_specs), *saved]
         self._taken += self._read
-        places = {name: at for at, name in enumerate(traced.inputs)}
-        self._read_state = [role.name for role in self._read if role.kind in STATE]
-        targets = [role.name for role in self._read if role.kind is Kind.TARGET]
-        self._targets = [(name, places.get(name)) for name in targets]
+        self._read_state = [role.name for role in self._read]
         self._saves = HandOver(
             tuple([role.name for role in (*saved, *self._read)]),
             self._constants_of([] if backward is None else [backward]),
             self._donated,
-            loose=len(targets),
         )
 
     def _compile_forward(self) -> list[Role]:
@@ -169,23 +165,6 @@ class SplitFunctions:
             twin.__dict__.pop("output_specs", None)
             twin.tangent_specs = twin._tangent_specs()
         return known[key]
-
-    @property
-    def changes_module(self) -> bool:
-        """Whether F leaves something on the module, which may decide what the next one is."""
-        return bool(self.updated_state) or self.capture.left is not None
-
-    def leave_apart(self, outputs: Sequence[Any]) -> None:
-        """Leave on the module what its forward would, of a call that autograd does not see.
-
-        Args:
-            outputs: of F.
-        """
-        left = self.capture.left
-        if left is not None:
-            first = len(self.capture.outputs)
-            trained = [name in self.tangent_specs for name in left.names]
-            left.put_apart(outputs[first : first + len(trained)], trained)
 
     def _tangent_specs(self) -> dict[str, TensorSpec]:
         tangents = inputs(self._graphs.joint.graph, Kind.TANGENT)
@@ -368,8 +347,6 @@ class SplitFunctions:
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""
         read = [*map(state.__getitem__, self._read_state)]
-        if self._targets:
-            read += [state[name] if at is None else leaves[at] for name, at in self._targets]
         pool = [*map(state.__getitem__, self.forward_state), *leaves]
         leaves.clear()
         results = self._forward(pool)

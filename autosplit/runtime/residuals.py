@@ -219,18 +219,15 @@ class HandOver:
         constants: those that the next graph, or one after it, holds.
         donated: places of tensors that the next graph may write over.
         late: whether the next graph is W.
-        loose: how many of the state, the last, the next graph writes into, whoever wrote there
-            before.
     """
 
     names: tuple[str, ...]
     constants: Constants = Constants()  # noqa: RUF009 (immutable)
     donated: Sequence[int] = ()
     late: bool = False
-    loose: int = 0
 
     def __post_init__(self) -> None:
-        self.watched = self.names[: len(self.names) - self.loose] + self.constants.names
+        self.watched = self.names + self.constants.names
         self.on_streams = has_accelerator()
 
     @property
@@ -276,8 +273,7 @@ class Residuals:
         self._known, self._tensors, self.state = known, tensors, state
         # State and constants that must stay as they are.
         held = known.constants.tensors
-        kept = state[: len(state) - known.loose] if known.loose else state
-        self._watched = kept + held if held else kept
+        self._watched = state + held if held else state
         self._counts = versions((*tensors, *self._watched))
         self._places = _places(self._watched)
         self._stream = stream_under(tensors) if known.on_streams else None

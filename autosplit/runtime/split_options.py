@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from autosplit.backends.backend import Backend
 from autosplit.backends.eager import Eager
 from autosplit.errors import SplitError
-from autosplit.mesh.costs import Overlap, passes_overlap
-from autosplit.passes import Memory, PassError, memory_setting
+from autosplit.passes import CollectiveCosts, Memory, PassError, memory_setting
 
 
 def _inductor() -> Backend:
@@ -44,21 +43,21 @@ class SplitOptions:
         memory: what one microbatch holds, a setting or a budget in bytes.
         late_input: whether W does the whole backward where no input needs a gradient, see
             ``autosplit.Stage``.
-        overlap: what weight gradients hide, and by which costs.
+        overlap: what collectives take; None goes by an estimate.
 
     Raises:
-        SplitError: an unknown backend, memory setting or overlap; lists the known ones.
+        SplitError: an unknown backend or memory setting; lists the known ones.
     """
 
     backend: str = "eager"
     memory: str | int = "balanced"
     late_input: bool = False
-    overlap: Overlap = "collectives"
+    overlap: CollectiveCosts | None = None
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
         try:
-            memory_setting(self.memory, overlap=passes_overlap(self.overlap))
+            memory_setting(self.memory, collectives=self.overlap)
         except PassError as error:
             raise SplitError(str(error)) from None
 
@@ -72,5 +71,4 @@ class SplitOptions:
     @property
     def memory_policy(self) -> Memory:
         """The memory setting as the passes take it."""
-        overlap = passes_overlap(self.overlap)
-        return memory_setting(self.memory, late_input=self.late_input, overlap=overlap)
+        return memory_setting(self.memory, late_input=self.late_input, collectives=self.overlap)

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import ShardedError
@@ -65,11 +65,11 @@ def is_wrapped_by_fsdp(module: nn.Module) -> bool:
     return any(isinstance(part, kind) for part in module.modules())
 
 
-def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of a group's tensors, by the operators that graphs of DTensors have."""
     exchange = torch.ops._c10d_functional
     begun = exchange.all_reduce.default(tensor, "sum", group.group_name)
-    found: Tensor = exchange.wait_tensor.default(begun)
+    found: torch.Tensor = exchange.wait_tensor.default(begun)
     return found
 
 

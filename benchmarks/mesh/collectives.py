@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import autosplit
 from autosplit import CollectiveCosts
-from autosplit.passes.analysis.operator_cost import graph_flops
+from autosplit.passes.analysis.operator_cost import graph_flops, weight_flops
 from autosplit.passes.analysis.operators import is_exchange, is_start
 from autosplit.passes.graph import calls
 from autosplit.pipeline.engine.launch import launch
@@ -37,7 +37,7 @@ MEASURED = "split, measured"
 Way: TypeAlias = str | CollectiveCosts
 """One of ``WAYS``; costs stand for "split, measured"."""
 
-_OURS = ("eager", "split, overlap none", "split", MEASURED)
+_OURS = ("eager", "split", MEASURED)
 WAYS = (*_OURS, "torch.compile, Inductor", "Inductor, reordering")
 
 
@@ -103,10 +103,9 @@ def _made(way: Way, model: nn.Module) -> tuple[Callable[[Tensor], Tensor], Calla
         way: how it is trained.
         model: the model.
     """
-    splits = {"split": "collectives", "split, overlap none": "none"}
-    overlap = way if isinstance(way, CollectiveCosts) else splits.get(way)
-    if overlap is not None:
-        split = autosplit.split(model, overlap=overlap)
+    costs = way if isinstance(way, CollectiveCosts) else None
+    if costs is not None or way == "split":
+        split = autosplit.split(model, overlap=costs)
         return split, split.backward_weight
     if way == "eager":
         return model, lambda: None
@@ -133,11 +132,11 @@ class _Timed(fx.Interpreter):
 
 
 def _graphs(model: nn.Module, x: Tensor) -> tuple[fx.GraphModule, int]:
-    """The unsplit backward, in the order in which it was traced, and the FLOPs of a whole W."""
-    graphs = autosplit.split(model, (x,), overlap="none", memory="fast").functions[0].graphs
-    if graphs.backward is None or graphs.backward_weight is None:
+    """The unsplit backward, and the FLOPs of all weight gradients."""
+    graphs = autosplit.split(model, (x,), memory="fast").functions[0].graphs
+    if graphs.backward is None:
         raise RuntimeError("nothing of the model is trained")
-    return graphs.backward, graph_flops(graphs.backward_weight.graph)
+    return graphs.backward, sum(weight_flops(graphs))
 
 
 def _operator_seconds(backward: fx.GraphModule) -> dict[fx.Node, float]:

@@ -27,7 +27,7 @@ from ..graph import (
     tensor_of,
     with_concrete_sizes,
 )
-from ..memory_policy import Rates
+from ..memory_policy import CollectiveCosts
 from .aliasing import is_free, is_view
 from .operators import OPERATORS, is_effect, is_exchange, is_random, overload
 
@@ -37,11 +37,6 @@ _BALANCE_CPU = 10.0
 _BALANCE = 150.0
 
 _CALL = 20_000  # bytes moved in the time that calling an operator takes (1 to 10 us)
-
-# Links between devices are a tenth as fast as memory (NVLink beside HBM, loopback beside DRAM), and
-# an exchange takes tens of microseconds to begin.
-_LINK = 8.0
-_START = 10.0 * _CALL
 
 _SLOW = 3  # passes over the operands that a slow operator counts as
 
@@ -109,36 +104,25 @@ def value_bytes(value: Any) -> int:
     return 0
 
 
-def duration(node: fx.Node, rates: Rates | None = None) -> float:
-    """Time of a node in the unit of the rates; of a collective, none that the device is busy for.
-
-    Args:
-        node: the node.
-        rates: by these, the longest of calling, computing and moving; None estimates the time, in
-            that of moving one byte. Of a call of a graph, that of all its operators.
+def duration(node: fx.Node) -> float:
+    """Estimated time of a node in that of moving one byte; of a collective, none that the device is
+    busy for; of a call of a graph, that of all its operators.
     """
     called = node.meta.get(SUBGRAPH)
     if called is not None:
-        if rates not in called.durations:
-            inner = calls(called.module.graph)
-            called.durations[rates] = sum(duration(each, rates) for each in inner)
-        return float(called.durations[rates])
+        return float(called.duration)
     moved = 0 if is_exchange(node) else traffic(node)
     if not moved:
         return 0.0
     passes = _SLOW if overload(node) in OPERATORS["slow"] else 1
-    if rates is None:
-        return _CALL + moved * passes + flops(node) / _balance(node)
-    return max(rates.call, moved * passes / rates.bytes, flops(node) / rates.flops)
+    return _CALL + moved * passes + flops(node) / _balance(node)
 
 
-def exchange_duration(node: fx.Node, rates: Rates | None = None) -> float:
+def exchange_duration(node: fx.Node, costs: CollectiveCosts) -> float:
     """Time between the start of a collective and its end, as ``duration``."""
     largest = max(value_bytes(each.meta.get("val")) for each in (node, *node.all_input_nodes))
     exchanged = largest * (2 if "all_reduce" in str(node.target) else 1)
-    if rates is None:
-        return _START + _LINK * exchanged
-    return rates.start + exchanged / rates.exchanged
+    return costs.start + costs.byte * exchanged
 
 
 def recompute_cost(node: fx.Node) -> float | None:
@@ -161,9 +145,13 @@ def effort(node: fx.Node) -> int:
 
 
 def _balance(node: fx.Node) -> float:
-    """Floating-point operations that a device does while it moves one byte."""
     tensor = tensor_of(node)
-    return _BALANCE_CPU if tensor is not None and tensor.device.type == "cpu" else _BALANCE
+    return _BALANCE if tensor is None else balance(tensor.device)
+
+
+def balance(device: torch.device) -> float:
+    """Floating-point operations that a device is taken to do while it moves one byte."""
+    return _BALANCE_CPU if device.type == "cpu" else _BALANCE
 
 
 def graph_flops(graph: fx.Graph) -> int:
@@ -173,7 +161,8 @@ def graph_flops(graph: fx.Graph) -> int:
 
 def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
     """Floating-point operations of weight gradients' products: those that W does, and those that I
-    does, as a memory setting or ``overlap`` has it, or as an operator makes them with what I needs.
+    does, as a memory setting has it, to hide a collective, or as an operator makes them with what I
+    needs.
 
     Args:
         graphs: with all their operators.

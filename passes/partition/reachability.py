@@ -49,12 +49,12 @@ class Reachability:
 
     Attributes:
         forward: needed by the outputs of the forward, by its side effects and random operators.
-        gradient: depends on the gradient of an output, or on what the backward writes into.
+        gradient: depends on the gradient of an output.
         urgent: needed by what I must compute: the input gradients, or where no input needs one
             the chain of derivatives down to the earliest parameters, see ``parameter_chain``.
         redone: nodes of ``forward`` that the user wants recomputed and not saved.
-        overwritten: what the forward, or I, overwrites when it is done.
-        input_grads: the gradients that I returns, and what it writes.
+        overwritten: what the forward overwrites when it is done.
+        input_grads: the gradients that I returns.
         weight_grads: the gradients that W returns.
     """
 
@@ -77,7 +77,7 @@ class Reachability:
         Raises:
             PassError: an output of the forward depends on an output's gradient.
         """
-        gradient = descendants([*inputs(graph, Kind.TANGENT, Kind.TARGET).values()])
+        gradient = descendants([*inputs(graph, Kind.TANGENT).values()])
         # Effects of the forward, assertions on values above all, stay in it though nobody reads
         # them, and so do random operators, which move the generator.
         unread = [n for n in calls(graph) if is_random(n) or (is_effect(n) and _is_forwards(n))]
@@ -86,9 +86,9 @@ class Reachability:
         if forward & gradient:
             names = ", ".join(sorted(node.name for node in forward & gradient)[:5])
             raise PassError(f"forward values depend on output gradients: {names}")
-        input_grads, writes = _values(graph, Kind.INPUT_GRAD), _values(graph, Kind.WRITE)
+        input_grads = _values(graph, Kind.INPUT_GRAD)
         weight_grads = _values(graph, Kind.PARAMETER_GRAD)
-        urgent = ancestors(input_grads + writes)
+        urgent = ancestors(input_grads)
         if not (input_grads or late_input):
             urgent |= parameter_chain(graph, gradient, weight_grads)
         return cls(
@@ -97,7 +97,7 @@ class Reachability:
             urgent=urgent,
             recomputed={node for node in forward if _is_inside_checkpoint(node, gradient)},
             overwritten=_overwritten(graph),
-            input_grads=input_grads + writes,
+            input_grads=input_grads,
             weight_grads=weight_grads,
         )
 
@@ -113,8 +113,8 @@ class Reachability:
         return made & self.gradient
 
     def is_kept(self, node: fx.Node) -> bool:
-        """Whether the module keeps the value until W anyway: a parameter, or a buffer that neither
-        the forward nor I overwrites.
+        """Whether the module keeps the value until W anyway: a parameter, or a buffer that the
+        forward does not overwrite.
         """
         return is_state(node) and node not in self.overwritten
 
@@ -138,8 +138,8 @@ def _is_inside_checkpoint(node: fx.Node, gradient: set[fx.Node]) -> bool:
 
 
 def _overwritten(graph: fx.Graph) -> set[fx.Node]:
-    names = {role.name for role, _ in outputs(graph, Kind.UPDATE, Kind.WRITE)}
-    state = inputs(graph, Kind.BUFFER, Kind.INPUT, Kind.TARGET)
+    names = {role.name for role, _ in outputs(graph, Kind.UPDATE)}
+    state = inputs(graph, Kind.BUFFER, Kind.INPUT)
     return {node for role, node in state.items() if role.name in names}
 
 

@@ -6,13 +6,6 @@ backward views are redone, because they cost nothing; what the user put under
 ``torch.utils.checkpoint``; and cheap operators, as far as the memory setting gives them time.
 Operators that only the backward needs (a cast of a weight, say) move there.
 
-Weight gradients that I computes while it waits for collectives.
-
-Between the start of a collective and the first reader of its result a rank has nothing to do for
-the input gradients, but for W of this microbatch, as far as it depends on nothing later. What fits
-into such waits, by the rates that are known or estimated, costs no time there and is not to be done
-afterwards.
-
 Names of saved and deferred tensors: a module, and what the tensor is to it.
 
     layers_4_mlp_down_input       what a module was given
@@ -42,24 +35,18 @@ import functools
 import itertools
 import os
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from torch import fx
 
-from ..analysis.aliasing import distinct_bytes, is_free, producer, storage_root
-from ..analysis.collective_order import (
-    CollectiveScheduler,
-    exposed_time,
-)
-from ..analysis.operator_cost import duration, exchange_duration
-from ..analysis.operators import is_random, is_start
+from ..analysis.aliasing import is_free, producer, storage_root
+from ..analysis.operators import is_random
 from ..errors import PassError
 from ..graph import (
-    BACKWARD_OUTPUT,
     FORWARD_OUTPUT,
+    GRADIENT,
     Kind,
-    Region,
     Regions,
     Role,
     SplitGraphs,
@@ -71,12 +58,11 @@ from ..graph import (
     role_of,
     source_line,
 )
-from ..memory_policy import Rates
 from ..subgraph import subgraph_of
+from .collectives import hide_collectives
 from .extract import copied, extract
 from .multiplier_search import best_division
 from .reachability import Reachability
-from .regions import with_released
 
 Modules = tuple[str, ...]
 
@@ -174,78 +160,6 @@ def _unique(name: str, taken: Collection[str], repeats: Counter[str]) -> str:
     return found
 
 
-_MOST = 0.5  # of a weight gradient's work that fits into waits
-
-# Where rates are known, that much of waits is filled beforehand, the least first, until I waits by
-# no more than a share of its collectives longer than it has to.
-_FILLS = (1.0, 1.25, 1.5)
-_TOLERANCE = 0.05
-
-
-def hide_collectives(
-    graph: fx.Graph, reach: Reachability, regions: Regions, rates: Rates | None = None
-) -> Regions:
-    """The division with weight gradients in I that fill its waits; itself where there are none.
-
-    Args:
-        graph: the joint graph.
-        reach: what its nodes are needed for.
-        regions: its division.
-        rates: of operators and collectives; None: they are estimated.
-    """
-    if not any(map(is_start, regions.input.runs)):
-        return regions
-    work, time = _work(reach, regions), functools.partial(duration, rates=rates)
-    scheduler = CollectiveScheduler(_operators(graph, regions.backward), rates)
-
-    def divided(fill: float) -> Regions:
-        hidden = scheduler.order(fill, pack=rates is not None).hidden_in
-        hiding = {node for node, wait in hidden.items() if wait in regions.input.runs}
-        more = {
-            root
-            for root, needed in work.items()
-            if sum(map(time, needed & hiding)) >= _MOST * sum(map(time, needed)) > 0
-        }
-        wanted = {node for node in reach.weight_grads if storage_root(node) in more}
-        return with_released(graph, reach, regions, wanted) if wanted else regions
-
-    if rates is None:
-        return divided(1.0)
-    tried = [divided(fill) for fill in _FILLS]
-    exposed = [
-        _exposed(_operators(graph, each.input), rates, fill)
-        for each, fill in zip(tried, _FILLS, strict=True)
-    ]
-    begun = filter(is_start, regions.input.runs)
-    exchanges = sum(exchange_duration(node, rates) for node in begun)
-    enough = min(exposed) + _TOLERANCE * exchanges
-    return next(each for each, time in zip(tried, exposed, strict=True) if time <= enough)
-
-
-def _operators(graph: fx.Graph, region: Region) -> list[fx.Node]:
-    return [node for node in graph.nodes if node in region.runs and node.op == "call_function"]
-
-
-def _exposed(nodes: list[fx.Node], rates: Rates, fill: float) -> float:
-    """Time for which I is left waiting, in the best of a few orders."""
-    scheduler = CollectiveScheduler(nodes, rates)
-    orders = (
-        scheduler.order(each, pack=pack).nodes for each in {1.0, fill} for pack in (True, False)
-    )
-    return min(exposed_time(order, rates=rates) for order in orders)
-
-
-def _work(reach: Reachability, regions: Regions) -> dict[fx.Node, set[fx.Node]]:
-    """What allocates a weight gradient that I could make -> what only W would run for it."""
-    late = regions.weight.runs - regions.input.runs
-    found: dict[fx.Node, set[fx.Node]] = defaultdict(set)
-    for node in reach.weight_grads:
-        root = storage_root(node)
-        if root in reach.releasable and node not in regions.released:
-            found[root] |= ancestors([node]) & late
-    return found
-
-
 def partition_forward_backward(program: SplitGraphs) -> bool:
     """Fill in ``forward`` and, where an output takes a gradient, ``regions`` and ``backward``.
 
@@ -287,11 +201,7 @@ def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role
     """Divide the graph and fill in ``backward``; returns what forward must save for it."""
     graph = program.joint.graph
     regions = best_division(graph, reach, program.memory)
-    if program.memory.overlap:
-        before = distinct_bytes(regions.deferred)
-        regions = hide_collectives(graph, reach, regions, program.memory.rates)
-        program.hiding = max(before - distinct_bytes(regions.deferred), 0)
-    program.regions = regions
+    program.regions = regions = hide_collectives(graph, reach, regions, program.memory.collectives)
     name_boundaries(graph, regions, reach)
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     program.backward = extract(
@@ -299,7 +209,7 @@ def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role
         "backward",
         carried=[(saved.get(node) or role_of(node), node) for node in regions.backward.takes],
         compute=regions.backward.runs,
-        returns=outputs(graph, *BACKWARD_OUTPUT),
+        returns=outputs(graph, *GRADIENT),
         on_demand=regions.backward.runs - reach.gradient,
     )
     return [
@@ -320,13 +230,8 @@ def split_backward(program: SplitGraphs) -> bool:
     graph = program.joint.graph
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
-    targets = inputs(graph, Kind.TARGET)
-    results = outputs(graph, Kind.PARAMETER_GRAD, Kind.WRITE)
-    released = [
-        (role, value)
-        for role, value in results
-        if value in regions.released or role.kind is Kind.WRITE
-    ]
+    results = outputs(graph, Kind.PARAMETER_GRAD)
+    released = [(role, value) for role, value in results if value in regions.released]
     program.backward_input = extract(
         program.joint,
         "backward_input",
@@ -335,10 +240,7 @@ def split_backward(program: SplitGraphs) -> bool:
         returns=[
             *outputs(graph, Kind.INPUT_GRAD),
             *released,
-            *(
-                (role, copied(graph, node) if storage_root(node) in targets.values() else node)
-                for node, role in deferred.items()
-            ),
+            *((role, node) for node, role in deferred.items()),
         ],
         on_demand=regions.input.runs - regions.gradient,
     )

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from autosplit import CollectiveCosts, DeviceSpeed, Link
-from autosplit.passes.analysis.operator_cost import graph_flops
-from autosplit.pipeline.training import options as trainer_options
-from autosplit.stage import Stage
 from tests.mesh.exchange_models import built, stage_of
 from tests.mesh.workers import (
     REFERENCE,
@@ -74,33 +68,6 @@ def test_a_step_is_that_of_eager_mode(
     along = "cp" if "cp" in sizes else "ep"
     shards = "dp_shard" if along == "cp" else "efsdp"
     assert_as_eager(mesh_of(**sizes), ways, along, shards, **options)
-
-
-@ranks(4)
-def test_what_collectives_take_is_measured() -> None:
-    """By the slowest of all ranks' links: I computes what fits into its waits, W the rest."""
-    mesh = mesh_of(pp=2, ep=2)
-
-    def left(latency: float) -> int:
-        """Floating-point operations of W."""
-
-        def measured(ranks: DeviceMesh, *, dtype: torch.dtype) -> CollectiveCosts:
-            assert ranks.size() == 2
-            here = latency if dist.get_rank() == 0 else 0.0
-            return CollectiveCosts(Link(here), DeviceSpeed(1e12, 1e12))
-
-        with (
-            patch.object(trainer_options, "measure_collectives", measured),
-            trainer(mesh, built(mesh), 2, overlap=None) as made,
-        ):
-            made.step(share(mesh.get_local_rank("ep")))
-            (stage,) = made.stages.values()
-            assert isinstance(stage, Stage)
-            weight = stage.functions.graphs.backward_weight
-            return graph_flops(weight.graph) if weight is not None else 0
-
-    slow, fast = left(1.0), left(0.0)
-    assert slow < fast if mesh.get_local_rank("pp") else slow == fast  # the first stage has no I
 
 
 @ranks(4)

@@ -97,7 +97,7 @@ def test_a_step_is_that_of_eager_mode() -> None:
     build = still(parallel(mesh, 1))
     with loss_parallel():
         losses, *rest = of_shares(build(0), map(batch, range(2)), loss_of)
-        with of_words(mesh, 1, sharded(mesh, build), memory="lean", overlap="none") as made:
+        with of_words(mesh, 1, sharded(mesh, build), memory="lean") as made:
             expected = losses[mesh.get_local_rank("dp_shard")], *rest
             assert_step(made, own_batch(mesh), expected, named(1))
 

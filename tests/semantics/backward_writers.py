@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-
-from autosplit.pipeline import PipelineTrainer
-from tests.pipeline.trainer_options import grouped
-from tests.pipeline.workers import single_process
 
 _Function: Any = torch.autograd.Function
 
@@ -149,24 +144,3 @@ class OfAttribute(Writer):
 
 
 WRITERS = (IntoSum, Twice, Scaled, ByOperator)
-
-
-def trained(kind: type[Writer], **options: Any) -> dict[str, bool]:
-    """Two steps of two stages; which buffers are those of one process."""
-    x = torch.randn(12, 8, generator=torch.Generator(torch.get_default_device()).manual_seed(1))
-    whole = nn.Sequential(kind(), kind())
-    with PipelineTrainer(
-        [kind(), kind()],
-        F.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        microbatches=4,
-        **grouped(timeout=60.0, **options),
-    ) as engine:
-        for _ in range(2):
-            single_process(whole, x, torch.zeros_like(x), 4)
-            engine.step((x, torch.zeros_like(x)))
-        return {
-            f"{index}.{name}": torch.equal(value, whole[index].get_buffer(name))
-            for index, module in engine.modules.items()
-            for name, value in module.named_buffers()
-        }

@@ -14,8 +14,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.dump.tables import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
-from autosplit.mesh.costs import Overlap
-from autosplit.passes import Kind
+from autosplit.passes import CollectiveCosts, Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes, storage_bytes, storage_root
 from autosplit.passes.graph import inputs as graph_inputs
 from autosplit.passes.graph import outputs as graph_outputs
@@ -175,7 +174,7 @@ class SplitStage:
     forwards behind it: with ``late_input`` its W is the whole backward.
 
     Raises:
-        SplitError: an unknown backend, memory setting or overlap (lists the known), or a
+        SplitError: an unknown backend or memory setting (lists the known), or a
             ``grad_dtype`` that is not floating-point.
     """
 
@@ -183,7 +182,7 @@ class SplitStage:
     memory: str | int = "balanced"
     grad_dtype: torch.dtype | None = None
     late_input: bool = True
-    overlap: Overlap = "collectives"
+    overlap: CollectiveCosts | None = None
 
     def __post_init__(self) -> None:
         SplitOptions(self.backend, self.memory, overlap=self.overlap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.mesh.dimensions import REPLICATE, SHARD, Place, RankLayout
-from autosplit.mesh.exact_norm import norm_of
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
@@ -109,9 +109,8 @@ class Agreement:
     """Losses and gradient norm of a step in flight; having them means that every rank ran it.
 
     One small sum over all ranks carries the losses of each pipeline (on ranks without them they are
-    zero; pipelines of one batch, which share its tensors, must have the same) and the digits of the
-    sum of squares of the gradients, exactly: so the norm is the same bits however parameters lie on
-    ranks. It is collective, and starts when this is made.
+    zero; pipelines of one batch, which share its tensors, must have the same) and the sum of the
+    squares of the gradients. It is collective, and starts when this is made.
 
     Args:
         groups: the trainer's process groups.
@@ -142,7 +141,7 @@ class Agreement:
         self._layout = layout
         rows = len(layout.pipelines)
         self._squares = self._losses + rows
-        size = self._squares + (0 if squares is None else len(squares))
+        size = self._squares + (squares is not None)
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
         if losses:
             own = torch.stack(tuple(losses.values())).to(numbers)
@@ -195,7 +194,7 @@ class Agreement:
     def norm(self) -> float:
         """The norm of the model's gradient; waits like ``wait``."""
         with self._guard("the end of a step"):
-            return norm_of(self._numbers()[self._squares :])
+            return math.sqrt(self._numbers()[self._squares].item())
 
 
 def _own_shares(layout: RankLayout) -> str:

@@ -14,16 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autosplit.device import has_streams
 from autosplit.errors import PipelineError, ScheduleError
-from autosplit.mesh.costs import (
-    CollectiveCosts,
-    Overlap,
-    device_of_group,
-    measure_collectives,
-)
-from autosplit.mesh.dimensions import TENSOR, RankLayout
+from autosplit.mesh.costs import device_of_group
+from autosplit.mesh.dimensions import RankLayout
+from autosplit.passes import CollectiveCosts
 from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.default_group import process_count
-from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostStore, open_store
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory
 from autosplit.pipeline.schedule.moves import has_moves, offloads
@@ -47,9 +42,8 @@ class StageOptions:
         memory: what a microbatch holds, see ``autosplit.split``; None means ``"balanced"``.
         grad_dtype: in which dtype weight gradients are added up, see ``autosplit.Stage``; None
             means each parameter's.
-        overlap: what weight gradients hide in stages whose ranks exchange what they compute, see
-            ``autosplit.split``. None means by costs that are measured when the trainer is built,
-            in about a second. The same on all ranks.
+        overlap: what collectives take in stages whose ranks exchange what they compute, see
+            ``autosplit.split``. The same on all ranks.
         autocast: ``torch.bfloat16`` runs modules and loss under autocast.
         shared_parameters: groups of (stage, name) that are one parameter of the model. They start
             with the values of the first holder, and each gets the sum of the gradients. Those that
@@ -62,7 +56,7 @@ class StageOptions:
     backend: str | None = None
     memory: str | int | None = None
     grad_dtype: torch.dtype | None = None
-    overlap: Overlap | None = None
+    overlap: CollectiveCosts | None = None
     autocast: torch.dtype | None = None
     shared_parameters: Sequence[Sequence[Holder]] = ()
     planning: Mapping[str, Any] | None = None
@@ -202,24 +196,6 @@ class TrainerOptions:
     def tunes(self) -> bool:
         """Whether the trainer measures its first steps and searches a schedule for them."""
         return self.schedule.name == AUTO or self.memory_limit is not None
-
-    @property
-    def measures_collectives(self) -> bool:
-        """Whether the trainer measures what weight gradients are to hide."""
-        given = self.stages.overlap is not None or self.stages.stage_factory is not None
-        return not given and self.of_mesh is not None and self.of_mesh.exchanges
-
-    def with_measured_collectives(self, groups: Groups) -> TrainerOptions:
-        """These, with the costs of the slowest collectives as ``overlap`` where they are measured;
-        collective over all ranks.
-        """
-        if self.mesh is None or not self.measures_collectives:
-            return self
-        inner = groups.layout.inner
-        ranks = self.mesh[inner if inner and self.mesh[inner].size() > 1 else TENSOR]
-        own = measure_collectives(ranks, dtype=self.stages.autocast or torch.float32)
-        slowest = CollectiveCosts.slowest(groups.everybody.gather(own))
-        return replace(self, stages=replace(self.stages, overlap=slowest))
 
     def schedule_for(self, stages: int, ranks: int) -> Schedule:
         """The schedule for so many stages and processes, before it is known what stages take.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.exact_norm import sum_of_squares
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
@@ -199,6 +198,24 @@ class RankState:
             yield
         if self.parts is not None:
             self.parts.lay_gradients_out(self.parameters)
+
+
+def sum_of_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The sum of the squares of all numbers in the gradients, of sharded ones in this rank's part:
+    shape [1], float64, on the CPU.
+    """
+    parts = [_numbers(each.grad) for each in parameters if each.grad is not None]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+    return total.reshape(1).cpu()
+
+
+def _numbers(gradient: Tensor) -> Tensor:
+    """The real numbers of a gradient; of a sharded one, those of this rank's part."""
+    values = local_tensor(gradient).detach()
+    if values.is_sparse:  # of an embedding
+        values = values.coalesce().values()
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def _check_tied(index: int, module: nn.Module, shared: Sequence[Sequence[Holder]]) -> None:

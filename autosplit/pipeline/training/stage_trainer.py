@@ -87,7 +87,6 @@ class StageTrainer:
         settled = partial(await_device, self.device, self._guard, options.run.timeout)
         with self._guard("building the model"):
             check_unanimous(self._said(stages, options, schedule, factory), self._groups)
-            options = options.with_measured_collectives(self._groups)
             store = store_for(options, schedule, self.device)
             self._held = RankState(
                 stages, self.shared_parameters, schedule, self._groups, self.device, settled
@@ -150,7 +149,6 @@ class StageTrainer:
             "schedule": schedule,
             "memory_limit": options.memory_limit,  # first: what has one measures as "auto" does
             "schedule='auto'": options.tunes,
-            "overlap=None": options.measures_collectives,
             "autocast": options.stages.autocast,
             "max_grad_norm": options.max_grad_norm,
             "shared_parameters": [*map(list, self.shared_parameters)],
@@ -353,8 +351,8 @@ class StageTrainer:
 
         Returns:
             By name, those that are known: ``loss``, the mean over the batch; ``seconds``, with the
-            optimizer; ``grad_norm``, with ``max_grad_norm``; ``samples_per_s`` of this pipeline,
-            and ``tokens_per_s``, where inputs are ids; ``flops_per_s``
+            optimizer; ``grad_norm``, with ``max_grad_norm``; ``samples_per_s`` of this pipeline, on
+            ranks that were given inputs, and ``tokens_per_s``, where these are ids; ``flops_per_s``
             of this rank's products, recomputed ones not counted, and ``mfu``, their share of
             ``peak_flops``; ``bubble``, the share of forward and backward in which this rank ran
             nothing, with ``record``; ``peak_memory``, the most bytes that it held, on an

@@ -95,19 +95,18 @@ def test_forward_hook_that_keeps_something_is_named() -> None:
 
 
 def test_spectral_norm_by_a_hook() -> None:
-    """The weight that it sets is there after each call, and in one graph."""
+    """The weight that it sets is there after each call, in parts; one graph refuses it."""
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)))
     twin = copy.deepcopy(model)
-    split = autosplit.split(model, fullgraph=True)
+    split = autosplit.split(model)
     for _ in range(2):
         given = batch()
         for each in (split, twin):
             each(given).square().sum().backward()
         assert torch.equal(model[0].weight, twin[0].weight)
-    assert len(split.functions) == 1
     split.backward_weight()
     assert_same_gradients(model, twin)
-    with pytest.raises(CaptureError, match=r"others in torch\.nn\.utils\.parametrizations"):
+    with pytest.raises(CaptureError, match=r"changes Python state, self\.0"):
         autosplit.partition(model, batch(), stages=1, microbatches=1, costs="estimate")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autosplit.passes import Kind, Role, SplitGraphs, run
+from autosplit.passes.analysis.operators import start_of
 from autosplit.passes.graph import calls, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, is_donated, reusable_operands
 from autosplit.passes.lowering.codegen import generate
@@ -202,3 +203,23 @@ def test_what_was_in_a_buffer_is_read_before_it_is_written(
     # Running statistics are written behind autograd's back: with all forwards before all
     # backwards, plain autograd multiplies with those of the last.
     assert_equals_autograd(model, [(torch.randn(5, 3),) for _ in range(2)], orders=[one_by_one])
+
+
+def test_operand_of_a_collective_is_not_written_over_before_its_wait() -> None:
+    ops = torch.ops._c10d_functional
+    graph = fx.Graph()
+    value = torch.empty(4)
+    x = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
+    begun = graph.call_function(ops.all_gather_into_tensor.default, (made, 2, "0"))
+    risky = graph.call_function(torch.ops.aten.mul.Tensor, (made, x))
+    waited = graph.call_function(ops.wait_tensor.default, (begun,))
+    graph.output([risky, waited]).meta["roles"] = [Role(Kind.OUTPUT, each) for each in "ab"]
+    for node in (x, made, risky):
+        node.meta["val"] = value
+    begun.meta["val"] = waited.meta["val"] = torch.empty(8)
+    assert start_of(waited) is begun
+    assert risky not in reusable_operands(graph)
+    risky.append(waited)
+    waited.append(risky)  # behind the wait it may
+    assert risky in reusable_operands(graph)

@@ -480,7 +480,6 @@ def test_training_without_gradients_is_refused() -> None:
         ),
         ({"memory": "fast", "ranks": 1}, PipelineError, "memory='fast' has no effect beside"),
         ({"memory": "tight", "stage_factory": None, "ranks": 1}, SplitError, "got 'tight'"),
-        ({"overlap": "none", "ranks": 1}, PipelineError, "overlap='none' has no effect beside"),
         (
             {"grad_dtype": torch.int8, "stage_factory": None, "ranks": 1},
             SplitError,

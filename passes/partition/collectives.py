@@ -1,0 +1,185 @@
+"""Collectives of the backward, and what runs while they are under way.
+
+Traced, a wait stands right behind its collective. Between both, a rank has nothing to do for the
+input gradients, but for weight gradients, which depend on nothing that is under way.
+
+A list schedule: an operator is urgent where a later collective depends on it; urgent ones run in
+the order of the graph, which has no costs in it, so that all ranks begin their collectives in one
+order. Before an urgent wait comes what is ready and not urgent, for as long as the collective is
+estimated to take. Results are the same bit for bit.
+
+Which weight gradients I computes, in place of W, is told by the same schedule of the unsplit
+backward: those that fill waits of I there.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from ..analysis.aliasing import is_free, storage_root
+from ..analysis.operator_cost import duration, exchange_duration
+from ..analysis.operators import is_start, is_wait, start_of
+from ..graph import Regions, SplitGraphs, ancestors, calls, is_size, output_node
+from ..memory_policy import CollectiveCosts
+from .reachability import Reachability
+from .regions import with_released
+
+_ROOM = 0.4  # of an operator that I computes in place of W, in what is left of a wait
+_MOST = 0.5  # of a weight gradient's work that fits into waits
+
+
+def overlap_collectives(program: SplitGraphs) -> bool:
+    """Reorder I, W and the unsplit backward; True if anything was moved."""
+    backwards = [m for name, m in program.graphs().items() if name.startswith("backward")]
+    costs = program.memory.collectives
+    return sum(_overlap(module.graph, costs) for module in backwards) > 0
+
+
+def _overlap(graph: fx.Graph, costs: CollectiveCosts) -> bool:
+    nodes = list(calls(graph))
+    if not any(map(is_start, nodes)):
+        return False
+    order, _ = schedule(nodes, costs, room=0.0)
+    output = output_node(graph)
+    for node in order:
+        output.prepend(node)
+    return order != nodes
+
+
+def hide_collectives(
+    graph: fx.Graph, reach: Reachability, regions: Regions, costs: CollectiveCosts
+) -> Regions:
+    """The division with weight gradients in I that fill its waits; itself where there are none.
+
+    Args:
+        graph: the joint graph.
+        reach: what its nodes are needed for.
+        regions: its division.
+        costs: what collectives take.
+    """
+    if not any(map(is_start, regions.input.runs)):
+        return regions
+    late = regions.weight.runs - regions.input.runs
+    needed: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+    for node in reach.weight_grads:
+        root = storage_root(node)
+        if root in reach.releasable and node not in regions.released:
+            needed[root] |= ancestors([node]) & late
+    nodes = [node for node in calls(graph) if node in regions.backward.runs]
+    _, filling = schedule(nodes, costs, room=_ROOM)
+    hiding = {node for node, wait in filling.items() if wait in regions.input.runs}
+    more = {
+        root
+        for root, work in needed.items()
+        if sum(map(duration, work & hiding)) >= _MOST * sum(map(duration, work)) > 0
+    }
+    wanted = [node for node in reach.weight_grads if storage_root(node) in more]
+    return with_released(graph, reach, regions, wanted) if wanted else regions
+
+
+def schedule(
+    nodes: Sequence[fx.Node], costs: CollectiveCosts, *, room: float
+) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+    """Operators in a new order; and those that fill a wait -> that wait.
+
+    Args:
+        nodes: operators, as they run now; what they read besides is there.
+        costs: what collectives take.
+        room: share of itself for which an operator must find room in what is left of a wait.
+    """
+    return _ListSchedule(nodes, costs, room).run()
+
+
+class _ListSchedule:
+    """Two resources: the device runs operators one after another, the link collectives, in the
+    order in which they begin.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node], costs: CollectiveCosts, room: float) -> None:
+        self._costs, self._room = costs, room
+        self._index = {node: at for at, node in enumerate(nodes)}
+        self._heavy = [node for node in nodes if not _is_light(node)]
+        # What takes no time runs right before its first reader: others read what it reads.
+        self._reads: dict[fx.Node, set[fx.Node]] = {}
+        for node in nodes:
+            read = [each for each in node.all_input_nodes if each in self._index]
+            self._reads[node] = {n for e in read for n in (self._reads[e] if _is_light(e) else [e])}
+        self._urgent = ancestors(filter(is_start, nodes), self._reads.__getitem__)
+        self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._missing = {node: len(self._reads[node]) for node in self._heavy}
+        for node in self._heavy:
+            for each in self._reads[node]:
+                self._readers[each].append(node)
+        # Ready operators by their places: urgent or not, waits or not.
+        self._ready: dict[tuple[bool, bool], list[fx.Node]] = defaultdict(list)
+        self._order: dict[fx.Node, None] = {}
+        self._filling: dict[fx.Node, fx.Node] = {}
+        self._clock = self._link = 0.0
+        self._ends: dict[fx.Node, float] = {}
+
+    def run(self) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
+        for node in self._heavy:
+            self._arrive(node)
+        keys = ((True, False), (True, True), (False, False), (False, True))
+        urgent, waits, fillers, others = (self._ready[key] for key in keys)
+        while urgent or waits or fillers or others:
+            wait = None if urgent else next(iter(waits or others), None)
+            filler = None if wait is None else self._filler(fillers, self._end(wait) - self._clock)
+            if filler is not None and wait is not None:
+                self._filling[filler] = wait
+            self._emit(filler or (urgent or waits or fillers or others)[0])
+        for node in self._index:  # what nobody here reads
+            self._append(node)
+        return list(self._order), self._filling
+
+    def _filler(self, ready: Sequence[fx.Node], left: float) -> fx.Node | None:
+        """The oldest that has room in what is left of a wait."""
+        fits = (node for node in ready if left > 0 and self._room * duration(node) <= left)
+        return next(fits, None)
+
+    def _end(self, wait: fx.Node) -> float:
+        return self._ends.get(start_of(wait), 0.0)
+
+    def _arrive(self, node: fx.Node) -> None:
+        """Note an operator as ready, if it is."""
+        if not self._missing[node]:
+            ready = self._ready[node in self._urgent, is_wait(node)]
+            insort(ready, node, key=self._index.__getitem__)
+
+    def _emit(self, node: fx.Node) -> None:
+        """Run an operator, and the views before it."""
+        self._ready[node in self._urgent, is_wait(node)].remove(node)
+        self._append(node)
+        if is_start(node):
+            self._link = max(self._clock, self._link) + exchange_duration(node, self._costs)
+            self._ends[node] = self._link
+        elif is_wait(node):
+            self._clock = max(self._clock, self._end(node))
+        else:
+            self._clock += duration(node)
+        for reader in self._readers[node]:
+            self._missing[reader] -= 1
+            self._arrive(reader)
+
+    def _append(self, node: fx.Node) -> None:
+        stack = [node]
+        while stack:
+            missing = [
+                each
+                for each in stack[-1].all_input_nodes
+                if each in self._index and each not in self._order
+            ]
+            if missing:
+                stack += missing
+            else:
+                self._order[stack.pop()] = None
+
+
+def _is_light(node: fx.Node) -> bool:
+    """Whether the node takes no time and runs just before its first reader."""
+    return is_free(node) or node.target is operator.getitem or is_size(node)
