@@ -22,7 +22,6 @@ ABOUT_CPUS = {
     "compare": _PROGRAMS,
     "docs": _PROGRAMS,
     "examples": _PROGRAMS,
-    "train": _PROGRAMS,
     "report": _NUMBERS,
     "text": _NUMBERS,
     "pipeline/builders": _NUMBERS,

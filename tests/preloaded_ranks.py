@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import autosplit.capture.joint_graph
-import autosplit.checkpoint
-import autosplit.pipelining
-import autosplit.planner
-import autosplit.train.run  # noqa: F401
+import examples.language_model  # noqa: F401
 import tests.pipeline.workers
 import tests.ranks  # noqa: F401

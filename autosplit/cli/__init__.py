@@ -7,7 +7,7 @@ from typing import cast
 
 import click
 
-_COMMANDS = ("check", "compare", "inspect", "plan", "simulate", "train")
+_COMMANDS = ("check", "compare", "inspect", "plan", "simulate")
 
 
 class _Commands(click.Group):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper import cells, scaling, stages, theory
+from benchmarks.paper import cells, concatenation, scaling, stages, theory
 from benchmarks.paper.page import PAGE
 from benchmarks.paper.settings import Settings
 from benchmarks.results import Results
@@ -36,7 +36,8 @@ def test_the_published_speedup_exceeds_its_ideal() -> None:
 
 def test_parts_make_a_page(tmp_path: Path) -> None:
     results = Results.read(tmp_path / "results.json")
-    found = {"cells": cells.measure(SMALLEST), "stages": stages.measure(SMALLEST)}
+    parts = {"cells": cells, "stages": stages, "concatenation": concatenation}
+    found = {name: part.measure(SMALLEST) for name, part in parts.items()}
     for name, rows in found.items():
         results.update(name, [*rows], "command", "environment")
     rows = [*scaling.measure(SMALLEST, results.rows("stages"))]
@@ -44,6 +45,8 @@ def test_parts_make_a_page(tmp_path: Path) -> None:
     fused, split = results.rows("cells")
     assert (fused["split"], split["split"]) == (False, True)
     assert max(split["max_grad_diff"], fused["max_grad_diff"]) < 1e-5
+    gaps = [row["gap"] for row in results.rows("concatenation")]
+    assert 0.0 < min(gaps) <= max(gaps) < 1e-6  # the same gradients, rounded otherwise
     text = PAGE.render(results)
     for words in (f"{split['speedup']:.3f}x", "of 1 cells", "| 2   | 1F1B-1     | split"):
         assert words in text

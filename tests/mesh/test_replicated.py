@@ -292,7 +292,7 @@ def test_what_is_refused() -> None:
                 built(mesh, device="meta"),
             ),
             (f"{shapes} every rank", ran(half, memory_limit="1GiB")),
-            (f"{shapes} each", ran(half)),
+            (f"{shapes} every rank", ran(half)),
             (
                 "the ranks 2 and 3 hold replicas of the same stages, which must be built",
                 ran(own, lambda index: nn.Linear(WIDTH, WIDTH, bias=rank != 3)),

@@ -107,16 +107,7 @@ class Control:
         Raises:
             LostPeerError: some rank did not come.
         """
-        if self.ranks > 1:
-            self.sum(torch.zeros(1, device="cpu"))
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` (CPU) over all ranks, in place; it comes back only if all took part.
-
-        Raises:
-            LostPeerError: some rank did not.
-        """
-        return tensor if self.ranks == 1 else self.start_sum(tensor)()
+        self.common_bits(0)
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to sum ``tensor`` (CPU) over all ranks, in place; what it gives waits for the sum,
@@ -135,6 +126,19 @@ class Control:
             return tensor
 
         return wait
+
+    def common_bits(self, bits: int) -> int:
+        """Those of 63 bits that all ranks have.
+
+        Raises:
+            LostPeerError: some rank did not take part.
+        """
+        if self.ranks == 1:
+            return bits
+        found = torch.tensor([bits], dtype=torch.int64, device="cpu")
+        with self.losing(OTHERS):
+            dist.all_reduce(found, dist.ReduceOp.BAND, group=self.group)
+        return int(found)
 
     def announce(self, value: str | None, source: int) -> str:
         """``value`` of rank ``source``, on every rank.

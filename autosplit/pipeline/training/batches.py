@@ -1,11 +1,16 @@
-"""The batches of a trainer: cut into microbatches, and held against those of other ranks."""
+"""The batches of a trainer: cut into microbatches, and held against those of other ranks.
+
+What a rank knows of a batch is its signature. Ranks that all know theirs only say so: of the steps
+that each may be about to run, all have one in common. Else they tell each other what they have.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -53,10 +58,6 @@ class BatchSplitter:
         inputs: which of the inputs this rank's stages take; None for all there are.
         targets: whether this rank holds the last stage, which takes the targets.
         names: the names of the inputs, where they may come as a dictionary.
-
-    Attributes:
-        agreed: what ``inputs`` and ``targets`` are in every step, those that this rank was given.
-        offered: what they are in the latest batch.
     """
 
     def __init__(
@@ -72,29 +73,23 @@ class BatchSplitter:
         self._device = device
         self._takes = {"inputs": inputs, "targets": None if targets else frozenset()}
         self._names = names
-        self.agreed: dict[str, list[TensorMeta | None]] = {}
-        self.offered: dict[str, list[TensorMeta | None]] = {}
 
     def __call__(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
         """Inputs and targets per microbatch; empty lists for what this rank does not need.
 
         Raises:
-            PipelineError: a part is missing, is not made of tensors, cannot be divided, has tensors
-                of different numbers of samples, or another shape or dtype than at first.
+            PipelineError: a part is missing, or as ``given``.
         """
-        self.offered = {}
         given = self.given(batch)
-        _check_samples([each for part in given.values() for each in part.items()])
-        for name, part in given.items():
-            self._check_static(name, part.values())
         return self._split("inputs", given), self._split("targets", given)
 
-    def accept(self) -> None:
-        """Hold later batches to what the latest one is."""
-        self.agreed = {**self.offered, **self.agreed}
-
     def given(self, batch: Batch | None) -> dict[str, Given]:
-        """The tensors of a batch by part: whatever this rank was given."""
+        """The tensors of a batch by part: whatever this rank was given.
+
+        Raises:
+            PipelineError: a part is not made of tensors, cannot be divided, or has tensors of
+                different numbers of samples.
+        """
         if batch is None:
             return {}
         if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -103,11 +98,13 @@ class BatchSplitter:
                 "tensor or a tuple of tensors: step((x, y)), or step(x, target=y); of a model that "
                 "computes its own loss, step({...}, target=())"
             )
-        return {
+        found = {
             name: self._tensors(name, self._by_path(name, part))
             for name, part in zip(self._takes, batch, strict=True)
             if part is not None
         }
+        _check_samples([each for part in found.values() for each in part.items()])
+        return found
 
     def _split(self, name: str, given: Mapping[str, Given]) -> Microbatches:
         takes, part = self._takes[name], given.get(name)
@@ -176,27 +173,13 @@ class BatchSplitter:
             rows = len(tensor) if tensor.dim() else self._count
             if rows == 0 or rows % self._count:
                 fitting = max(rows // self._count, 1) * self._count
-                wanted = f"{fitting} or another multiple of {self._count}"
-                if known := [each for each in self.agreed.get(name, ()) if each and each.shape]:
-                    wanted = f"{known[0].shape[0]}, as at first: the shapes here are static"
                 raise PipelineError(
                     f"the batch's {path} has shape {list(tensor.shape)}: {rows} samples along "
                     f"dimension 0 cannot be cut into {self._count} equal microbatches; pass "
-                    f"{wanted}"
+                    f"{fitting} or another multiple of {self._count}"
                 )
             checked[path] = tensor
         return checked
-
-    def _check_static(self, name: str, tensors: Iterable[Tensor | None]) -> None:
-        now = [None if each is None else TensorMeta.of(each) for each in tensors]
-        self.offered[name] = now
-        first = self.agreed.get(name, now)
-        if now != first:
-            raise PipelineError(
-                f"the batch's {name} are {listed(now)}, but were {listed(first)} at first: the "
-                "shapes of this pipeline are static, as memory_limit and a model that the trainer "
-                "has cut are for one; pad or drop the odd batch"
-            )
 
 
 def _check_samples(given: Iterable[tuple[str, Tensor | None]]) -> None:
@@ -227,49 +210,29 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def agreed_shape(batch: Batch | None, source: int, groups: Groups) -> str:
-    """The shape of a batch's inputs, the same on all ranks: as the rank of the first stage that
-    takes any of them says, and that of every replica of the pipeline; collective.
-
-    Args:
-        batch: of this rank.
-        source: that rank.
-        groups: the trainer's process groups.
-
-    Raises:
-        BatchError: replicas were given different shapes.
-        LostPeerError: that rank did not say.
-    """
-    own = shape_of(batch) if groups.rank == source else None
-    layout = groups.layout
-    if len(layout.pipelines) == 1:
-        return groups.announce(own, source)
-    heard = groups.everybody.gather(own or "")
-    sources = layout.columns[source]
-    first, shape = sources[0], str(heard[sources[0]])
-    for rank in sources:
-        if heard[rank] != shape:
-            raise BatchError(
-                f"the replicas were given batches of different shapes: the inputs are {shape} "
-                f"on rank {first} and {heard[rank]} on rank {rank}; give each replica as many "
-                "samples of one shape, as a DistributedSampler and a DataLoader with "
-                "drop_last=True do"
-            )
-    return shape
-
-
-def shape_of(batch: Batch | None) -> str:
-    """The shape of a batch's inputs."""
-    part = batch[0] if isinstance(batch, tuple | list) and batch else None
-    if isinstance(part, Mapping):
-        part = [part[name] for name in sorted(part)]
-    tensors = part if isinstance(part, tuple | list) else [part]
-    shapes = [f"{each.dtype}{[*each.shape]}" for each in tensors if isinstance(each, Tensor)]
-    return ", ".join(shapes).replace("torch.", "")
+def signature(batch: object) -> Hashable:
+    """Tells batches apart by shape, as one rank was given them."""
+    if isinstance(batch, Tensor):
+        return batch.shape, batch.dtype
+    if isinstance(batch, Mapping):
+        return tuple([(name, signature(each)) for name, each in batch.items()])
+    if isinstance(batch, tuple | list):
+        return tuple(map(signature, batch))
+    return None if batch is None else type(batch).__name__
 
 
 Parts: TypeAlias = "Mapping[str, Sequence[TensorMeta | None]]"
-"""What a rank was given: ``inputs`` and ``targets``, each if it was; None for a tensor left out."""
+"""What there is of a batch: ``inputs`` and ``targets``, each if it is; None for a tensor left out.
+"""
+
+
+def parts_of(given: Mapping[str, Given]) -> Parts:
+    """What a rank was given."""
+    return {
+        name: [None if each is None else TensorMeta.of(each) for each in part.values()]
+        for name, part in given.items()
+    }
+
 
 _ADVICE = "give every rank the same batch, or leave out (None) what its stages do not take"
 _ADVICE_TO_REPLICAS = (
@@ -278,11 +241,8 @@ _ADVICE_TO_REPLICAS = (
 )
 
 
-def agree_on_batch(
-    refused: str, parts: Parts, groups: Groups, *, known: bool, waits: bool = True
-) -> None:
-    """Have all ranks take a batch, or none of them; collective, unless ``known`` and not ``waits``,
-    where it is called for a batch that is refused only.
+def agree_on_batch(refused: str, parts: Parts, groups: Groups) -> Parts:
+    """Have all ranks take a batch, or none of them: what there is of it on any; collective.
 
     Without it, ranks would wait for one that refuses, and a loss of 4 samples' outputs and 8
     samples' targets may well broadcast.
@@ -291,24 +251,43 @@ def agree_on_batch(
         refused: why this rank takes no such batch; empty where it does.
         parts: what it was given.
         groups: the trainer's process groups.
-        known: whether all have taken a batch like this one before.
-        waits: whether ranks wait for each other then, too.
 
     Raises:
         BatchError: on every rank: one refuses it, or two were given different batches.
-        PipelineError: this rank refuses it, and others have not waited.
     """
-    everybody = groups.everybody
-    alone = everybody.ranks == 1
-    if known and not waits and not alone:
-        raise PipelineError(refused)
-    if known and not everybody.sum(torch.tensor([float(bool(refused))], device="cpu")):
-        return
-    said: list[tuple[str, Parts]] = everybody.gather((refused, dict(parts)))
+    said: list[tuple[str, Parts]] = groups.everybody.gather((refused, parts))
     for rank, (text, _) in enumerate(said):
         if text:
             raise BatchError(refused or f"rank {rank} refuses its batch: {text}")
-    _check_same([each for _, each in said], groups)
+    everywhere = [each for _, each in said]
+    _check_same(everywhere, groups)
+    return {
+        name: [
+            next(filter(None, metas), None)
+            for metas in zip_longest(*(each.get(name, ()) for each in everywhere))
+        ]
+        for name in ("inputs", "targets")
+    }
+
+
+def alike(one: Parts, other: Parts) -> bool:
+    """Whether one step runs both."""
+    return all(_agree(one[name], other[name]) for name in one)
+
+
+def check_static(parts: Parts, first: Parts) -> None:
+    """Refuse another shape than the first.
+
+    Raises:
+        BatchError: says which.
+    """
+    for name, now in parts.items():
+        if not _agree(now, first[name]):
+            raise BatchError(
+                f"the batch's {name} are {listed(now)}, but were {listed(first[name])} at first: "
+                "the shapes of this pipeline are static, as memory_limit and a model that the "
+                "trainer has cut are for one; pad or drop the odd batch"
+            )
 
 
 def _check_same(everywhere: Sequence[Parts], groups: Groups) -> None:
@@ -375,7 +354,7 @@ def compare_contents(tensors: Mapping[str, Mapping[str, Tensor | None]], groups:
     differing = {what: list(by.values()) for what, by in ranks_by.items() if len(by) > 1}
     if differing:
         # The caller of ``step``, behind the runner.
-        warnings.warn(_told(differing), UserWarning, stacklevel=6)
+        warnings.warn(_told(differing), UserWarning, stacklevel=7)
 
 
 def summary_of(tensors: Iterable[Tensor | None]) -> int:

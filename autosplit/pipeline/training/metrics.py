@@ -57,7 +57,7 @@ class StepMetrics:
                 "has none, as nobody waited for its end"
             )
         found = {"loss": self.losses.mean().item(), "seconds": self.seconds}
-        metas = [each for each in step.split.offered.get("inputs", []) if each and each.shape]
+        metas = [each for each in step.parts["inputs"] if each and each.shape]
         if metas:
             found["samples_per_s"] = metas[0].shape[0] / self.seconds
             if len(metas[0].shape) > 1 and not metas[0].dtype.is_floating_point:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import BatchError, CaptureError, FailingCallError, PipelineError, PlanError
+from autosplit.errors import CaptureError, FailingCallError, PipelineError, PlanError
 from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta, listed
 from autosplit.pipeline.engine.executor import Executor, ForwardStage
 from autosplit.pipeline.engine.first_error import Guard
@@ -47,10 +47,13 @@ from .batches import (
     Batch,
     BatchSplitter,
     Microbatches,
+    Parts,
     agree_on_batch,
-    agreed_shape,
+    alike,
+    check_static,
     compare_contents,
-    shape_of,
+    parts_of,
+    signature,
     summary_of,
 )
 from .memory_limit import LimitTuner
@@ -69,7 +72,7 @@ from .stage_modules import (
 )
 
 _LOG = logging.getLogger(__name__)
-_KEPT = 64  # shapes of batches, used last: each has buffers of its own for messages
+_KEPT = 63  # shapes of batches, used last: as many as an integer has bits
 
 
 @dataclass
@@ -77,13 +80,15 @@ class ShapedStep:
     """What runs batches of one shape on this rank.
 
     Attributes:
-        split: cuts them.
+        parts: what they are.
+        evaluates: whether it only runs forward.
         negotiation: where the shapes between stages are agreed on.
         stages: those of the rank, in training; empty until the first such batch.
         executor: runs them; None until then.
     """
 
-    split: BatchSplitter
+    parts: Parts
+    evaluates: bool
     negotiation: Negotiation
     stages: Mapping[int, TrainableStage] = field(default_factory=dict)
     executor: Executor | None = None
@@ -138,19 +143,25 @@ class Runner:
         self.schedule = schedule
         self._factory: StageFactory = options.factory(cut=stages.cut)
         self._shares_tensors = groups.layout.tensor_ranks > 1
-        source = schedule.placement[self._feeds.first_from_batch]
-        self._shape = shape_of
-        if stages.cut or options.memory_limit is not None:
-            # A whole model is cut for one shape; of another, what is held differs.
-            self._shape = lambda batch: ""
-        elif groups.everybody.ranks > 1:
-            self._shape = partial(agreed_shape, source=source, groups=groups)
+        # A whole model is cut for one shape; of another, what is held differs.
+        self._static = stages.cut or options.memory_limit is not None
+        self._source = schedule.placement[self._feeds.first_from_batch]
         self._last = self.schedule.stages - 1
         self._forwards = forward_only(self.schedule)
-        self._steps: tuple[dict[str, ShapedStep], dict[str, ShapedStep]] = {}, {}
+        own, wiring = schedule.held(groups.rank), stages.wiring
+        self._split = BatchSplitter(
+            schedule.microbatches,
+            device,
+            inputs=self._feeds.from_batch(own),
+            targets=self._last in own,
+            names=() if wiring is None else wiring.names,
+        )
+        self._steps: dict[int, ShapedStep] = {}  # by bit, in the order in which they were used
+        self._fitting: dict[Hashable, int] = {}  # the bits of those that may run such a batch
+        self._begun = 0
         self._metric: MetricFunction | None = None
         self._found: list[dict[str, float]] = []
-        self._faces: dict[bool, dict[int, nn.Module]] = {}
+        self._faces: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
         self._known: dict[int, Stage] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
@@ -311,19 +322,20 @@ class Runner:
         """This rank's modules with the loss on the last stage, autocast on all; the first batch is
         an example: it tells whether the loss takes a tensor or a tuple.
         """
-        if evaluates not in self._faces:
+        targets = None if batch is None else batch[1]
+        count = None if isinstance(targets, Tensor) else len(targets or ())
+        face = evaluates, count
+        if face not in self._faces:
             whole, last = dict(self._held.modules), self._last
             if last in whole:
                 check_trained(self._loss_fn, whole[last])
-                targets = None if batch is None else batch[1]
-                count = None if isinstance(targets, Tensor) else len(targets or ())
                 observer = self._observe if evaluates else None
                 whole[last] = WithLoss(whole[last], self._loss_fn, count, observer)
             dtype = self._autocast
             if dtype is not None:
                 whole = {at: WithAutocast(each, self._device, dtype) for at, each in whole.items()}
-            self._faces[evaluates] = whole
-        return self._faces[evaluates]
+            self._faces[face] = whole
+        return self._faces[face]
 
     def _observe(self, output: Any, targets: Any) -> None:
         """What the loss is given in evaluation, while there is a metric."""
@@ -369,53 +381,66 @@ class Runner:
     def _take(
         self, batch: Batch | None, *, evaluates: bool, waits: bool = True
     ) -> tuple[ShapedStep, Microbatches, Microbatches]:
-        """What runs a batch, and the batch cut; where a rank refuses it, all is as it was."""
-        groups, steps = self._groups, self._steps[evaluates]
-        step = self._step_of(batch, evaluates=evaluates)
-        parts: tuple[Microbatches, Microbatches] = [], []
-        refused = ""
-        known = step.executor is not None
+        """What runs a batch, on all ranks the same, and the batch cut; where a rank refuses it, all
+        is as it was.
+        """
+        key = evaluates, signature(batch)
+        own = self._fitting.get(key, 0)
+        common = self._common(own, waits=waits)
+        bit = common & -common
+        if not common:
+            bit = self._introduce(batch, evaluates=evaluates)
+            self._fitting[key] = own | bit
+        elif not own & bit:  # others have not waited
+            self._split(batch)
+            raise PipelineError(
+                "this rank was given a batch of another shape than the others, which run a step "
+                "that does not wait: give every rank the same batch"
+            )
+        step = self._steps[bit] = self._steps.pop(bit)  # used last
+        return step, *self._split(batch)
+
+    def _common(self, own: int, *, waits: bool) -> int:
+        """Which steps may run a batch on all ranks; 0 where one has yet to know it. Without waiting
+        for others, as the rank of the first stage that takes an input of the batch says.
+        """
+        groups = self._groups
+        if waits or len(groups.layout.pipelines) > 1:
+            return groups.everybody.common_bits(own)
+        return int(groups.announce(str(own), self._source))
+
+    def _introduce(self, batch: Batch | None, *, evaluates: bool) -> int:
+        """Find or make the step for a batch whose shape is new to some rank: its bit; collective.
+
+        Raises:
+            BatchError: a rank refuses the batch.
+        """
+        refused, given = "", dict[str, Any]()
         try:
-            parts = step.split(batch)
-            if not known:
-                check_inputs(self._held.modules, self._feeds, parts[0][0] if parts[0] else ())
+            given = self._split.given(batch)
+            inputs, _ = self._split(batch)
+            check_inputs(self._held.modules, self._feeds, inputs[0] if inputs else ())
         except (PipelineError, PlanError) as error:
             refused = str(error)
-        if refused or not known or (waits and groups.everybody.ranks > 1):
-            try:
-                agree_on_batch(refused, step.split.offered, groups, known=known, waits=waits)
-            except BatchError:
-                for shape in [each for each in steps if steps[each].executor is None]:
-                    del steps[shape]
-                raise
-        step.split.accept()
+        agreed = agree_on_batch(refused, parts_of(given), self._groups)
         if not self._contents_compared:
-            compare_contents(step.split.given(batch), groups)
+            compare_contents(given, self._groups)
             self._contents_compared = True
-        return step, *parts
-
-    def _step_of(self, batch: Batch | None, *, evaluates: bool) -> ShapedStep:
-        """What runs batches of this shape, on every rank the same; collective unless all are of one
-        shape.
-        """
-        groups, steps = self._groups, self._steps[evaluates]
-        shape = self._shape(batch)
-        if shape in steps:
-            steps[shape] = steps.pop(shape)  # used last
-            return steps[shape]
-        if len(steps) == _KEPT:  # all ranks drop the same
-            del steps[next(iter(steps))]
-        own, wiring = self.schedule.held(groups.rank), self._feeds.wiring
-        split = BatchSplitter(
-            self.schedule.microbatches,
-            self._device,
-            inputs=self._feeds.from_batch(own),
-            targets=self._last in own,
-            names=() if wiring is None else wiring.names,
-        )
-        name = f"{'evaluate' if evaluates else 'train'} {shape}"
-        steps[shape] = ShapedStep(split, Negotiation(name, groups, self._guard.check))
-        return steps[shape]
+        steps = {bit: each for bit, each in self._steps.items() if each.evaluates == evaluates}
+        for bit, step in steps.items():
+            if alike(agreed, step.parts):
+                return bit
+            if self._static:
+                check_static(agreed, step.parts)
+        free = next((1 << n for n in range(_KEPT) if 1 << n not in self._steps), 0)
+        if not free:  # all ranks drop the same
+            free = next(iter(self._steps))
+            del self._steps[free]
+            self._fitting = {key: bits & ~free for key, bits in self._fitting.items()}
+        self._begun += 1
+        negotiation = Negotiation(f"step {self._begun}", self._groups, self._guard.check)
+        self._steps[free] = ShapedStep(agreed, evaluates, negotiation)
+        return free
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps, and change the schedule where that says so."""
@@ -429,8 +454,8 @@ class Runner:
         """Train under another schedule from now on."""
         _LOG.info("from the next step on: %r", schedule)
         self.schedule = schedule
-        for step in self._steps[False].values():
-            if step.executor is not None:
+        for step in self._steps.values():
+            if step.executor is not None and not step.evaluates:
                 compile_stages(step.stages, schedule)
                 self._prepare(step, schedule, step.stages)
 

@@ -351,8 +351,8 @@ class StageTrainer:
 
         Returns:
             By name, those that are known: ``loss``, the mean over the batch; ``seconds``, with the
-            optimizer; ``grad_norm``, with ``max_grad_norm``; ``samples_per_s`` of this pipeline, on
-            ranks that were given inputs, and ``tokens_per_s``, where these are ids; ``flops_per_s``
+            optimizer; ``grad_norm``, with ``max_grad_norm``; ``samples_per_s`` of this pipeline,
+            and ``tokens_per_s``, where inputs are ids; ``flops_per_s``
             of this rank's products, recomputed ones not counted, and ``mfu``, their share of
             ``peak_flops``; ``bubble``, the share of forward and backward in which this rank ran
             nothing, with ``record``; ``peak_memory``, the most bytes that it held, on an

@@ -53,6 +53,7 @@ def test_all_of_it_arrives() -> None:
     error = control.gather(CheckpointError("no such file"))[1 - control.rank]
     assert (type(error), str(error)) == (CheckpointError, "no such file")
     assert control.announce(f"of {rank}", 0) == "of 1"
+    assert control.common_bits((1 << 62) + (5 if rank else 6)) == (1 << 62) + 4
 
 
 @ranks(2)

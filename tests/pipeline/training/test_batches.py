@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.training.batches import BatchSplitter
+from autosplit.pipeline.training.batches import BatchSplitter, signature
 
 CPU = torch.device("cpu")
 
@@ -108,28 +108,21 @@ def test_bad_batches(batch: Any, text: str) -> None:
     assert text in str(caught.value)
 
 
+SIZES = torch.zeros(4, 2), torch.zeros(6, 2)
+
+
 @pytest.mark.parametrize(
-    ("later", "text"),
+    "other",
     [
-        (torch.zeros(6, 3), "inputs are float32[6, 3], but were float32[4, 3] at first"),
-        (torch.zeros(4, 3).long(), "inputs are int64[4, 3], but were float32[4, 3]"),
-        ((torch.zeros(4, 3), torch.zeros(4)), "inputs are float32[4, 3], float32[4], but were"),
-        (torch.zeros(5, 3), "cut into 2 equal microbatches; pass 4, as at first: the shapes here"),
+        (SIZES[1], SIZES[0]),
+        (SIZES[0].double(), SIZES[0]),
+        (SIZES[0], None),
+        ((SIZES[0],), SIZES[0]),
+        ({"a": SIZES[0]}, SIZES[0]),
+        None,
     ],
 )
-def test_shapes_are_static(later: Any, text: str) -> None:
-    splitter = _splitter()
-    for make in (torch.zeros, torch.ones):
-        splitter((make(4, 3), make(4)))
-        splitter.accept()
-    with pytest.raises(PipelineError) as caught:
-        splitter((later, torch.zeros(6 if len(later) == 6 else 4)))
-    assert text in str(caught.value)
-
-
-def test_a_batch_that_others_refuse_binds_no_later_one() -> None:
-    splitter = _splitter()
-    splitter((torch.zeros(6), torch.zeros(6)))
-    splitter((torch.zeros(4), torch.zeros(4)))
-    splitter.accept()
-    assert [str(each) for each in splitter.agreed["inputs"]] == ["float32[4]"]
+def test_batches_of_other_shapes_have_other_signatures(other: Any) -> None:
+    batch = SIZES[0], SIZES[0]
+    assert signature(batch) == signature([*map(torch.ones_like, batch)])
+    assert signature(batch) != signature(other)
