@@ -29,7 +29,7 @@ def measure_cheaply() -> None:
     """
     if speed := sys.modules.get("autosplit.mesh.costs"):
         speed._SIDE, speed._COPIED = 128, 2**20  # type: ignore[attr-defined]
-    if timing := sys.modules.get("autosplit.planner.profile"):
+    if timing := sys.modules.get("autosplit.planner.costs"):
         timing._MOST = 5  # type: ignore[attr-defined]
 
 

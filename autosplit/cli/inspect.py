@@ -51,13 +51,7 @@ def _with_grad(leaf: Any) -> Any:
 @click.option(
     "--no-input-grads", is_flag=True, help="Inputs need no gradient, as in a first stage."
 )
-@click.option(
-    "--memory",
-    default="balanced",
-    show_default=True,
-    callback=memory_option,
-    help="fast, balanced, lean, or what a microbatch may hold between I and W, such as 10MiB.",
-)
+@memory_option
 @folder_to_write("--dump", "folder", help="Write the graphs to this folder.")
 @typed_errors
 def inspect(

@@ -95,12 +95,21 @@ def dimensions(
     return found
 
 
-def memory_option(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
+def _memory(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
     """The name of a setting, or a number of bytes."""
     try:
         return parse_size(value, "bytes") if value[:1].isdecimal() else value
     except AutosplitError as error:
         raise click.BadParameter(str(error)) from error
+
+
+memory_option = click.option(
+    "--memory",
+    default="balanced",
+    show_default=True,
+    callback=_memory,
+    help="fast, balanced, lean, or what a microbatch may hold between I and W, such as 10MiB.",
+)
 
 
 def numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:

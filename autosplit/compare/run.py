@@ -30,9 +30,8 @@ from autosplit.pipeline.simulation.timeline import Timeline, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.options import RunOptions, StageOptions
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.costs import ModelCosts
-from autosplit.planner.cutting import device_of_trainer, profile_together
-from autosplit.planner.profile import BlockOptions
+from autosplit.planner.costs import BlockOptions, ModelCosts, profile
+from autosplit.planner.cutting import device_of_trainer, on_all_ranks
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.text.figures import spread
@@ -92,9 +91,11 @@ def measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelCo
         split=SplitOptions(settings.backend),
         loss_fn=own_loss,
         targets=(),
-        device=device_of_trainer(alone=False),
+        device=device_of_trainer(),
     )
-    return profile_together(whole, options, settings.profiling, alone=False)
+    return on_all_ranks(
+        lambda: profile(whole, options, seconds=settings.profiling), lambda costs: costs
+    )
 
 
 _Summary = tuple[Row, Timeline, Timeline]

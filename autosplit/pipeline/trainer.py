@@ -177,8 +177,8 @@ def _cut(
         ShardedError: its stages would have to be sharded.
     """
     # Training stages that are there needs no planner, which takes long to import.
+    from autosplit.planner.costs import BlockOptions
     from autosplit.planner.cutting import Planning, cut_model
-    from autosplit.planner.stages import cut
 
     if count is None or example is None:
         raise PipelineError(
@@ -196,19 +196,17 @@ def _cut(
     request = options.schedule
     built = options.schedule_for(count, len(options.layout(count).pipeline))
     factory = options.factory(cut=True)
-    whole, found = cut_model(
+    split = factory.split if isinstance(factory, SplitStage) else SplitOptions()
+    parts, found = cut_model(
         model,
         example,
         None,
         count,
         _planned_for(request, built),
         how,
-        split=factory.split if isinstance(factory, SplitStage) else SplitOptions(),
-        autocast=options.stages.autocast,
-        loss_fn=loss_fn,
+        BlockOptions(split, options.stages.autocast, loss_fn),
     )
-    partition = cut(whole, found.firsts)
-    stages = StageSource(count, partition.build, partition.wiring, partition.shared, cut=True)
+    stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True)
     return stages, found.schedule
 
 

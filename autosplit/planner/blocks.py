@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from torch import Tensor, fx
@@ -35,20 +36,52 @@ class Block:
     last: int
 
 
-def find_cuts(line: OperationSequence, wanted: Iterable[int] = ()) -> list[int]:
+def find_cuts(line: OperationSequence, wanted: Collection[int] = ()) -> list[int]:
     """Where to cut at most: one place at best between two operations that compute much, where
-    fewest tensors and bytes are alive.
+    fewest tensors and bytes are alive, at a boundary of modules: of those that are a part of the
+    model rather than one operation or most of it, then as far out as can be.
 
-    Such a place counts where no more tensors cross it than cross the edges of the modules around
-    it, as between attention and MLP of a layer with a residual, and not inside either; outside of
-    such modules, where no more cross than at the narrowest place; or between two modules that
-    compute much each, as the levels of a U-Net do, whatever crosses.
+    Such a place counts where more tensors cross the next other ones before and behind it, as
+    between attention and MLP of a layer with a residual, and not inside either; or between two
+    modules that compute much each, as the levels of a U-Net do, whatever crosses.
 
     Args:
         line: the model.
         wanted: cuts to have in any case.
     """
-    return _Search(line).cuts(set(wanted))
+    stacks = [stack(node) for node in line.body]
+    heavy = [index for index, node in enumerate(line.body) if _is_heavy(line, node)]
+    weight = Counter(stacks[at][:depth] for at in heavy for depth in range(len(stacks[at]) + 1))
+    count, size = _widths(line)
+
+    def rank(cut: int) -> tuple[int, int, bool, int, int]:
+        sides = stacks[cut - 1], stacks[cut]
+        depth = len(common(*sides))
+        paths = [side[:end] for side in sides for end in range(depth + 1, len(side) + 1)]
+        inner = not any(1 < weight[path] < len(heavy) / 2 for path in paths)
+        return count[cut], size[cut], inner, depth, -cut
+
+    def divides(left: int, right: int) -> bool:
+        depth = len(common(stacks[left], stacks[right])) + 1
+        sides = stacks[left][:depth], stacks[right][:depth]
+        return sides[0] != sides[1] and all(weight[side] > 1 for side in sides)
+
+    places: list[int] = []
+    found = set(wanted)
+    for left, right in pairwise(heavy):
+        able = [k for k in range(left + 1, right + 1) if k not in line.forbidden]
+        lookups = not (line.effects[line.body[left]].heavy or line.effects[line.body[right]].heavy)
+        if able and not lookups:
+            given = [k for k in able if k in found]
+            places += given or [min(able, key=rank)]
+            if not given and divides(left, right):
+                found.add(places[-1])
+    runs = [[*run] for _, run in groupby(places, count.__getitem__)]
+    around = [math.inf, *(count[run[0]] for run in runs), math.inf]
+    for before, run, behind in zip(around, runs, around[2:], strict=False):
+        if count[run[0]] < min(before, behind):
+            found.update(run)
+    return sorted(found)
 
 
 def make_blocks(line: OperationSequence, cuts: Sequence[int]) -> tuple[Block, ...]:
@@ -67,83 +100,10 @@ def make_blocks(line: OperationSequence, cuts: Sequence[int]) -> tuple[Block, ..
     return tuple(blocks)
 
 
-class _Search:
-    def __init__(self, line: OperationSequence) -> None:
-        self.line = line
-        self.stacks = [stack(node) for node in line.body]
-        self.heavy = [index for index, node in enumerate(line.body) if _is_heavy(line, node)]
-        self.computes = [line.effects[node].heavy for node in line.body]
-        self.count, self.bytes = _widths(line)
-        self.extent: dict[tuple[str, ...], tuple[int, int]] = {(): (0, len(line.body))}
-        for index, path in enumerate(self.stacks):
-            for depth in range(1, len(path) + 1):
-                first, _ = self.extent.get(path[:depth], (index, index))
-                self.extent[path[:depth]] = (first, index + 1)
-        self.weight = Counter(
-            self.stacks[index][:depth]
-            for index in self.heavy
-            for depth in range(len(self.stacks[index]) + 1)
-        )
-
-    def cuts(self, wanted: set[int]) -> list[int]:
-        best = {}
-        for left, right in pairwise(self.heavy):
-            places = [k for k in range(left + 1, right + 1) if k not in self.line.forbidden]
-            lookups = not (self.computes[left] or self.computes[right])
-            if places and not lookups:
-                best[left, right] = min(places, key=self._rank)
-        loose = [self.count[cut] for gap, cut in best.items() if not self._limits(*gap)]
-        least = min(loose, default=1)
-        found = set(wanted)
-        for (left, right), cut in best.items():
-            narrow = self.count[cut] <= min(self._limits(left, right), default=least)
-            given = any(left < k <= right for k in wanted)
-            if not given and (narrow or self._divides(left, right)):
-                found.add(cut)
-        return sorted(found)
-
-    def _rank(self, cut: int) -> tuple[int, int, bool, int, int]:
-        """Few tensors, few bytes, and a boundary of modules: of those that are a part of the
-        model rather than one operation or most of it, then as far out as can be.
-        """
-        sides = self.stacks[cut - 1], self.stacks[cut]
-        depth = len(common(*sides))
-        paths = [side[:end] for side in sides for end in range(depth + 1, len(side) + 1)]
-        inner = not any(self.weight[path] > 1 and self._is_part(path) for path in paths)
-        return self.count[cut], self.bytes[cut], inner, depth, -cut
-
-    def _is_part(self, path: tuple[str, ...]) -> bool:
-        return 2 * self.weight[path] < len(self.heavy)
-
-    def _limits(self, left: int, right: int) -> list[int]:
-        """How many tensors cross the edges of every module around both that is a part of the
-        model; without any, the narrowest cuts of the model are what counts.
-        """
-        around = common(self.stacks[left], self.stacks[right])
-        parts = (around[:depth] for depth in range(1, len(around) + 1))
-        return [
-            max(1, *(self.count[edge] for edge in self.extent[path]))
-            for path in parts
-            if self._is_part(path)
-        ]
-
-    def _divides(self, left: int, right: int) -> bool:
-        around = common(self.stacks[left], self.stacks[right])
-        depth = len(around) + 1
-        sides = [self.stacks[left][:depth], self.stacks[right][:depth]]
-        big = [len(side) == depth and self.weight[side] > 1 for side in sides]
-        return sides[0] != sides[1] and (all(big) if self._is_part(around) else any(big))
-
-
 def _is_heavy(line: OperationSequence, node: fx.Node) -> bool:
-    def is_matrix(n: fx.Node) -> bool:
-        return _is_parameter(line, n) and line.value(n).dim() > 1
-
-    return line.effects[node].heavy or any(map(is_matrix, node.all_input_nodes))
-
-
-def _is_parameter(line: OperationSequence, node: fx.Node) -> bool:
-    return line.forward.state.get(node) in line.forward.parameters
+    forward = line.forward
+    read = (n for n in node.all_input_nodes if forward.state.get(n) in forward.parameters)
+    return line.effects[node].heavy or any(line.value(n).dim() > 1 for n in read)
 
 
 def _widths(line: OperationSequence) -> tuple[list[int], list[int]]:

@@ -1,24 +1,14 @@
-"""A whole model, captured, as a sequence of blocks; and in the mode, training or evaluation, in
-which it was not captured, from a copy without the memory of its parameters.
-"""
+"""A whole model, captured for one microbatch, as a sequence of blocks."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
-import gc
 import inspect
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.capture.first_call import is_passing, warm_up
@@ -27,32 +17,20 @@ from autosplit.capture.module_paths import name_modules, stack
 from autosplit.capture.workarounds.custom_functions import make_traceable
 from autosplit.errors import AutosplitError, CaptureError, PlanError
 from autosplit.planner.blocks import find_cuts, make_blocks
-from autosplit.planner.meta_model import alike, named_tensors, stand_in_tensors
+from autosplit.planner.meta_model import named_tensors, stand_in_tensors
 from autosplit.planner.operation_sequence import OperationSequence
-from autosplit.planner.stage_module import Program, StageGraph, StageLayout, StageModule
+from autosplit.planner.stage_module import StageLayout, StageModule
 from autosplit.text.figures import few, nearest
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
-from autosplit.torch_internals.state import hold_state, modes_kept
+from autosplit.torch_internals.state import modes_kept
 
 
-def capture_model(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> OperationSequence:
-    """The operations of ``model(*args, **kwargs)`` as it is now, training or not.
-
-    Args:
-        model: its parameters may be on the meta device.
-        args: example positional inputs, no tensor twice among them and ``kwargs``.
-        kwargs: example keyword inputs.
-        device: stands for the meta device.
-
-    Raises:
-        CaptureError: the model cannot be captured in one graph; names the user's line.
-        PlanError: it computes nothing.
-    """
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationSequence:
+    """The operations of ``model(*args, **kwargs)`` as it is now, training or not."""
     has_values = not any(tensor.is_meta for tensor in named_tensors(model).values())
     try:
+        device = device_of(model, (args, kwargs))
         with stand_in_tensors(model, device), collecting_new_objects_only():
             forward = _captured(model, args, kwargs, has_values=has_values)
     except CaptureError as error:
@@ -82,143 +60,6 @@ def _captured(
             raise
     warm_up(model, args, kwargs)
     return capture_forward(model, args, kwargs)
-
-
-class NotCopiedError(Exception):
-    """A model cannot be copied so that the copy stands for it."""
-
-
-def bare_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model as it is now, to be traced later: parameters are on the meta device, all
-    other tensors are the model's own. It holds nothing of the model's parameters.
-
-    Raises:
-        NotCopiedError: something that hangs on the model cannot be copied, or leads back to it.
-    """
-    parameters = {id(p): p for p in model.parameters()}
-    memo: dict[int, Any] = {key: _without_values(p) for key, p in parameters.items()}
-    try:
-        with _OwnTensors():
-            copied = copy.deepcopy(model, memo)
-    except Exception as error:  # whatever the user's objects raise
-        raise NotCopiedError(f"{type(model).__name__} cannot be copied: {error}") from error
-    originals = parameters.keys() | {id(module) for module in model.modules()}
-    if not isinstance(copied, nn.Module) or _reaches(copied, originals):
-        raise NotCopiedError(f"a copy of {type(model).__name__} leads back to what it is of")
-    return copied
-
-
-def _without_values(parameter: nn.Parameter) -> Tensor:
-    if is_lazy(parameter) or type(parameter) is not nn.Parameter or _is_subclass(parameter.data):
-        raise NotCopiedError(f"a parameter is a {type(parameter.data).__name__}")
-    return alike(torch.empty_like(parameter, device="meta"), parameter)
-
-
-def _is_subclass(tensor: Tensor) -> bool:
-    return type(tensor) is not Tensor
-
-
-class _OwnTensors(TorchFunctionMode):
-    """Inside, a copy has the tensors that what it is of has; nothing computes with any."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__:
-            return args[0]
-        raise NotCopiedError(f"copying it calls {getattr(func, '__name__', func)}")
-
-
-# What code can read in them belongs to the process, not to the object that is looked at.
-_SHARED = (type, ModuleType, CodeType, BuiltinFunctionType, logging.Logger, str, bytes, int, float)
-
-
-def _reaches(start: object, wanted: set[int]) -> bool:
-    """Whether one leads from an object to one of these, by attributes, items and closures."""
-    seen: dict[int, object] = {}  # alive, so that no other object gets its number
-    waiting = [start]
-    while waiting:
-        found = waiting.pop()
-        if id(found) in wanted:
-            return True
-        if id(found) in seen or isinstance(found, _SHARED):
-            continue
-        seen[id(found)] = found
-        if isinstance(found, FunctionType):
-            waiting += [found.__closure__, found.__defaults__, found.__kwdefaults__, vars(found)]
-        elif not isinstance(found, Tensor):
-            waiting += gc.get_referents(found)
-    return False
-
-
-Capture = Callable[[nn.Module], OperationSequence]
-
-
-def later(model: nn.Module, training: bool, capture: Capture) -> Callable[[], OperationSequence]:
-    """What gives the operations of a model in another mode, captured when that is first asked for:
-    a run that never evaluates does not pay for it. Until then it holds a copy of the model as it
-    is now, without parameters. A model that cannot be copied so is captured at once.
-
-    Args:
-        model: as it shall be but for its mode.
-        training: whether that mode is training.
-        capture: traces a model.
-
-    Returns:
-        raises an AutosplitError where the model cannot be captured in that mode, or not as late.
-    """
-    try:
-        return functools.cache(partial(_of_copy, bare_copy(model), training, capture))
-    except NotCopiedError:
-        pass
-    found: list[OperationSequence] = []
-    try:
-        found.append(_in_mode(model, training, capture))
-    except AutosplitError as error:
-        reason = error
-
-    def known() -> OperationSequence:
-        if not found:
-            raise reason
-        return found[0]
-
-    return known
-
-
-def _in_mode(model: nn.Module, training: bool, capture: Capture) -> OperationSequence:
-    with modes_kept([model]):
-        if model.training is not training:
-            model.train(training)
-        return capture(model)
-
-
-def _of_copy(copied: nn.Module, training: bool, capture: Capture) -> OperationSequence:
-    """The operations of a copy, whatever surrounds the call that asked for them.
-
-    Raises:
-        CaptureError: it cannot be captured.
-        PlanError: it reads parameters that are not its own: those of what it is a copy of.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        for device in _devices():
-            stack.enter_context(torch.autocast(device, enabled=False))
-        line = _in_mode(copied, training, capture)
-    if any(isinstance(tensor, nn.Parameter) for tensor in line.forward.constants.values()):
-        raise PlanError(
-            f"in that mode {type(copied).__name__} reads parameters that are not registered in it; "
-            "build the stages of a model that is in that mode"
-        )
-    return line
-
-
-def _devices() -> Iterator[str]:
-    yield "cpu"
-    if accelerator := torch.accelerator.current_accelerator():
-        yield accelerator.type
-
-
-_OTHER_MODE = PlanError("blocks can be run only in the mode in which they were captured")
 
 
 class WholeModel:
@@ -272,7 +113,7 @@ class WholeModel:
         """
         args, given = _apart(_inputs(args, kwargs))
         with working(f"capturing {type(model).__name__} whole"):
-            line = capture_model(model, args, given, device_of(model, (args, given)))
+            line = _capture(model, args, given)
         return cls(model, args, given, line, training=model.training)
 
     def check_stages(self, stages: int) -> None:
@@ -297,13 +138,18 @@ class WholeModel:
         )
 
     @cached_property
-    def other_mode(self) -> Callable[[], OperationSequence]:
-        """What captures the model as it is now in the other mode: for evaluation if this is for
-        training; see ``later``.
+    def other_mode(self) -> OperationSequence | AutosplitError:
+        """The operations of the model as it is when this is first asked for, in the mode in which
+        it was not captured: evaluation, if it was captured for training. Where it cannot be
+        captured in that mode, why.
         """
-        device = device_of(self.model, (self.args, self.kwargs))
-        capture = partial(capture_model, args=self.args, kwargs=self.kwargs, device=device)
-        return later(self.model, not self.training, capture)
+        with modes_kept([self.model]), working(f"capturing {type(self.model).__name__} anew"):
+            if self.model.training is self.training:
+                self.model.train(not self.training)
+            try:
+                return _capture(self.model, self.args, self.kwargs)
+            except AutosplitError as error:
+                return error
 
     def divided(self, cut_at: Sequence[str]) -> WholeModel:
         """The same with a block beginning where each of these modules begins.
@@ -331,8 +177,13 @@ class WholeModel:
                 return index
         raise PlanError(f"no block begins at {name!r}")
 
-    def segment(self, first: int, last: int) -> tuple[nn.Module, list[Tensor]]:
+    def segment(self, first: int, last: int, *, plain: bool) -> tuple[nn.Module, list[Tensor]]:
         """Blocks ``first`` up to but not ``last`` as a module, in the mode of the capture.
+
+        Args:
+            first: the first block.
+            last: the one after the last block.
+            plain: give a tuple of tensors, also where the model gives something else.
 
         Returns:
             the module, with the model's own parameters and buffers; and what its arguments look
@@ -347,25 +198,10 @@ class WholeModel:
             )
         cuts = [self.blocks[k].first for k in (first, last) if 0 < k < len(self.blocks)]
         layout, index = StageLayout(self.line, cuts), int(first > 0)
-        program = layout.program(index)
-        module = self.module(first, program, _OTHER_MODE, program.state)
-        return module, [self.line.given_value(node) for node in layout.given[index]]
-
-    def module(
-        self, index: int, own: StageGraph, other: Program, names: Iterable[str]
-    ) -> StageModule:
-        """A stage in the mode of the capture, with the model's own parameters and buffers.
-
-        Args:
-            index: which one.
-            own: what it runs in that mode.
-            other: what it runs in the other one.
-            names: of parameters and buffers.
-        """
-        module = StageModule(index, *((own, other) if self.training else (other, own)))
+        program = layout.program(index, plain=plain)
+        module = StageModule(first, {self.training: program}, self.model, program.state)
         module.train(self.training)
-        hold_state(module, self.model, names)
-        return module
+        return module, [self.line.given_value(node) for node in layout.given[index]]
 
     def _place(self, name: str) -> int:
         """Where on the line a block or module of this name begins."""
@@ -418,17 +254,13 @@ def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _input_names(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
     """The names that the forward has for the tensors among its inputs."""
-    bound = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
-    parameters = inspect.signature(model.forward).parameters
-    for name, parameter in parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD and name in bound:
-            bound.update(bound.pop(name))
-    ordered = {name: value for name, value in bound.items() if name not in kwargs} | kwargs
-    found = []
-    for name, value in ordered.items():
-        leaves = flatten_named("", value)
-        found += [f"{name}{path}" for path, leaf in leaves if isinstance(leaf, Tensor)]
-    return tuple(found)
+    positional = zip(inspect.signature(model.forward).parameters, args, strict=False)
+    return tuple(
+        f"{name}{path}"
+        for name, value in (dict(positional) | kwargs).items()
+        for path, leaf in flatten_named("", value)
+        if isinstance(leaf, Tensor)
+    )
 
 
 def _apart(inputs: Any) -> Any:

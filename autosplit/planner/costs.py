@@ -1,18 +1,39 @@
-"""What the blocks of a model cost, and the cuts between them.
-
-And the limits of a plan: the memory of a rank and the links between ranks.
+"""What the blocks of a model cost: one block of each kind is split as a stage, and its F, I and W
+are timed, or counted from the FLOPs and bytes of its graphs.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
-from statistics import fmean
 
+import torch
+from torch import Tensor, fx, nn
+
+from autosplit.device import generators_kept, settle
 from autosplit.errors import PlanError
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.mesh.costs import DeviceSpeed, measure_device
+from autosplit.passes.analysis.operator_cost import flops, traffic, value_bytes
+from autosplit.pipeline.engine.stages import footprint
+from autosplit.pipeline.training.batches import Part
+from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
+from autosplit.runtime.split_options import SplitOptions
+from autosplit.stage import Stage
+
+from .captured_model import WholeModel, device_of
+from .meta_model import assign, named_tensors
+
+_DAY = 86_400
+_SMALL = 2**16  # bytes below which a tensor may as well have memory
+_SCALE = 0.02  # of random parameters: small enough that no block overflows
+_WARMUP, _LEAST, _MOST = 2, 3, 50  # rounds that are not timed, and at least and at most timed
+
+Times = tuple[float, float, float]
+"""Seconds of F, I and W of one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +47,6 @@ class BlockCost:
         saved: bytes kept from F to the backward.
         deferred: bytes kept from I to W.
         parameters: bytes of parameters.
-        backward_alone: seconds of the backward within the first stage of a pipeline, whose W is
-            the whole backward: of the first block without a gradient of its input, of another
-            block I and W in one.
     """
 
     forward: float
@@ -37,10 +55,9 @@ class BlockCost:
     saved: float
     deferred: float
     parameters: float
-    backward_alone: float
 
     @property
-    def times(self) -> tuple[float, float, float]:
+    def times(self) -> Times:
         """Seconds of F, I and W."""
         return (self.forward, self.backward_input, self.backward_weight)
 
@@ -52,19 +69,10 @@ class ModelCosts:
     Attributes:
         blocks: the blocks.
         crossing: bytes that go over the cut after each block but the last, for one microbatch.
-        call: seconds that each of F, I and W of a stage takes besides its blocks.
-        returning: bytes of the gradients that come back over each cut; None: as many as went.
     """
 
     blocks: tuple[BlockCost, ...]
     crossing: tuple[float, ...]
-    call: float = 0.0
-    returning: tuple[float, ...] | None = None
-
-    @property
-    def gradients(self) -> tuple[float, ...]:
-        """Bytes of the gradients that come back over each cut."""
-        return self.crossing if self.returning is None else self.returning
 
     @cached_property
     def _fields(self) -> list[tuple[float, ...]]:
@@ -77,66 +85,272 @@ class ModelCosts:
         A first stage has no I, and keeps all it saved, with the gradient of its output, until W,
         which is the whole backward; nothing crosses the end of the model.
         """
-        forward, inputs, weights, saved, deferred, parameters, alone = (
-            sum(each[first:last]) for each in self._fields
+        found = BlockCost(*(sum(each[first:last]) for each in self._fields))
+        if first:
+            return found
+        return replace(
+            found,
+            backward_input=0.0,
+            backward_weight=found.backward_input + found.backward_weight,
+            deferred=found.saved + sum(self.crossing[last - 1 : last]),
         )
-        if first == 0:
-            inputs, weights = -self.call, alone
-            deferred = saved + (self.gradients[last - 1] if last < len(self.blocks) else 0.0)
-        forward, inputs, weights, alone = (
-            each + self.call for each in (forward, inputs, weights, alone)
-        )
-        return BlockCost(forward, inputs, weights, saved, deferred, parameters, alone)
-
-
-def average(found: Sequence[ModelCosts]) -> ModelCosts:
-    """The mean of what several ranks found of the same model."""
-
-    def means(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
-        return tuple(map(fmean, zip(*rows, strict=True)))
-
-    ranks = zip(*(costs.blocks for costs in found), strict=True)
-    return ModelCosts(
-        tuple(BlockCost(*means(map(astuple, row))) for row in ranks),
-        means(costs.crossing for costs in found),
-        fmean(costs.call for costs in found),
-        means(costs.gradients for costs in found),
-    )
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The memory of a rank, and the links between ranks.
+class BlockOptions:
+    """How stages are made of blocks: a trainer's options that decide what a stage costs.
 
     Attributes:
-        cap: bytes that each rank may hold.
-        optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
-        links: latency and bandwidth between ranks; its message bytes are not looked at, those of
-            the cuts count.
-        measures: whether what a schedule holds beyond the cap is left to a trainer, which is given
-            it as its limit, and moves or makes again what is too much.
-
-    Raises:
-        PlanError: numbers that cannot be.
+        split: how blocks are split and their graphs are run.
+        autocast: the dtype of autocast, or None.
+        loss_fn: belongs to the last block where there are ``targets``.
+        targets: of one microbatch.
+        device: where blocks run; None for where their parameters are, or the CPU.
     """
 
-    cap: float = math.inf
-    optimizer_state: float = 2.0
-    links: Transfer = field(default_factory=Transfer)
-    measures: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.cap > 0.0:
-            raise PlanError(f"cap must be bytes > 0 that a rank may hold, got {self.cap!r}")
-        if not (math.isfinite(self.optimizer_state) and self.optimizer_state >= 0.0):
-            raise PlanError(
-                "optimizer_state must be bytes for each byte of parameters, a finite number >= 0; "
-                f"got {self.optimizer_state!r}"
-            )
+    split: SplitOptions = field(default_factory=SplitOptions)
+    autocast: torch.dtype | None = None
+    loss_fn: LossFunction | None = None
+    targets: Part | None = None
+    device: torch.device | None = None
 
     @property
-    def factor(self) -> float:
-        """Bytes that a rank holds all the time for each byte of parameters: these, their
-        gradients, and what the optimizer keeps.
-        """
-        return 2.0 + self.optimizer_state
+    def has_loss(self) -> bool:
+        """Whether the last block has the loss."""
+        return self.loss_fn is not None and self.targets is not None
+
+
+def check_seconds(seconds: float) -> None:
+    """Refuse what is no time to measure for.
+
+    Raises:
+        PlanError: negative, not finite, or more than a day.
+    """
+    if not 0.0 <= seconds <= _DAY:
+        raise PlanError(
+            f"seconds to measure for must be from 0 to {_DAY:,} (a day), got {seconds!r}"
+        )
+
+
+def profile(
+    whole: WholeModel, options: BlockOptions | None = None, *, seconds: float = 60.0
+) -> ModelCosts:
+    """Time F, I and W of a block of each kind, warm, by medians.
+
+    The model's state, the random number generators and ``.grad`` stay as they are.
+
+    Args:
+        whole: the model in blocks, for one microbatch.
+        options: how stages are made of blocks; None for a trainer's defaults.
+        seconds: how long to measure, all kinds of blocks together; tracing is not counted.
+
+    Raises:
+        CaptureError: a block cannot be traced.
+        SplitError: a block's graph cannot be split, or a bad option.
+    """
+    options = options or BlockOptions()
+    members = kinds(whole, options)
+    with generators_kept():
+        stages = [block_stage(whole, own[0], own[0] + 1, options) for own in members]
+        timed = time_stages(stages, seconds)
+    made = [_cost(stage, each) for (stage, _), each in zip(stages, timed, strict=True)]
+    return _model_costs(whole, members, made)
+
+
+def estimate(
+    whole: WholeModel, options: BlockOptions | None = None, *, device: DeviceSpeed | None = None
+) -> ModelCosts:
+    """F, I and W of a block of each kind, from the FLOPs and bytes of its graphs.
+
+    A block of each kind is traced and split as a stage would be, on tensors without memory, so
+    what it saves and defers is exact, also for a model on the meta device; only the seconds are
+    estimates, operator by operator. With ``options.device`` the meta device, a model is
+    planned for a machine without the device at hand: torch then chooses kernels as for no device
+    in particular, which have attention save its probabilities.
+
+    Args:
+        whole: the model in blocks, for one microbatch.
+        options: how stages are made of blocks; None for a trainer's defaults. Backends are
+            taken to be equally fast.
+        device: how fast operators are; None measures the CPU, which takes a second.
+
+    Raises:
+        CaptureError: a block cannot be traced.
+        SplitError: a block's graph cannot be split, or a bad option.
+    """
+    options = options or BlockOptions()
+    options = replace(options, split=replace(options.split, backend="eager"))
+    speed = device or measure_device()
+    members = kinds(whole, options)
+
+    def cost(block: int) -> BlockCost:
+        stage, _ = block_stage(whole, block, block + 1, options, blank=True)
+        graphs = stage.functions.graphs
+        parts = (graphs.forward, graphs.backward_input, graphs.backward_weight)
+        forward, inputs, weights = (_graph_seconds(graph, speed) for graph in parts)
+        return _cost(stage, (forward, inputs, weights))
+
+    return _model_costs(whole, members, [cost(own[0]) for own in members])
+
+
+def _graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
+    """How long one call of a graph takes; nothing for views and the like."""
+    if graph is None:
+        return 0.0
+    moved = ((node, traffic(node)) for node in graph.graph.nodes)
+    return sum(device.seconds(flops(node), size) for node, size in moved if size)
+
+
+def kinds(whole: WholeModel, options: BlockOptions) -> list[list[int]]:
+    """The blocks that cost the same.
+
+    The first block is by itself, because it has no input gradient, and so is a last one with a
+    loss.
+    """
+    found: dict[Hashable, list[int]] = {}
+    last = len(whole.blocks) - 1
+    for index, block in enumerate(whole.blocks):
+        ends = index == last and options.has_loss
+        found.setdefault((block.signature, index == 0, ends), []).append(index)
+    return [*found.values()]
+
+
+def _cost(stage: Stage, times: Times) -> BlockCost:
+    forward, inputs, weights = times
+    if stage.index == 0:
+        inputs, weights = 0.0, inputs + weights
+    size = sum(p.numel() * p.element_size() for p in stage.module.parameters())
+    return BlockCost(forward, inputs, weights, *footprint(stage), size)
+
+
+def _model_costs(
+    whole: WholeModel, members: list[list[int]], made: Iterable[BlockCost]
+) -> ModelCosts:
+    blocks = {index: cost for own, cost in zip(members, made, strict=True) for index in own}
+    crossing = tuple(float(sum(map(value_bytes, tensors))) for tensors in whole.crossing)
+    return ModelCosts(tuple(blocks[index] for index in sorted(blocks)), crossing)
+
+
+def block_stage(
+    whole: WholeModel, first: int, last: int, options: BlockOptions, *, blank: bool = False
+) -> tuple[Stage, list[Tensor]]:
+    """Blocks ``first`` up to but not ``last`` as a stage with state of its own, so that running it
+    leaves the model as it is; and its inputs.
+
+    Parameters on the meta device become random ones; others are used as they are. Buffers are
+    copied.
+
+    Args:
+        whole: the model.
+        first: the first block.
+        last: the one after the last block.
+        options: how stages are made.
+        blank: trace only: neither parameters nor inputs have memory, unless they are small.
+
+    Raises:
+        CaptureError: the blocks cannot be traced.
+        SplitError: their graph cannot be split, or a bad option.
+    """
+    ends = last == len(whole.blocks) and options.has_loss
+    module, examples = whole.segment(first, last, plain=not ends)
+    device = options.device or device_of(module)
+    made: dict[int, Tensor] = {}
+    for name, tensor in named_tensors(module).items():
+        if id(tensor) not in made:
+            made[id(tensor)] = _own(tensor, device, blank)
+        assign(module, name, made[id(tensor)])
+    module.to(device)  # what it makes itself, too
+    inputs = [_make(example, device, blank, scale=1.0) for example in examples]
+    targets = options.targets
+    if ends and options.loss_fn is not None:  # has_loss
+        parts = [targets] if isinstance(targets, Tensor) else [*(targets or ())]
+        count = None if isinstance(targets, Tensor) else len(parts)
+        module = WithLoss(module, options.loss_fn, count)
+        inputs += [part.detach().to(device) for part in parts]
+    if options.autocast is not None:
+        module = WithAutocast(module, device, options.autocast)
+    split = replace(options.split, late_input=True)  # as a trainer's
+    return Stage(module, inputs, index=first, **vars(split)), inputs
+
+
+def _own(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:
+    known = not (tensor.is_meta or blank)
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.detach().to(device, copy=True) if known else _make(tensor, device, blank)
+    there = known and tensor.device == device
+    values = tensor if there else _make(tensor, device, blank, _SCALE)
+    return nn.Parameter(values.detach(), tensor.requires_grad)
+
+
+def _make(example: Tensor, device: torch.device, blank: bool, scale: float | None = None) -> Tensor:
+    """A tensor like ``example``: random floats of this scale, ones where it is None; integers are
+    zero, which is a valid index into anything.
+    """
+    tensor = torch.empty_strided(
+        example.shape, example.stride(), dtype=example.dtype, device=device
+    )
+    # Capturing may read small integers, such as a count of batches.
+    if blank and tensor.nbytes > _SMALL:
+        tensor.untyped_storage().resize_(0)
+    elif tensor.is_floating_point() and scale is not None:
+        tensor.normal_(std=scale)
+    else:
+        tensor.fill_(tensor.is_floating_point() or tensor.dtype is torch.bool)
+    return tensor.requires_grad_(example.requires_grad)
+
+
+def time_stages(stages: list[tuple[Stage, list[Tensor]]], seconds: float) -> list[Times]:
+    """Run microbatches through some stages, so often that medians of their times mean something.
+
+    All run F, then all I from the last to the first, then all W, as if they were one stage, and
+    another microbatch is always under way: what F saved is then out of the cache when the backward
+    reads it, and memory is found where others left it. If all of it were freed now and then, the
+    allocator would give it back to the system and get it anew, page by page, which may take as
+    long as what is computed. In turns, what else the machine does meanwhile meets them all alike.
+    Gradients add up over the rounds as over the microbatches of a step.
+
+    Args:
+        stages: with their inputs.
+        seconds: when to stop at the latest, if each has run a few times.
+    """
+    device = next((inputs[0].device for _, inputs in stages if inputs), torch.device("cpu"))
+    took: dict[tuple[Stage, str], list[float]] = defaultdict(list)
+
+    def clock(stage: Stage, call: str, microbatch: int, *given: list[Tensor | None]) -> None:
+        settle(device)
+        start = time.perf_counter()
+        getattr(stage, call)(microbatch, *given)
+        settle(device)
+        took[stage, call].append(time.perf_counter() - start)
+
+    started = 0.0
+    for number in range(-1, _WARMUP + _MOST):
+        if number == _WARMUP:
+            took.clear()
+            started = time.perf_counter()
+        for stage, inputs in stages:
+            # What a stage is given has just been computed, and is its own.
+            clock(stage, "forward", number + 1, [tensor.detach().clone() for tensor in inputs])
+        if number < 0:
+            continue
+        for stage, _ in reversed(stages):
+            clock(stage, "backward_input", number, _gradients(stage, device))
+        for stage, _ in reversed(stages):
+            clock(stage, "backward_weight", number)
+        if number >= _WARMUP + _LEAST and time.perf_counter() - started > seconds:
+            break
+    return [
+        (
+            statistics.median(took[stage, "forward"]),
+            statistics.median(took[stage, "backward_input"]),
+            statistics.median(took[stage, "backward_weight"]),
+        )
+        for stage, _ in stages
+    ]
+
+
+def _gradients(stage: Stage, device: torch.device) -> list[Tensor | None]:
+    return [
+        torch.ones(shape, dtype=dtype, device=device) if wanted else None
+        for shape, dtype, wanted in stage.output_specs
+    ]

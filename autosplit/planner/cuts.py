@@ -9,15 +9,16 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
+from autosplit.pipeline.simulation.transfer import Transfer
 
-from .costs import BlockCost, Limits, ModelCosts
+from .costs import BlockCost, ModelCosts
 
 _WORK = 60_000  # actions that are simulated for one schedule: seconds
 _SHIFTS = (1, -1, 2, -2)  # blocks by which cuts are moved
@@ -39,6 +40,41 @@ class CapError(PlanError):
 
 
 @dataclass(frozen=True)
+class Limits:
+    """The memory of a rank, and the links between ranks.
+
+    Attributes:
+        cap: bytes that each rank may hold.
+        optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
+        links: latency and bandwidth between ranks; its message bytes are not looked at, those of
+            the cuts count.
+
+    Raises:
+        PlanError: numbers that cannot be.
+    """
+
+    cap: float = math.inf
+    optimizer_state: float = 2.0
+    links: Transfer = field(default_factory=Transfer)
+
+    def __post_init__(self) -> None:
+        if not self.cap > 0.0:
+            raise PlanError(f"cap must be bytes > 0 that a rank may hold, got {self.cap!r}")
+        if not (math.isfinite(self.optimizer_state) and self.optimizer_state >= 0.0):
+            raise PlanError(
+                "optimizer_state must be bytes for each byte of parameters, a finite number >= 0; "
+                f"got {self.optimizer_state!r}"
+            )
+
+    @property
+    def factor(self) -> float:
+        """Bytes that a rank holds all the time for each byte of parameters: these, their
+        gradients, and what the optimizer keeps.
+        """
+        return 2.0 + self.optimizer_state
+
+
+@dataclass(frozen=True)
 class Solution:
     """Stages, and what a step of them is predicted to take.
 
@@ -51,6 +87,7 @@ class Solution:
         bubble: idle time over total time of all ranks.
         peaks: per rank, the most bytes it holds: parameters, gradients, optimizer state, and what
             is kept of the microbatches.
+        resting: per rank, of these, parameters, gradients and optimizer state.
     """
 
     firsts: tuple[int, ...]
@@ -60,13 +97,7 @@ class Solution:
     step: float
     bubble: float
     peaks: tuple[float, ...]
-
-    def resting(self, limits: Limits) -> list[float]:
-        """Bytes of each rank for parameters, gradients and optimizer state."""
-        found = [0.0] * len(self.schedule.ranks)
-        for stage, rank in enumerate(self.schedule.placement):
-            found[rank] += limits.factor * self.parameters[stage]
-        return found
+    resting: tuple[float, ...]
 
 
 def solve(
@@ -75,6 +106,7 @@ def solve(
     request: ScheduleRequest,
     *,
     limits: Limits | None = None,
+    firsts: Sequence[int] | None = None,
     refine: bool = True,
 ) -> Solution:
     """The cuts with the shortest simulated step that were found; deterministic.
@@ -87,51 +119,23 @@ def solve(
         stages: N.
         request: the schedule.
         limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
+        firsts: the first block of every stage but the first, where that is settled.
         refine: False shifts no cuts.
 
     Raises:
         PlanError: more stages than blocks.
-        CapError: no cuts were found that fit under the cap; says the least cap that would do.
+        CapError: no cuts were found that fit under the cap; says the least cap for which some were.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
-    limits = limits or Limits()
-    search = _Search(costs, stages, request, limits)
-    best = search.best(refine=refine)
-    if search.overflow(best) > 0.0:
-        least = search.least()
-        # Where a search begins depends on its cap, so it may miss what another came upon.
-        while True:
-            again = _Search(costs, stages, request, replace(limits, cap=least))
-            if again.overflow(again.best(refine=refine)) == 0.0:
-                break
-            least = again.least()
-        raise CapError(
-            f"no cuts into {stages} stages for {request.name!r} with "
-            f"{request.microbatches} microbatches fit under a cap of {limits.cap:,.0f} bytes a "
-            f"rank; the least cap that does is {least:,.0f}: raise the cap, or use more ranks, "
-            "smaller microbatches, another memory setting, or a schedule that keeps fewer "
-            "microbatches",
-            least,
-        )
+    search = _Search(costs, stages, request, limits or Limits())
+    settled = None if firsts is None else [tuple(firsts)]
+    starts = [*map(search.evaluate, settled or search.starts())]
+    best = min(starts, key=search.key)
+    while refine and not settled and (better := search.better(best)) is not None:
+        best = better
+    # A search within any cap begins with these.
+    search.check(best, min(max(each.peaks) for each in starts))
     return best
-
-
-def weigh(
-    costs: ModelCosts, firsts: Sequence[int], request: ScheduleRequest, limits: Limits
-) -> Solution:
-    """What a step of given stages is predicted to take, whether they fit under the cap or not.
-
-    Args:
-        costs: of the model's blocks.
-        firsts: the first block of every stage but the first; increasing.
-        request: the schedule.
-        limits: memory and links.
-
-    Raises:
-        PlanError: more stages than blocks.
-        ScheduleError: see ``solve``.
-    """
-    return _Search(costs, len(firsts) + 1, request, limits).evaluate(tuple(firsts))
 
 
 class _Search:
@@ -148,7 +152,7 @@ class _Search:
             )
         self._costs = costs
         self._count = stages
-        self._microbatches = request.microbatches
+        self._request = request
         self._limits = limits
         self._build = request.prepare(stages)
         self._stage = functools.cache(costs.stage)
@@ -162,44 +166,51 @@ class _Search:
         stages = self._stages(firsts)
         seconds = [each.times for each in stages]
         schedule = replace(self._build(seconds), crosses_step=False)
-        links = replace(
-            self._limits.links,
-            message_bytes={at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)},
-            gradient_bytes={at: self._costs.gradients[k - 1] for at, k in enumerate(firsts)},
-        )
+        sent = {at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)}
+        links = replace(self._limits.links, message_bytes=sent, gradient_bytes=None)
         costs = Costs(seconds, [StageMemory(each.saved, each.deferred) for each in stages], links)
         timeline = costs.timeline(schedule)
-        bubble = max(0.0, timeline.bubble_ratio())
-        sizes = tuple(each.parameters for each in stages)
-        found = Solution(firsts, schedule, costs, sizes, timeline.makespan, bubble, ())
-        moving, resting = peak_memory(schedule, costs.memory), found.resting(self._limits)
-        peaks = tuple(map(sum, zip(moving, resting, strict=True)))
-        self._known[firsts] = replace(found, peaks=peaks)
+        resting = [0.0] * len(schedule.ranks)
+        for each, rank in zip(stages, schedule.placement, strict=True):
+            resting[rank] += self._limits.factor * each.parameters
+        moving = peak_memory(schedule, costs.memory)
         self._simulated += sum(map(len, schedule.ranks))
+        self._known[firsts] = Solution(
+            firsts,
+            schedule,
+            costs,
+            tuple(each.parameters for each in stages),
+            timeline.makespan,
+            max(0.0, timeline.bubble_ratio()),
+            tuple(map(sum, zip(moving, resting, strict=True))),
+            tuple(resting),
+        )
         return self._known[firsts]
 
-    def best(self, *, refine: bool) -> Solution:
-        """The best of the starts, or what shifting its cuts leads to."""
-        best = min(map(self.evaluate, self._starts()), key=self._key)
-        while refine and (better := self._better(best)) is not None:
-            best = better
-        return best
+    def check(self, found: Solution, least: float) -> None:
+        """Refuse what does not fit under the cap."""
+        if self._overflow(found) > 0.0:
+            raise CapError(
+                f"no cuts into {self._count} stages for {self._request.name!r} with "
+                f"{self._request.microbatches} microbatches fit under a cap of "
+                f"{self._limits.cap:,.0f} bytes a rank; a cap that does is {least:,.0f}: raise the "
+                "cap, or use more ranks, smaller microbatches, another memory setting, other "
+                "cut_at, or a schedule that keeps fewer microbatches",
+                least,
+            )
 
-    def overflow(self, found: Solution) -> float:
+    def _overflow(self, found: Solution) -> float:
         """Bytes above the cap, over all ranks."""
         cap = self._limits.cap
         return math.fsum(peak - cap for peak in found.peaks if peak > cap * _SAME)
 
-    def least(self) -> float:
-        """The least cap under which something that was found fits."""
-        return min(max(found.peaks) for found in self._known.values())
+    def key(self, found: Solution) -> tuple[float, float]:
+        """What is less is better."""
+        return self._overflow(found), found.step
 
-    def _key(self, found: Solution) -> tuple[float, float]:
-        return self.overflow(found), found.step
-
-    def _starts(self) -> Iterator[Firsts]:
+    def starts(self) -> Iterator[Firsts]:
         """Cuts nearest to those that give each stage as much."""
-        blocks, under_way = self._costs.blocks, min(self._microbatches, self._count)
+        blocks, under_way = self._costs.blocks, min(self._request.microbatches, self._count)
         times = _shares([sum(each.times) for each in blocks])
         held = _shares(
             [self._limits.factor * each.parameters + under_way * each.saved for each in blocks]
@@ -213,15 +224,15 @@ class _Search:
                 firsts.append(min(able, key=lambda k: abs(sums[k - 1] - stage / self._count)))
             yield tuple(firsts[1:])
 
-    def _better(self, best: Solution) -> Solution | None:
+    def better(self, best: Solution) -> Solution | None:
         """Another way to cut, if one is found; the first to be tried is that whose slowest stage
         may be done the earliest.
         """
-        longest = best.step * _SAME if self.overflow(best) == 0.0 else math.inf
+        longest = best.step * _SAME if self._overflow(best) == 0.0 else math.inf
         for way in sorted(self._shifted(best.firsts), key=self._earliest):
             if self._earliest(way) > longest or self._simulated > _WORK:
                 break
-            if way not in self._known and self._key(self.evaluate(way)) < self._key(best):
+            if way not in self._known and self.key(self.evaluate(way)) < self.key(best):
                 return self._known[way]
         return None
 
@@ -239,7 +250,7 @@ class _Search:
         """
         begins = least = 0.0
         for stage in self._stages(firsts):
-            least = max(least, begins + self._microbatches * sum(stage.times))
+            least = max(least, begins + self._request.microbatches * sum(stage.times))
             begins += stage.forward
         return least
 

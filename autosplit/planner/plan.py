@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
 from torch import Tensor, nn
 
+from autosplit.dump.tables import milliseconds
 from autosplit.errors import PlanError, SplitError
-from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
@@ -30,86 +33,17 @@ from autosplit.pipeline.training.shared_parameters import Holder
 from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.costs import Limits, ModelCosts
+from autosplit.planner.costs import BlockOptions, ModelCosts
 from autosplit.planner.cuts import Solution
 from autosplit.planner.cutting import Planning, cut_model, stage_count
-from autosplit.planner.plan_tables import plan_report
 from autosplit.planner.stages import Partition, cut
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.text.figures import few, parse_size
+from autosplit.text.figures import few, parse_size, size_text
 from autosplit.text.files import read_text, write_text
 from autosplit.torch_internals.pytree import flatten_named
 
-
-@dataclass(frozen=True)
-class Input:
-    """A tensor that the model takes, of one microbatch."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {list(self.shape)} {self.dtype}"
-
-
-@dataclass(frozen=True)
-class PlanSignature:
-    """The model and the inputs of one microbatch that a plan is valid for.
-
-    Attributes:
-        model: its class, for messages.
-        blocks: the names of its blocks in order.
-        inputs: the tensors among its inputs.
-    """
-
-    model: str
-    blocks: tuple[str, ...]
-    inputs: tuple[Input, ...]
-
-    def check(self, came: PlanSignature) -> None:
-        """Refuse another model, or other inputs.
-
-        Raises:
-            PlanError: says what the plan was made for, and what came.
-        """
-        if self.blocks != came.blocks:
-            raise PlanError(
-                f"the plan was made for a {self.model} of {len(self.blocks)} blocks, but this "
-                f"{came.model} has {len(came.blocks)}: {_difference(self.blocks, came.blocks)}; "
-                "plan again for this model"
-            )
-        if self.inputs != came.inputs:
-            raise PlanError(
-                f"the plan was made for microbatches of {_listed(self.inputs)}, but came "
-                f"{_listed(came.inputs)}: give inputs of that size, or plan again"
-            )
-
-
-def inputs_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Input, ...]:
-    """The tensors among a model's arguments."""
-    named = {**{f"args[{place}]": value for place, value in enumerate(args)}, **kwargs}
-    return tuple(
-        Input(path, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
-        for name, value in named.items()
-        for path, leaf in flatten_named(name, value)
-        if isinstance(leaf, Tensor)
-    )
-
-
-def _difference(made: Sequence[str], came: Sequence[str]) -> str:
-    for place, (one, other) in enumerate(zip(made, came, strict=False)):
-        if one != other:
-            return f"block {place} was {one!r}, and is {other!r}"
-    longer, what = (made, "has no") if len(made) > len(came) else (came, "has the further")
-    return f"it {what} {longer[min(len(made), len(came))]!r}"
-
-
-def _listed(inputs: Sequence[Input]) -> str:
-    return ", ".join(map(str, inputs)) or "no tensors"
-
-
-_FORMAT = "autosplit plan 1"
+_FORMAT = "autosplit plan 2"
+_LONGEST = 40  # characters of the name of a block
 
 
 def _frozen(value: Any) -> Any:
@@ -142,7 +76,9 @@ class Plan:
         bubble: predicted idle time over total time.
         peak_memory: per rank, the most bytes that it holds.
         resting_memory: per rank, of these, parameters, gradients and optimizer state.
-        made_for: the model and its inputs.
+        model: the class of the model, for messages.
+        blocks: the names of its blocks in order.
+        inputs: the tensors among its inputs, of one microbatch: name, shape and dtype.
         memory_limit: bytes that no rank is to hold more than, which a trainer is given: it moves or
             makes again what the schedule holds beyond it; None: any.
         partition: the stages, of a plan that is bound to a model.
@@ -168,12 +104,14 @@ class Plan:
     bubble: float
     peak_memory: tuple[float, ...]
     resting_memory: tuple[float, ...]
-    made_for: PlanSignature
+    model: str
+    blocks: tuple[str, ...]
+    inputs: tuple[str, ...]
     memory_limit: int | None = None
     partition: Partition | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        blocks = iter(self.made_for.blocks[1:])
+        blocks = iter(self.blocks[1:])
         if not all(cut in blocks for cut in self.cuts):
             raise PlanError(
                 "'cuts' must be names of blocks of the model behind its first, in their order; got "
@@ -188,7 +126,7 @@ class Plan:
         """What is cut where and runs how, in one line."""
         bound = "" if self.partition is None else ", bound"
         return (
-            f"Plan({self.made_for.model} cut at {few(self.cuts, 2) or 'nothing'}, {self.ranks} "
+            f"Plan({self.model} cut at {few(self.cuts, 2) or 'nothing'}, {self.ranks} "
             f"ranks, {self.schedule!r}, {self.microbatches} microbatches of "
             f"{self.microbatch_size}{bound})"
         )
@@ -197,7 +135,36 @@ class Plan:
         """The stages with their times and sizes as a table, and the step in a line, as ``autosplit
         plan`` prints them.
         """
-        return plan_report(self)
+        line = (
+            f"plan: {self.schedule}, N={self.stages}, M={self.microbatches}, a step of "
+            f"{milliseconds(self.predicted_step)} ms, bubble {self.bubble:.1%}, "
+            f"{size_text(round(max(self.peak_memory)))} on the fullest rank"
+        )
+        if self.memory_limit is not None:
+            line += ", with what operators take for themselves, messages and the batch on top"
+        return f"{self.table()}\n\n{line}"
+
+    def table(self) -> str:
+        """A row a stage: its blocks, times, parameters and what it sends."""
+        mean = sum(map(sum, self.stage_times)) / self.stages
+        firsts = [0, *map(self.blocks.index, self.cuts), len(self.blocks)]
+        rows = [
+            [
+                str(stage),
+                str(self.placement[stage]),
+                _short(self.blocks[first]),
+                _short(self.blocks[last - 1]),
+                *map(milliseconds, self.stage_times[stage]),
+                f"{sum(self.stage_times[stage]) / mean:.3f}x" if mean else "",
+                size_text(round(self.stage_parameters[stage])),
+                size_text(round(self.crossing[stage])) if stage < self.stages - 1 else "",
+            ]
+            for stage, (first, last) in enumerate(pairwise(firsts))
+        ]
+        headers = ["stage", "rank", "first block", "last block", "F ms", "I ms", "W ms", "of mean"]
+        headers += ["parameters", "sends"]
+        align = ("right", "right", "left", "left", *["right"] * 6)
+        return tabulate(rows, headers, colalign=align, disable_numparse=True)
 
     @property
     def batch(self) -> int:
@@ -251,8 +218,7 @@ class Plan:
             PlanError: another model, or inputs of another size; says what the plan was made for.
             CaptureError: the model cannot be captured whole.
         """
-        whole = WholeModel.capture(model, args, kwargs)
-        return self.bound_to(whole)
+        return self.bound_to(WholeModel.capture(model, args, kwargs))
 
     def bound_to(self, whole: WholeModel) -> Plan:
         """The plan with the stages of a model that is captured already; as ``bind``."""
@@ -261,12 +227,22 @@ class Plan:
                 whole = whole.divided(self.cuts)
             except PlanError as error:
                 raise PlanError(
-                    f"the plan was made for a {self.made_for.model} that begins with "
-                    f"{self.made_for.blocks[0]!r}; plan again for this model: {error}"
+                    f"the plan was made for a {self.model} that begins with {self.blocks[0]!r}; "
+                    f"plan again for this model: {error}"
                 ) from error
-        self.made_for.check(made_for(whole))
-        firsts = [self.made_for.blocks.index(name) for name in self.cuts]
-        return replace(self, partition=cut(whole, firsts))
+        _, came, inputs = made_for(whole)
+        if self.blocks != came:
+            raise PlanError(
+                f"the plan was made for a {self.model} of {len(self.blocks)} blocks, but this "
+                f"{type(whole.model).__name__} has {len(came)}: {_difference(self.blocks, came)}; "
+                "plan again for this model"
+            )
+        if self.inputs != inputs:
+            raise PlanError(
+                f"the plan was made for microbatches of {_listed(self.inputs)}, but came "
+                f"{_listed(inputs)}: give inputs of that size, or plan again"
+            )
+        return replace(self, partition=cut(whole, [*map(self.blocks.index, self.cuts)]))
 
     def built_schedule(self) -> Schedule:
         """The schedule.
@@ -333,7 +309,6 @@ class Plan:
         """
         names = _fields_in_files()
         data = {"format": _FORMAT, **{name: getattr(self, name) for name in names}}
-        data["made_for"] = asdict(self.made_for)
         write_text(path, json.dumps(data, indent=1) + "\n")
 
     @classmethod
@@ -369,61 +344,78 @@ def _parsed(data: dict[str, Any]) -> Plan:
     names = _fields_in_files()
     if odd := sorted(data.keys() ^ set(names)):
         raise PlanError(f"it {'lacks' if odd[0] in names else 'has the unknown'} {odd[0]!r}")
-    made = data["made_for"]
-    inputs = [Input(each["name"], tuple(each["shape"]), each["dtype"]) for each in made["inputs"]]
-    data["made_for"] = PlanSignature(made["model"], tuple(made["blocks"]), tuple(inputs))
     return Plan(**{name: _frozen(value) for name, value in data.items()})
 
 
-def made_for(whole: WholeModel) -> PlanSignature:
-    """What a plan of this model is made for."""
-    return PlanSignature(
-        type(whole.model).__name__,
-        tuple(block.name for block in whole.blocks),
-        inputs_of(whole.args, whole.kwargs),
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"...{text[3 - _LONGEST :]}"
+
+
+def _difference(made: Sequence[str], came: Sequence[str]) -> str:
+    for place, (one, other) in enumerate(zip(made, came, strict=False)):
+        if one != other:
+            return f"block {place} was {one!r}, and is {other!r}"
+    longer, what = (made, "has no") if len(made) > len(came) else (came, "has the further")
+    return f"it {what} {longer[min(len(made), len(came))]!r}"
+
+
+def _listed(inputs: Sequence[str]) -> str:
+    return ", ".join(inputs) or "no tensors"
+
+
+def made_for(whole: WholeModel) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """The class of a model, its blocks and its inputs, as a plan has them."""
+    inputs = (
+        f"{path} {list(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}"
+        for path, leaf in _tensors(whole)
     )
+    blocks = tuple(block.name for block in whole.blocks)
+    return type(whole.model).__name__, blocks, tuple(inputs)
+
+
+def _tensors(whole: WholeModel) -> Iterator[tuple[str, Tensor]]:
+    named = {f"args[{place}]": value for place, value in enumerate(whole.args)} | whole.kwargs
+    for name, value in named.items():
+        for path, leaf in flatten_named(name, value):
+            if isinstance(leaf, Tensor):
+                yield path, leaf
 
 
 def make_plan(
-    found: Solution,
-    made_for: PlanSignature,
-    limits: Limits,
-    *,
-    name: str,
-    size: int,
-    split: SplitOptions,
+    found: Solution, whole: WholeModel, split: SplitOptions, memory_limit: int | None = None
 ) -> Plan:
     """The plan of a solution, not bound to a model.
 
     Args:
-        found: the stages.
-        made_for: the model that its costs are of; its blocks are those of the costs.
-        limits: those that it was found under.
-        name: of the schedule.
-        size: samples of a microbatch.
+        found: the solution.
+        whole: the model.
         split: how its stages are split.
+        memory_limit: what a trainer is given.
     """
+    model, blocks, inputs = made_for(whole)
     schedule = found.schedule
-    crossing: Any = found.costs.transfer.message_bytes
+    sent: Any = found.costs.transfer.message_bytes
     return Plan(
-        cuts=tuple(made_for.blocks[first] for first in found.firsts),
+        cuts=tuple(blocks[first] for first in found.firsts),
         ranks=len(schedule.ranks),
         placement=schedule.placement,
         microbatches=schedule.microbatches,
-        microbatch_size=size,
-        schedule=name,
+        microbatch_size=next((t.shape[0] for _, t in _tensors(whole) if t.shape), 1),
+        schedule=schedule.name,
         actions=tuple(" ".join(map(str, row)) for row in schedule.ranks),
         memory=split.memory,
         backend=split.backend,
         stage_times=tuple(found.costs.times),
         stage_parameters=found.parameters,
-        crossing=tuple(crossing[cut] for cut in range(len(found.firsts))),
+        crossing=tuple(sent.values()),
         predicted_step=found.step,
         bubble=found.bubble,
         peak_memory=found.peaks,
-        resting_memory=tuple(found.resting(limits)),
-        made_for=made_for,
-        memory_limit=int(limits.cap) if limits.measures and math.isfinite(limits.cap) else None,
+        resting_memory=found.resting,
+        model=model,
+        blocks=blocks,
+        inputs=inputs,
+        memory_limit=memory_limit,
     )
 
 
@@ -446,7 +438,6 @@ def partition(
     targets: Part | None = None,
     costs: str | ModelCosts = "profile",
     seconds: float = 10.0,
-    limits: Limits | None = None,
     memory_limit: int | str | None = None,
 ) -> Plan:
     """Cut a model into stages, so that a step of a schedule is short.
@@ -479,7 +470,6 @@ def partition(
         costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
             costs themselves, if they are known.
         seconds: how long to measure blocks.
-        limits: memory of a rank and links; None: any, and none that takes time.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Cuts that
             keep it win; where the schedule holds more however the model is cut, those with the
             shortest step do. The plan's ``trainer`` is given the limit: it has microbatches' state
@@ -493,13 +483,17 @@ def partition(
         CaptureError: the model cannot be captured in one graph; names the user's line.
         PlanError: more stages than blocks, a name in ``cut_at`` that cannot be cut at, an
             unknown option.
-        CapError: nothing fits; says the least cap that would do.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
     count = stage_count(stages, cut_at)
+    limit = None
     if memory_limit is not None:
-        limits = _limited(limits or Limits(), memory_limit, split_backward=split_backward)
-    planning = Planning(costs, seconds, targets, limits or Limits(), cut_at)
+        limit = parse_size(memory_limit, "memory_limit", PlanError)
+        if not split_backward:
+            raise PlanError(
+                "memory_limit searches a schedule of I and W: leave split_backward=False out"
+            )
+    planning = Planning(costs, seconds, targets, cut_at)
     request = ScheduleRequest(
         schedule,
         2 * count if microbatches is None else microbatches,
@@ -507,35 +501,8 @@ def partition(
         split_backward,
         weights,
     )
-    split = SplitOptions(backend, memory)
-    whole, found = cut_model(
-        model,
-        args,
-        kwargs,
-        count,
-        request,
-        planning,
-        split=split,
-        autocast=autocast,
-        loss_fn=loss_fn,
-    )
-    made, name = made_for(whole), AUTO if found.schedule.name == AUTO else request.name
-    shapes = (each.shape for each in made.inputs if each.shape)
-    size = next(shapes, (1,))[0]
-    plan = make_plan(found, made, planning.limits, name=name, size=size, split=split)
-    return plan.bound_to(whole)
-
-
-def _limited(limits: Limits, memory_limit: int | str, *, split_backward: bool) -> Limits:
-    """The limits with a cap for which a trainer takes measures."""
-    if math.isfinite(limits.cap):
-        raise PlanError(
-            f"memory_limit={memory_limit!r} and limits with cap={limits.cap:,.0f} both say what a "
-            "rank may hold: leave one of the two out"
-        )
-    if not split_backward:
-        raise PlanError(
-            "memory_limit searches a schedule of I and W: leave split_backward=False out"
-        )
-    cap = float(parse_size(memory_limit, "memory_limit", PlanError))
-    return replace(limits, cap=cap, measures=True)
+    options = BlockOptions(SplitOptions(backend, memory), autocast, loss_fn)
+    cap = math.inf if limit is None else float(limit)
+    parts, found = cut_model(model, args, kwargs, count, request, planning, options, cap)
+    plan = make_plan(found, parts.whole, options.split, limit)
+    return replace(plan, partition=parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from autosplit.errors import PlanError
 from autosplit.pipeline.schedule.wiring import Source
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.torch_internals.pytree import tree_unflatten
+from autosplit.torch_internals.state import hold_state
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,15 @@ class StageLayout:
         values = ([self.line.value(node) for node in sent] for sent in self.sent)
         return [[(tuple(v.shape), v.dtype) for v in each] for each in values]
 
-    def program(self, index: int, given: Sequence[fx.Node | None] | None = None) -> StageGraph:
+    def program(
+        self, index: int, given: Sequence[fx.Node | None] | None = None, *, plain: bool = False
+    ) -> StageGraph:
         """The graph of a stage.
 
         Args:
             index: which one.
             given: its arguments, if they are not its own: None for one that it does not read.
+            plain: give a tuple of tensors in the last stage, too.
         """
         line, nodes = self.line, self.nodes[index]
         inputs: Sequence[fx.Node | None] = self.given[index] if given is None else given
@@ -129,7 +133,7 @@ class StageLayout:
             graph.output(tuple(new[node] for node in results))
         else:
             graph.output(tuple(_permuted(graph, new[n], line.layout(n)) for n in results))
-        structure = _structure(line) if last else None
+        structure = _structure(line) if last and not plain else None
         shapes = tuple(None if n is None else tuple(line.given_value(n).shape) for n in inputs)
         module = fx.GraphModule(root, graph, "StageGraph")
         return StageGraph(module, names, shapes, structure, line.device)
@@ -193,10 +197,6 @@ def _identifier(name: str) -> str:
     return "state_" + "".join(c if c.isalnum() else "_" for c in name)
 
 
-Program = StageGraph | Callable[[], StageGraph] | PlanError
-"""What a stage runs in one mode, what captures that when it is first entered, or why it cannot."""
-
-
 class StageModule(nn.Module):
     """A part of a model. Its parameters and buffers have the names that they have in the model.
 
@@ -204,42 +204,26 @@ class StageModule(nn.Module):
 
     Args:
         index: which stage it is.
-        training: what it runs in training.
-        evaluation: what it runs in evaluation.
+        programs: what it runs in training (True) and in evaluation (False), or why it cannot.
+        model: what it is a part of.
+        names: of the parameters and buffers of the model that it has.
 
     Attributes:
         tied_elsewhere: the names of its parameters that other stages hold, too.
     """
 
-    def __init__(self, index: int, training: Program, evaluation: Program) -> None:
+    def __init__(
+        self,
+        index: int,
+        programs: Mapping[bool, StageGraph | PlanError],
+        model: nn.Module,
+        names: Iterable[str],
+    ) -> None:
         super().__init__()
         self.tied_elsewhere: tuple[str, ...] = ()
         self._index = index
-        self._programs = {True: training, False: evaluation}
-        known = (each.device for each in self._programs.values() if isinstance(each, StageGraph))
-        self._device = next(known, torch.device("cpu"))  # where graphs shall run
-
-    def train(self, mode: bool = True) -> StageModule:
-        """Training or evaluation; the graph for it is made now, if it has not been."""
-        super().train(mode)
-        self.enter(mode)
-        return self
-
-    def enter(self, mode: bool) -> StageGraph | PlanError:
-        """What ``train`` does, without the modules inside, which no graph asks.
-
-        Returns:
-            what runs from now on.
-        """
-        self.training = mode
-        program = self._programs[mode]
-        if not isinstance(program, (StageGraph, PlanError)):
-            try:
-                program = program().moved(self._device)
-            except PlanError as error:
-                program = error
-            self._programs[mode] = program
-        return program
+        self._programs = dict(programs)
+        hold_state(self, model, names)
 
     def forward(self, *inputs: Tensor) -> Any:
         """Run the stage.
@@ -255,25 +239,11 @@ class StageModule(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StageModule:
         """What ``to`` and the like do to parameters and buffers; programs go where those go."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-        self._device = fn(torch.empty(0, device=self._device)).device
         for mode, program in self._programs.items():
             if isinstance(program, StageGraph):
-                self._programs[mode] = program.moved(self._device)
+                device = fn(torch.empty(0, device=program.device)).device
+                self._programs[mode] = program.moved(device)
         return self
-
-    def _made_late(self) -> StageGraph | PlanError:
-        """The graph for a mode that the attribute was set to, without ``train()``.
-
-        Raises:
-            PlanError: this call is being traced, in which nothing else can be.
-        """
-        if torch.compiler.is_compiling():
-            raise PlanError(
-                f"stage {self._index} has no graph yet for the mode that its attribute `training` "
-                "was set to: call train() or eval()"
-            )
-        return self.enter(self.training)
 
     def check_inputs(self, inputs: Sequence[Tensor | None]) -> StageGraph:
         """What runs on these inputs; None for one that is not known yet.
@@ -282,8 +252,6 @@ class StageModule(nn.Module):
             PlanError: as for a call.
         """
         program = self._programs[self.training]
-        if not isinstance(program, (StageGraph, PlanError)):
-            program = self._made_late()
         if isinstance(program, PlanError):
             raise program
         if len(inputs) != len(program.shapes):

@@ -5,129 +5,88 @@ parameters and buffers, under which of their names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch import fx, nn
 
-from autosplit.capture.module_paths import inside, stack
+from autosplit.capture.module_paths import common, inside, stack
 from autosplit.capture.roles import canonical_names
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.meta_model import Initialiser, materialise_stage
 from autosplit.planner.operation_sequence import OperationSequence
-from autosplit.planner.stage_module import (
-    StageGraph,
-    StageLayout,
-)
+from autosplit.planner.stage_module import StageGraph, StageLayout, StageModule
+
+Names = Mapping[str, Mapping[int, Sequence[str]]]
+"""Of every parameter and buffer, by its first name in the model: by stage, all names that it has
+there; each name is in some stage."""
 
 
 def _keys(line: OperationSequence) -> list[list[Any]]:
-    """Each operation by its modules, what it calls, and how often that came before, with its line
-    and, for what has another line in another mode, without. A region that is checkpointed in one
-    mode only is known by the operations in it.
+    """Of each operation, its modules, what it calls, and how often that came before, which is the
+    same in each capture of a model. A region that is checkpointed in one mode only is known by the
+    operations in it.
     """
     seen: Counter[Any] = Counter()
     found = []
     for node in line.body:
-        exact: list[Any] = []
-        loose: list[Any] = []
+        keys = []
         for part in inside(node) or [node]:
-            called = (stack(part), str(part.target))
-            for keys, key in ((exact, (*called, part.stack_trace)), (loose, called)):
-                seen[key] += 1
-                keys.append((key, seen[key]))
-        found.append(exact + loose)
+            key = (stack(part), str(part.target))
+            seen[key] += 1
+            keys.append((key, seen[key]))
+        found.append(keys)
     return found
 
 
-def _found(places: Sequence[tuple[list[Any], str]], line: OperationSequence) -> list[int]:
-    """Where the same lines of the user's code run in another capture.
+def _places(layout: StageLayout, line: OperationSequence) -> list[int]:
+    """Where another capture is cut if it is cut where this one is.
 
     Raises:
         PlanError: it cannot be cut there.
     """
-    known = {key: index for index, keys in enumerate(_keys(line)) for key in keys}
+    keys = _keys(layout.line)
+    known = {key: index for index, each in enumerate(_keys(line)) for key in each}
     found: list[int] = []
-    for keys, name in places:
-        place = next((known[key] for key in keys if key in known), None)
-        if place is None or place in line.forbidden or place in (0, *found):
-            raise PlanError(f"there can be no cut before {name}")
-        found.append(place)
+    for place in layout.places:
+        there = next((known[key] for key in keys[place] if key in known), None)
+        if there is None or there in line.forbidden or there in (0, *found):
+            raise PlanError(f"there can be no cut before {layout.line.body[place].name}")
+        found.append(there)
     return found
 
 
-@dataclass(frozen=True)
-class StageNames:
-    """The names of parameters and buffers, in the model and in its stages.
-
-    Every parameter and buffer of a model is in the stages that read it. What no stage reads is with
-    its neighbours in the model, so that the stages together have all that the model has.
-
-    Attributes:
-        places: by the first name in the model, by stage, all names that it has there; each name is
-            in some stage.
+def _names(whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> Names:
+    """The names of parameters and buffers in stages that run these operations: what a stage reads
+    is there by the names of the modules that read it; what no stage reads in this mode is with what
+    has the name most like it.
     """
-
-    places: Mapping[str, Mapping[int, Sequence[str]]]
-
-    @classmethod
-    def of(cls, whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> StageNames:
-        """Of a model whose stages run these operations."""
-        aliases: dict[str, list[str]] = {}
-        for name, first in canonical_names(whole.model).items():
-            aliases.setdefault(first, []).append(name)
-        readers = _readers(whole, nodes)
-        return cls(
-            {
-                first: _placed(
-                    names, readers.get(first) or {_neighbour(first, readers): set[str]()}
-                )
-                for first, names in aliases.items()
-            }
-        )
-
-    def held(self, stage: int) -> list[str]:
-        """What a stage holds, in the model's order."""
-        return [name for place in self.places.values() for name in place.get(stage, ())]
-
-    def shared(self, parameters: Collection[str]) -> tuple[tuple[tuple[int, str], ...], ...]:
-        """Of each parameter in several stages, where it is: (stage, name)."""
-        places = [self.places[first] for first in self.places if first in parameters]
-        found = [[(stage, place[stage][0]) for stage in sorted(place)] for place in places]
-        return tuple(sorted(tuple(each) for each in found if len(each) > 1))
-
-    def renamed(self, stage: int, program: StageGraph) -> StageGraph:
-        """With the names that a stage has for what the program reads.
-
-        Raises:
-            PlanError: it reads what only other stages hold.
-        """
-        for first in program.state:
-            if stage not in self.places[first]:
-                raise PlanError(f"stage {stage} would read {first!r}, which other stages hold")
-        return replace(program, state=tuple(self.places[f][stage][0] for f in program.state))
-
-
-def _readers(
-    whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]
-) -> dict[str, dict[int, set[str]]]:
-    """First name -> stage -> the modules that read it there."""
+    aliases: dict[str, list[str]] = {}
+    for name, first in canonical_names(whole.model).items():
+        aliases.setdefault(first, []).append(name)
+    readers: dict[str, dict[int, set[str]]] = {}
     state = whole.line.forward.state
-    found: dict[str, dict[int, set[str]]] = {}
     for stage, own in enumerate(nodes):
         for node in own:
-            for read in node.all_input_nodes:
-                if read in state:
-                    modules = found.setdefault(state[read], {}).setdefault(stage, set())
-                    modules.update(path.partition("@")[0] for path in stack(node))
-    for read in whole.line.results:
-        if read in state:
-            found.setdefault(state[read], {}).setdefault(len(nodes) - 1, set())
+            for read in filter(state.__contains__, node.all_input_nodes):
+                modules = readers.setdefault(state[read], {}).setdefault(stage, set())
+                modules.update(path.partition("@")[0] for path in stack(node))
+    for read in filter(state.__contains__, whole.line.results):
+        readers.setdefault(state[read], {}).setdefault(len(nodes) - 1, set())
+    found = {}
+    for first, names in aliases.items():
+        like = max(readers, key=partial(_likeness, first), default=first)
+        alone = {min(readers.get(like, [0])): set[str]()}
+        found[first] = _placed(names, readers.get(first, alone))
     return found
+
+
+def _likeness(one: str, other: str) -> int:
+    return len(common(tuple(one.split(".")), tuple(other.split("."))))
 
 
 def _placed(aliases: list[str], readers: Mapping[int, set[str]]) -> dict[int, list[str]]:
@@ -140,18 +99,6 @@ def _placed(aliases: list[str], readers: Mapping[int, set[str]]) -> dict[int, li
     first = found[min(found)]
     found[min(found)] = [a for a in aliases if a in first or a not in known]
     return found
-
-
-def _neighbour(name: str, readers: Mapping[str, Mapping[int, set[str]]]) -> int:
-    """The stage of what is nearest in the model, by name."""
-    path = name.split(".")
-
-    def nearness(other: str) -> int:
-        pairs = zip(path, other.split("."), strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(path))
-
-    nearest = max(readers, key=nearness, default=None)
-    return min(readers[nearest]) if nearest is not None else 0
 
 
 def cut(whole: WholeModel, cuts: Sequence[int]) -> Partition:
@@ -191,9 +138,15 @@ class Partition:
         given = tuple(tuple(map(layout.source, each)) for each in layout.given)
         self.wiring = Wiring(given, tuple(map(len, layout.sent)), whole.names)
         self._layout = layout
-        self._names = StageNames.of(whole, layout.nodes)
+        self._names = _names(whole, layout.nodes)
         self._values: Initialiser | None = None
-        self.shared = self._names.shared(whole.line.forward.parameters)
+        trained = whole.line.forward.parameters
+        held = [
+            tuple((stage, names[0]) for stage, names in sorted(where.items()))
+            for first, where in self._names.items()
+            if first in trained
+        ]
+        self.shared = tuple(sorted(each for each in held if len(each) > 1))
 
     @property
     def stages(self) -> int:
@@ -216,58 +169,61 @@ class Partition:
         the meta device is here on the CPU, with the values that ``initialise`` chose.
 
         It runs the forward as it is in training and as it is in evaluation, and is in the mode that
-        the model is in now. The mode in which the model was not captured is captured when the
-        module is put into it, from a copy of the model as it is now, without its parameters; now,
-        where the model cannot be copied so.
+        the model is in now. The mode in which the model was not captured is captured, as the model
+        is then, when the first stage is built.
 
         Raises:
             PlanError: there is no such stage, or something on the meta device has no values.
         """
         if not 0 <= index < self.stages:
             raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
-        own = self._names.renamed(index, self._layout.program(index))
-        module = self.whole.module(index, own, self._other(index), self._names.held(index))
+        programs = {
+            self.whole.training: self._renamed(index, self._layout.program(index)),
+            not self.whole.training: self._in_other_mode(index),
+        }
+        names = [name for where in self._names.values() for name in where.get(index, ())]
+        module = StageModule(index, programs, self.whole.model, names)
         module.tied_elsewhere = tuple(
             name for held in self.shared for at, name in held if at == index
         )
-        module.enter(self.whole.model.training)  # what is inside has that of the model already
+        module.training = self.whole.model.training  # what is inside has that of the model already
         return materialise_stage(module, self._values)
 
-    def _other(self, index: int) -> Callable[[], StageGraph]:
-        """What makes the graph of a stage in the other mode. Of all that this holds, it keeps only
-        what says where the cuts are: not the model, of which other stages may be on other ranks.
+    def _renamed(self, index: int, program: StageGraph) -> StageGraph:
+        """With the names that a stage has for what the program reads.
+
+        Raises:
+            PlanError: it reads what only other stages hold.
         """
-        names, line, given = self._names, self.whole.other_mode, self.wiring.inputs[index]
-        looks, places = self._layout.looks(), self._places
-        mode = "evaluation" if self.whole.training else "training"
+        for first in program.state:
+            if index not in self._names[first]:
+                raise PlanError(f"stage {index} would read {first!r}, which other stages hold")
+        return replace(program, state=tuple(self._names[f][index][0] for f in program.state))
 
-        def make() -> StageGraph:
-            try:
-                there = line()
-            except AutosplitError as error:
-                raise PlanError(f"the model cannot be captured for {mode}: {error}") from error
-            try:
-                layout = StageLayout(there, _found(places, there))
-                if looks != layout.looks():
-                    raise PlanError(
-                        "other tensors would be sent from stage to stage; is there a result that "
-                        "one mode alone has, as a cache (transformers: config.use_cache = False)?"
-                    )
-                known = {layout.source(node): node for node in layout.given[index]}
-                if not known.keys() <= {*given}:
-                    raise PlanError(f"stage {index} would need inputs that it is not given")
-                return names.renamed(index, layout.program(index, [*map(known.get, given)]))
-            except PlanError as error:
-                raise PlanError(
-                    f"the model cannot be cut for {mode} where it is cut: {error}"
-                ) from error
-
-        return make
+    def _in_other_mode(self, index: int) -> StageGraph | PlanError:
+        """The graph of a stage in the mode in which the model was not captured, or why there is
+        none.
+        """
+        given = self.wiring.inputs[index]
+        try:
+            layout = self._other_layout
+            known = {layout.source(node): node for node in layout.given[index]}
+            if not known.keys() <= {*given}:
+                raise PlanError(f"stage {index} would need inputs that it is not given")
+            return self._renamed(index, layout.program(index, [*map(known.get, given)]))
+        except AutosplitError as error:
+            mode = "evaluation" if self.whole.training else "training"
+            return PlanError(f"the model cannot be cut for {mode} where it is cut: {error}")
 
     @cached_property
-    def _places(self) -> list[tuple[list[Any], str]]:
-        """Of the first operation of every stage but the first, its keys and its name, which hold in
-        each capture of the model.
-        """
-        keys, body = _keys(self.whole.line), self.whole.line.body
-        return [(keys[place], body[place].name) for place in self._layout.places]
+    def _other_layout(self) -> StageLayout:
+        line = self.whole.other_mode
+        if isinstance(line, AutosplitError):
+            raise line
+        layout = StageLayout(line, _places(self._layout, line))
+        if layout.looks() != self._layout.looks():
+            raise PlanError(
+                "other tensors would be sent from stage to stage; is there a result that one mode "
+                "alone has, as a cache (transformers: config.use_cache = False)?"
+            )
+        return layout

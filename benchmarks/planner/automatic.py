@@ -11,16 +11,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autosplit.mesh.costs import measure_device
+from autosplit.mesh.costs import device_of_group, measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.launch import launch
+from autosplit.pipeline.engine.timing import measure_transfer, ring
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.costs import Limits, ModelCosts, average
-from autosplit.planner.cuts import Solution, solve, weigh
-from autosplit.planner.cutting import measure_links
-from autosplit.planner.estimate import estimate
-from autosplit.planner.profile import BlockOptions, kinds, profile
+from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, kinds, profile
+from autosplit.planner.cuts import Limits, Solution, solve
+from autosplit.planner.cutting import on_all_ranks
 
 from ..page import option
 from .models import CASES
@@ -60,8 +60,10 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     _, targets = subject.batch_fn(0, subject.microbatch_size)
     options = BlockOptions(loss_fn=subject.loss_fn, targets=targets)
     start = time.perf_counter()
-    costs = average(_gather(profile(whole, options, seconds=amount.seconds)))
-    links = measure_links()
+    costs = on_all_ranks(
+        lambda: profile(whole, options, seconds=amount.seconds), lambda costs: costs
+    )
+    links = _links()
     planner = _Planner(whole, costs, links)
     by_hand = [whole.start(name) for name in names]
     plans = {"automatic": planner.automatic(), "by hand": planner.given(by_hand)}
@@ -112,7 +114,7 @@ class _Planner:
         return solve(self.costs, STAGES, REQUEST, limits=self._limits)
 
     def given(self, firsts: list[int]) -> Solution:
-        return weigh(self.costs, firsts, REQUEST, self._limits)
+        return solve(self.costs, STAGES, REQUEST, limits=self._limits, firsts=firsts)
 
     def most_even(self, plan: Solution) -> dict[str, float]:
         """The least that the slowest of two stages takes over the mean of both, for any cut, and
@@ -131,6 +133,15 @@ def _uneven(found: Solution) -> float:
     """Seconds of the slowest stage over those of the mean stage."""
     seconds = [*map(sum, found.costs.times)]
     return max(seconds) * len(seconds) / sum(seconds)
+
+
+def _links() -> Transfer:
+    """The links between the ranks, measured with the messages that a trainer's stages send."""
+    groups = Groups(STAGES, device_of_group(), _TIMEOUT)
+    try:
+        return measure_transfer(groups, device_of_group(), ring(STAGES))
+    finally:
+        groups.destroy()
 
 
 def _gather(value: Any) -> list[Any]:

@@ -18,10 +18,10 @@ import torch
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.costs import BlockOptions, estimate
 from autosplit.planner.cuts import solve
-from autosplit.planner.estimate import device_kind, estimate
+from autosplit.planner.devices import device_kind
 from autosplit.planner.meta_model import meta_model
-from autosplit.planner.profile import BlockOptions
 from examples.families import FAMILIES, PAPER, TINY
 
 from ..page import KEEPING

@@ -126,9 +126,9 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
 
 def test_plan(tmp_path: pathlib.Path) -> None:
     """A table, why others lost, the plan file and the figures."""
-    plan, figures = (tmp_path / name for name in ("plan.json", "out.json"))
+    figures = tmp_path / "plan.json"
     options = "--batch 8 --estimate --memory balanced --microbatches 2,4 --rows 3"
-    command = f"{FACTORY} {options} --output {plan} --json {figures}"
+    command = f"{FACTORY} {options} --output {figures}"
     result = run(f"{command} --devices 2 --limit 1GiB")
     assert result.exit_code == 0, result.output
     texts = (
@@ -142,25 +142,24 @@ def test_plan(tmp_path: pathlib.Path) -> None:
     for text in texts:
         assert text in result.output
     found = json.loads(figures.read_text())
-    assert set(found) >= {"stage_times", "predicted_step_s", "schedule", "microbatches", "cuts"}
+    assert set(found) >= {"stage_times", "predicted_step", "schedule", "microbatches", "cuts"}
     assert len(found["stage_times"]) == len(found["cuts"]) + 1
-    assert found["predicted_step_s"] > found["microbatches"] * max(found["stage_times"]) / 2
-    assert json.loads(plan.read_text())["cuts"] == found["cuts"]
+    assert found["predicted_step"] > found["microbatches"] * max(map(sum, found["stage_times"])) / 2
     narrow = f"{command} --devices 3 --schedule gpipe --stages 3"
     assert run(narrow).exit_code == 0
     other = json.loads(figures.read_text())
     assert (other["schedule"], len(other["cuts"])) == ("gpipe", 2)
     assert run(f"{narrow} --link 1e-6 --device h100 --optimizer-state 0").exit_code == 0
     later = json.loads(figures.read_text())
-    assert later["predicted_step_s"] > other["predicted_step_s"] + 0.2
+    assert later["predicted_step"] > other["predicted_step"] + 0.2
     assert max(later["peak_memory"]) < max(other["peak_memory"])
 
 
 def test_a_plan_has_the_limit_that_it_keeps(tmp_path: pathlib.Path) -> None:
-    files = f"--json {tmp_path}/p.json --output {tmp_path}/plan.json"
+    files = f"--output {tmp_path}/plan.json"
     one = f"{PLAN} --schedule gpipe --microbatches 4 --memory balanced {files}"
     assert run(one).exit_code == 0
-    most = max(json.loads((tmp_path / "p.json").read_text())["peak_memory"])
+    most = max(json.loads((tmp_path / "plan.json").read_text())["peak_memory"])
     assert run(one, "--limit", int(most) + 1).exit_code == 0
     assert json.loads((tmp_path / "plan.json").read_text())["memory_limit"] == int(most) + 1
     refused = run(one, "--limit", int(0.62 * most))
@@ -174,22 +173,24 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
     command = f"{MEASURED} --memory balanced --microbatches 2 --schedule 1f1b"
 
     def step(options: str) -> float:
-        result = run(f"{command} {options} --json {figures}")
+        result = run(f"{command} {options} --output {figures}")
         assert result.exit_code == 0, result.output
         assert "measuring" not in result.output
-        return float(json.loads(figures.read_text())["predicted_step_s"])
+        return float(json.loads(figures.read_text())["predicted_step"])
 
     assert step("--device h100") < step("--device l40s") < step("--device l40s --link 1e-6")
     assert step("--device 1e-3,1") > step("--device h100")
     assert step("--estimate") < step("--estimate --link 1e-6")
-    assert "links take no time (--link names one)" in run(f"{command} --estimate").output
+    assert (
+        "links take no time (--link says what one carries)" in run(f"{command} --estimate").output
+    )
     assert "links take no time" not in run(f"{command} --estimate --link 1").output
     for options, text in (
         ("--device h1000", "unknown device 'h1000'; known: a100, h100"),
-        ("--device h100 --link string", "unknown link 'string'; known: pcie4"),
+        ("--link string", "'string' is not a valid float range"),
     ):
         result = run(f"{command} {options}")
-        assert result.exit_code == 1
+        assert result.exit_code in (1, 2)
         assert text in result.output
 
 
@@ -316,7 +317,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
         (f"{PIPELINE} --times 1e308,1,1", "neither more than 1e+30 in all"),
         (f"{PIPELINE} --output README.md/x", "cannot write into a folder README.md/x"),
         (f"{PIPELINE} --output /proc/x", "cannot write '/proc/x': No such file"),
-        (f"{PLAN} --batch 99999999999999999999", "batch must be at most 1,000,000,000, got 99"),
+        (f"{PLAN} --batch 99999999999999999999", "batch must be from 1 to 1,000,000,000, got 99"),
         (f"{MEASURED} --seconds nan", "seconds to measure for must be from 0 to 86,400 ("),
         (f"{PLAN} --seconds 3", "--seconds has no effect with --estimate, by which nothing"),
         (f"{MEASURED} --device h100 --seconds 3", "--seconds has no effect with --device, by"),

@@ -29,7 +29,7 @@ class Chain:
                 self._inputs.append(copy.deepcopy(module).to("meta")(self._inputs[-1].to("meta")))
         self.crossing = [[x.requires_grad_()] for x in self._inputs[1:-1]]
 
-    def segment(self, first: int, last: int) -> tuple[nn.Module, list[Tensor]]:
+    def segment(self, first: int, last: int, *, plain: bool) -> tuple[nn.Module, list[Tensor]]:
         x = self._inputs[first].detach().requires_grad_(first > 0)
         # A copy of the modules that shares their parameters, as the segments of a graph do.
         return _shell(nn.Sequential(*self.modules[first:last])), [x]

@@ -16,12 +16,12 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.planner.costs import BlockCost, Limits, ModelCosts
-from autosplit.planner.cuts import Solution, solve
+from autosplit.planner.costs import BlockCost, ModelCosts
+from autosplit.planner.cuts import Limits, Solution, solve
 
 _small = st.integers(0, 6).map(float)
 _time = st.integers(1, 8).map(float)
-BLOCKS = st.builds(BlockCost, _time, _time, _time, _small, _small, _small, _time)
+BLOCKS = st.builds(BlockCost, _time, _time, _time, _small, _small, _small)
 
 
 @st.composite
@@ -30,13 +30,12 @@ def models(draw: st.DrawFn, least: int = 1, most: int = 7) -> ModelCosts:
     blocks = draw(st.lists(BLOCKS, min_size=least, max_size=most))
     cuts = len(blocks) - 1
     crossing = draw(st.lists(_small, min_size=cuts, max_size=cuts))
-    returning = draw(st.one_of(st.none(), st.tuples(*[_small] * cuts)))
-    return ModelCosts(tuple(blocks), tuple(crossing), draw(st.integers(0, 1)) / 2, returning)
+    return ModelCosts(tuple(blocks), tuple(crossing))
 
 
 def even(blocks: int, *, forward: float = 1.0, parameters: float = 1.0) -> ModelCosts:
     """Blocks that are all alike: F = I = W."""
-    block = BlockCost(forward, forward, forward, 4.0, 3.0, parameters, 2 * forward)
+    block = BlockCost(forward, forward, forward, 4.0, 3.0, parameters)
     return ModelCosts((block,) * blocks, (2.0,) * (blocks - 1))
 
 
@@ -60,11 +59,11 @@ def stage_times(costs: ModelCosts, firsts: tuple[int, ...]) -> list[tuple[float,
     times = []
     for first, last in ranges(costs, firsts):
         piece = costs.blocks[first:last]
-        forward = sum(block.forward for block in piece) + costs.call
-        inputs = sum(block.backward_input for block in piece) + costs.call
-        weights = sum(block.backward_weight for block in piece) + costs.call
+        forward = sum(block.forward for block in piece)
+        inputs = sum(block.backward_input for block in piece)
+        weights = sum(block.backward_weight for block in piece)
         if first == 0:
-            inputs, weights = 0.0, sum(block.backward_alone for block in piece) + costs.call
+            inputs, weights = 0.0, inputs + weights
         times.append((forward, inputs, weights))
     return times
 
@@ -84,12 +83,11 @@ def tried(
     saved = [sum(block.saved for block in piece) for piece in pieces]
     deferred = [sum(block.deferred for block in piece) for piece in pieces]
     # The first stage's W needs all that F saved, and the gradient of what it put out.
-    deferred[0] = saved[0] + (costs.gradients[firsts[0] - 1] if firsts else 0.0)
+    deferred[0] = saved[0] + (costs.crossing[firsts[0] - 1] if firsts else 0.0)
     kept = [StageMemory(*pair) for pair in zip(saved, deferred, strict=True)]
     transfer = replace(
         links or Transfer(),
         message_bytes={place: costs.crossing[k - 1] for place, k in enumerate(firsts)},
-        gradient_bytes={place: costs.gradients[k - 1] for place, k in enumerate(firsts)},
     )
 
     def seconds(action: Any) -> float:

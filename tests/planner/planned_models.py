@@ -97,15 +97,8 @@ def trained(path: str, steps: int) -> tuple[list[Tensor], list[str]]:
 
 UNEVEN = ModelCosts(
     tuple(
-        BlockCost(*map(float, times[:3]), 4.0, 3.0, 1.0, float(times[3]))
-        for times in (
-            (3, 1, 2, 7),
-            (5, 4, 1, 2),
-            (4, 1, 1, 7),
-            (2, 6, 1, 8),
-            (4, 6, 4, 1),
-            (4, 3, 6, 5),
-        )
+        BlockCost(*map(float, times), 4.0, 3.0, 1.0)
+        for times in ((5, 3, 6), (4, 4, 6), (3, 1, 1), (2, 2, 1), (6, 6, 3), (2, 3, 1))
     ),
     (2.0,) * 5,
 )

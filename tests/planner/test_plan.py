@@ -13,8 +13,6 @@ from torch import nn
 from autosplit.errors import BatchError, OutputError, PipelineError, PlanError, ScheduleError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.planner import Plan, partition
-from autosplit.planner.costs import Limits
-from autosplit.planner.cuts import CapError
 from tests.planner.planned_models import (
     MICROBATCH,
     costs,
@@ -38,9 +36,9 @@ def test_a_plan_says_what_it_holds(plan: Plan) -> None:
     assert plan.stages == plan.ranks == 2
     assert (plan.microbatches, plan.microbatch_size, plan.batch) == (4, MICROBATCH, 8)
     assert plan.cuts == ("layers.2",)
-    assert plan.made_for.model == "Net"
-    assert plan.made_for.blocks[0] == "embed"
-    assert str(plan.made_for.inputs[0]) == "args[0] [2, 5] int64"
+    assert plan.model == "Net"
+    assert plan.blocks[0] == "embed"
+    assert plan.inputs == ("args[0] [2, 5] int64",)
     assert len(plan.stage_times) == 2
     assert plan.stage_times[0][1] == 0.0
     assert all(p > r > 0 for p, r in zip(plan.peak_memory, plan.resting_memory, strict=True))
@@ -218,8 +216,19 @@ def test_options_of_partition_have_effects() -> None:
     assert partition(model, tokens(), stages=4, ranks=2, schedule="zb-v", costs=known).ranks == 2
     lean = partition(model, tokens(), stages=2, memory="lean", costs=known)
     assert lean.memory == "lean"
-    plain = partition(model, tokens(), stages=2, costs=known, limits=Limits(optimizer_state=0.0))
-    assert max(plain.peak_memory) < max(free.peak_memory)
+
+    def peak(**more: Any) -> float:
+        given = {"stages": 2, "microbatches": 2, "schedule": "gpipe", "ranks": 1, **more}
+        return max(partition(model, tokens(), costs="estimate", **given).peak_memory)
+
+    usual = peak()
+    assert peak(microbatches=4) > usual > peak(memory=0)
+    assert peak(autocast=torch.bfloat16) != usual
+    assert max(free.peak_memory) < max(
+        partition(
+            model, tokens(), stages=2, microbatches=4, schedule="gpipe", costs=known
+        ).peak_memory
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,17 +241,6 @@ def test_options_of_partition_have_effects() -> None:
         ({"stages": 2, "costs": "guess"}, PlanError, "unknown costs 'guess'; known: profile"),
         ({"stages": 2, "costs": costs(net(2))}, PlanError, "costs of 4 blocks were given, and"),
         ({"stages": 2, "schedule": "zigzag"}, ScheduleError, "unknown schedule 'zigzag'"),
-        ({"stages": 2, "limits": Limits(10.0)}, CapError, "the least cap that does is"),
-        (
-            {"cut_at": ["layers.1"], "limits": Limits(10.0)},
-            CapError,
-            r"stages that cut_at gives do not fit under a cap of 10 bytes a rank; the least .* is",
-        ),
-        (
-            {"stages": 2, "memory_limit": "1GiB", "limits": Limits(cap=10.0)},
-            PlanError,
-            "memory_limit='1GiB' and limits with cap=10 both say",
-        ),
         (
             {"stages": 2, "memory_limit": "1GiB", "split_backward": False},
             PlanError,
@@ -264,7 +262,7 @@ def test_bad_input(options: dict[str, object], error: type[Exception], message: 
         ({"format": "other"}, 'is no plan: expected JSON with "format"'),
         ({"cuts": None}, "is no whole plan: it lacks 'cuts'"),
         ({"colour": "red"}, "is no whole plan: it has the unknown 'colour'"),
-        ({"made_for": {}}, "is no whole plan: KeyError"),
+        ({"model": 5, "blocks": 7}, "is no whole plan: TypeError"),
     ],
     ids=str,
 )
@@ -291,7 +289,7 @@ def test_a_file_that_is_no_plan(
         ({"microbatches": 10**9}, "never runs"),
         ({"memory": "much"}, "memory is one of 'fast', 'balanced', 'lean'"),
         ({"backend": "tpu"}, "unknown backend 'tpu'"),
-        ({"made_for": {"model": "Net", "blocks": ["a"], "inputs": [1]}}, "is no whole plan"),
+        ({"blocks": ["a"]}, "'cuts' must be names of blocks"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -323,7 +321,7 @@ def test_a_dictionary_is_keyword_inputs(plan: Plan) -> None:
     model = net()
     named = partition(model, {"tokens": tokens()}, stages=2, microbatches=4, costs=costs(model))
     assert named.cuts == plan.cuts
-    assert str(named.made_for.inputs[0]) == "tokens [2, 5] int64"
+    assert named.inputs == ("tokens [2, 5] int64",)
     assert named.bind(model, {"tokens": tokens()}).wiring == named.wiring
 
 

@@ -49,7 +49,7 @@ class StageOptions:
             with the values of the first holder, and each gets the sum of the gradients. Those that
             modules of a list, or a model that is cut, have in common are found.
         planning: further options of ``autosplit.partition`` for a whole model, such as ``{"costs":
-            "estimate", "limits": Limits(cap=8e9)}``; what the trainer knows, it hands on itself.
+            "estimate", "cut_at": ["layers.8"]}``; what the trainer knows, it hands on itself.
         stage_factory: makes stages in place of ``autosplit.Stage``.
     """
 
