@@ -87,7 +87,6 @@ class Solution:
         bubble: idle time over total time of all ranks.
         peaks: per rank, the most bytes it holds: parameters, gradients, optimizer state, and what
             is kept of the microbatches.
-        resting: per rank, of these, parameters, gradients and optimizer state.
     """
 
     firsts: tuple[int, ...]
@@ -97,7 +96,6 @@ class Solution:
     step: float
     bubble: float
     peaks: tuple[float, ...]
-    resting: tuple[float, ...]
 
 
 def solve(
@@ -170,10 +168,9 @@ class _Search:
         links = replace(self._limits.links, message_bytes=sent, gradient_bytes=None)
         costs = Costs(seconds, [StageMemory(each.saved, each.deferred) for each in stages], links)
         timeline = costs.timeline(schedule)
-        resting = [0.0] * len(schedule.ranks)
+        peaks = peak_memory(schedule, costs.memory)
         for each, rank in zip(stages, schedule.placement, strict=True):
-            resting[rank] += self._limits.factor * each.parameters
-        moving = peak_memory(schedule, costs.memory)
+            peaks[rank] += self._limits.factor * each.parameters
         self._simulated += sum(map(len, schedule.ranks))
         self._known[firsts] = Solution(
             firsts,
@@ -182,8 +179,7 @@ class _Search:
             tuple(each.parameters for each in stages),
             timeline.makespan,
             max(0.0, timeline.bubble_ratio()),
-            tuple(map(sum, zip(moving, resting, strict=True))),
-            tuple(resting),
+            tuple(peaks),
         )
         return self._known[firsts]
 

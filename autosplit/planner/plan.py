@@ -75,7 +75,6 @@ class Plan:
         predicted_step: seconds.
         bubble: predicted idle time over total time.
         peak_memory: per rank, the most bytes that it holds.
-        resting_memory: per rank, of these, parameters, gradients and optimizer state.
         model: the class of the model, for messages.
         blocks: the names of its blocks in order.
         inputs: the tensors among its inputs, of one microbatch: name, shape and dtype.
@@ -103,7 +102,6 @@ class Plan:
     predicted_step: float
     bubble: float
     peak_memory: tuple[float, ...]
-    resting_memory: tuple[float, ...]
     model: str
     blocks: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -411,7 +409,6 @@ def make_plan(
         predicted_step=found.step,
         bubble=found.bubble,
         peak_memory=found.peaks,
-        resting_memory=found.resting,
         model=model,
         blocks=blocks,
         inputs=inputs,

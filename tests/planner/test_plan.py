@@ -41,7 +41,7 @@ def test_a_plan_says_what_it_holds(plan: Plan) -> None:
     assert plan.inputs == ("args[0] [2, 5] int64",)
     assert len(plan.stage_times) == 2
     assert plan.stage_times[0][1] == 0.0
-    assert all(p > r > 0 for p, r in zip(plan.peak_memory, plan.resting_memory, strict=True))
+    assert min(plan.peak_memory) > 0
     assert [sorted(group) for group in plan.shared] == [[(0, "embed.weight"), (1, "head.weight")]]
 
 
@@ -80,10 +80,8 @@ def test_a_plan_within_a_limit_trains(tmp_path: Path) -> None:
     model = net()
     options: dict[str, Any] = {"stages": 1, "ranks": 1, "microbatches": 4, "schedule": "gpipe"}
     plain = partition(model, tokens(), costs=costs(model), **options)
-    rest, most = max(plain.resting_memory), max(plain.peak_memory)
-    found = partition(
-        model, tokens(), costs=costs(model), memory_limit=int((rest + most) / 2), **options
-    )
+    most = max(plain.peak_memory)
+    found = partition(model, tokens(), costs=costs(model), memory_limit=int(0.8 * most), **options)
     with found.trainer(
         loss,
         sgd,
