@@ -116,18 +116,6 @@ class WholeModel:
             line = _capture(model, args, given)
         return cls(model, args, given, line, training=model.training)
 
-    def check_stages(self, stages: int) -> None:
-        """Refuse more stages than there are blocks.
-
-        Raises:
-            PlanError: says how many there may be.
-        """
-        if not 1 <= stages <= len(self.blocks):
-            raise PlanError(
-                f"{type(self.model).__name__} has blocks for 1 to {len(self.blocks)} stages, got "
-                f"stages={stages}"
-            )
-
     @cached_property
     def crossing(self) -> tuple[tuple[Tensor, ...], ...]:
         """For each cut between two blocks, the tensors that go over it, without data."""

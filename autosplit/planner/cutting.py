@@ -101,7 +101,11 @@ def cut_model(
         whole = whole.divided(planning.cut_at)
         firsts = [whole.start(name) for name in planning.cut_at]
         cut(whole, firsts)  # refuses what is no cut, before anything is measured
-    whole.check_stages(count)
+    if not 1 <= count <= len(whole.blocks):
+        raise PlanError(
+            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
+            f"stages={count}"
+        )
     alone = request.ranks == 1  # this process plans for itself, whatever group it is in
     options = replace(options, targets=planning.targets, device=device_of_trainer(alone=alone))
 

@@ -140,9 +140,9 @@ class Plan:
         )
         if self.memory_limit is not None:
             line += ", with what operators take for themselves, messages and the batch on top"
-        return f"{self.table()}\n\n{line}"
+        return f"{self._table()}\n\n{line}"
 
-    def table(self) -> str:
+    def _table(self) -> str:
         """A row a stage: its blocks, times, parameters and what it sends."""
         mean = sum(map(sum, self.stage_times)) / self.stages
         firsts = [0, *map(self.blocks.index, self.cuts), len(self.blocks)]
