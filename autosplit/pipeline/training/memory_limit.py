@@ -168,11 +168,10 @@ class LimitTuner(Tuner):
 
     def _played(self, schedule: Schedule) -> list[tuple[Action, int]]:
         """This rank's actions with what it holds then beside the fixed; collective."""
-        replay, guests = self._size.play(schedule)
-        if replay is not None:
-            return replay.levels(guests)
-        row = schedule.ranks[self._groups.rank]
-        return list(zip(row, self._by_size(schedule), strict=True))
+        levels = self._size.levels(schedule)
+        if levels is None:
+            levels = self._by_size(schedule)
+        return list(zip(schedule.ranks[self._groups.rank], levels, strict=True))
 
     def _held(self, schedule: Schedule) -> list[float]:
         """Per rank, the most that it will hold; collective. What was measured is known. Elsewhere

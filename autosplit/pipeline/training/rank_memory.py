@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,10 @@ from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import BytesByOwner, MemoryRecorder, state_of
 from autosplit.pipeline.ledger.call_memory import CallMemory
-from autosplit.pipeline.ledger.prediction import Evicted, RankReplay
+from autosplit.pipeline.ledger.prediction import StageBytes, message_levels, received_bytes
 from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.pipeline.simulation.playing import posts_of
+from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_of
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes
 
@@ -90,21 +91,33 @@ class RankMemory:
 
     # --- predicted --------------------------------------------------------------------------------
 
-    def play(self, schedule: Schedule) -> tuple[RankReplay | None, Evicted]:
-        """Plays this rank's part of a schedule, None where a stage's graphs are not known, with
-        what all ranks of the pipeline evict under it; collective.
+    def levels(self, schedule: Schedule) -> list[int] | None:
+        """For each action of this rank's row of a schedule, the most that it is to hold while it
+        runs, beside fixed ones and the batch; None where a stage's graphs are not known. Collective
+        over the pipeline.
         """
-        step, replay = self.step, None
+        step, rank, feeds = self.step, self._groups.rank, self._feeds
+        row, known = schedule.ranks[rank], dict[int, StageBytes]()
         stages = {} if step is None else traced(step.stages)
         if step is not None and len(stages) == len(step.stages):
-            rank, feeds = self._groups.rank, self._feeds
-            posts = posts_of(schedule, feeds)[rank]
-            replay = RankReplay(schedule, rank, feeds, stages, step.negotiation, self._calls, posts)
-            replay.peak({})
-        guests: Evicted = {}
-        for part in self._groups.gather({} if replay is None else replay.evicted):
-            guests |= part
-        return replay, guests
+            kinds = {action.kind for action in row}
+            for index, stage in stages.items():
+                received = received_bytes(stage, feeds, step.negotiation)
+                known[index] = StageBytes(stage, self._calls, received, kinds)
+        sizes = [StageMemory(0.0, 0.0)] * schedule.stages  # of which nothing moves here
+        for part in self._groups.gather({index: each.memory for index, each in known.items()}):
+            for index, size in part.items():
+                sizes[index] = size
+        if step is None or not known:
+            return None
+        lent = {index: each.lent for index, each in known.items()}
+        messages = message_levels(schedule, rank, feeds, step.negotiation, lent)
+        found = []
+        for action, own, sent in zip(row, levels_of(schedule, sizes)[rank], messages, strict=True):
+            # The first to make gradients adds to none.
+            less = known[action.stage].fresh.pop(action.kind, 0) if action.kind.is_compute else 0
+            found.append(math.ceil(own) + sent - less)
+        return found
 
     def predicted(self) -> int | None:
         """The most bytes that the step that is known here holds beside fixed ones; None where
@@ -112,8 +125,8 @@ class RankMemory:
         """
         if self._schedule is None:
             return None
-        replay, guests = self.play(without_sharding(self._schedule))
-        return None if replay is None else replay.peak(guests) + self.batch_bytes
+        levels = self.levels(without_sharding(self._schedule))
+        return None if levels is None else max(levels, default=0) + self.batch_bytes
 
     # --- recorded ---------------------------------------------------------------------------------
 

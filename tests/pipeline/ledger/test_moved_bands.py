@@ -12,14 +12,15 @@ import torch
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.host_store import HostFileStore
 from autosplit.pipeline.engine.moves import Moves, TransferredBytes
-from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.ledger.bands import BytesByOwner, MemoryRecorder, StepMemory
-from autosplit.pipeline.ledger.prediction import RankReplay
+from autosplit.pipeline.ledger.prediction import StageBytes
 from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.simulation.activation_memory import StageMemory, moved_bytes
 from autosplit.runtime.in_flight import HeldStorages
+from autosplit.stage import Stage
 from tests.pipeline.ledger import workers
-from tests.pipeline.training.moving import offloading
+from tests.pipeline.training.moving import SAVED, offloading
 from tests.ranks import Ranks
 
 Steps = tuple[StepMemory, StepMemory, StepMemory]
@@ -134,29 +135,29 @@ def test_what_leaves_in_part_is_what_is_predicted_to(
     monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     left: list[int] = []
-    predicted: list[int] = []
-    detach, send_away = HeldStorages.detach, RankReplay._send_away
+    played: dict[int, StageMemory] = {}
+    detach, play = HeldStorages.detach, StageBytes.__init__
 
     def detached(self: HeldStorages, *args: Any) -> list[torch.Tensor]:
         found = detach(self, *args)
         left.append(sum(each.untyped_storage().nbytes() for each in found))
         return found
 
-    def sent_away(self: RankReplay, action: Action) -> int:
-        predicted.append(send_away(self, action))
-        return predicted[-1]
+    def noted(self: StageBytes, stage: Stage, *args: Any) -> None:
+        play(self, stage, *args)
+        played[stage.index] = self.memory
 
     monkeypatch.setattr(HeldStorages, "detach", detached)
-    monkeypatch.setattr(RankReplay, "_send_away", sent_away)
-    plain = offloading(build("gpipe", 2, workers.MICROBATCHES, ranks=1))
-    with workers.trainer(schedule=plain, ranks=1) as engine:
-        engine.step(workers.batch())
-        held = {index: stage_memory(stage).saved for index, stage in engine.stages.items()}
-    moved = {index: int(share * size) for index, size in held.items()}
+    monkeypatch.setattr(StageBytes, "__init__", noted)
+    plain = offloading(build("gpipe", 2, workers.MICROBATCHES, ranks=1), away=[SAVED])
+    workers.recorded(schedule=plain, ranks=1)
+    assert {*left} == {size.saved for size in played.values()}
+    moved = {index: int(share * size.saved) for index, size in played.items()}
     left.clear()
     workers.recorded(schedule=replace(plain, moved=moved), ranks=1)
-    assert set(left) == set(predicted)
-    assert all(0 < size <= share * max(held.values()) for size in left)
+    sizes = played.items()
+    assert {*left} == {moved_bytes(moved, at, size, deferred=False) for at, size in sizes}
+    assert all(0 < size <= share * max(each.saved for each in played.values()) for size in left)
 
 
 def test_no_rank_holds_more_than_predicted_whatever_transfers_take(

@@ -116,22 +116,6 @@ def recorded(**options: Any) -> StepMemory:
 
 
 @collecting_new_objects_only()
-def levels(**options: Any) -> list[tuple[str, int, int]]:
-    """Each action with what a step like any other was measured to hold in it, and predicted to."""
-    with trainer(ranks=1, **options) as engine:
-        engine.step(batch())
-        engine.record = "memory"
-        gc.collect()
-        engine.step(batch())
-        memory = engine._runner.memory
-        measured = memory.measured()
-        replay, _ = memory.play(engine.schedule)
-        if not measured or replay is None:
-            raise AssertionError("expected a recorded step of stages of autosplit.Stage")
-        return [(str(a), measured[str(a)], level) for a, level in replay.levels({})]
-
-
-@collecting_new_objects_only()
 def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
     """The memory of the third step, and of one many steps later."""
     with trainer() as engine:
