@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from autosplit.pipeline.search import within_memory
-from autosplit.pipeline.search.search import search
 from benchmarks.kept_ranks import KeptRanks
 from tests import devices
 from tests.cheap_tracing import trace_cheaply
@@ -34,11 +33,10 @@ def measure_cheaply() -> None:
 
 
 def search_cheaply() -> None:
-    """Searches play as many orders as their time allows, for seconds each, also of the smallest
-    pipelines.
+    """Searches within a limit try as much as their time allows, for seconds each, also of the
+    smallest pipelines.
     """
-    search.__kwdefaults__["work"] = 60_000
-    vars(within_memory).update(_WORK=8_000, _ORDERS=4_000)
+    within_memory._WORK = 8_000
 
 
 def forget_meshes() -> None:

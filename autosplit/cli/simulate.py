@@ -47,7 +47,7 @@ def project(
         latency: milliseconds of a transfer.
         bandwidth: gigabytes a second, if ``message`` is given.
         message: megabytes that a microbatch sends, if ``bandwidth`` is given.
-        cap: search the shortest step in which no rank keeps more; in the unit of ``memory``.
+        cap: the most that a rank may keep, in the unit of ``memory``.
 
     Raises:
         ScheduleError: numbers that are negative, not finite or not as many as expected, more
@@ -221,7 +221,7 @@ def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule
 @click.option("--latency", default=0.0, show_default=True, help="Milliseconds of a transfer.")
 @click.option("--bandwidth", type=float, help="Of a link, in gigabytes a second.")
 @click.option("--message", type=float, help="Megabytes of a microbatch between two stages.")
-@click.option("--cap", type=float, help="Search the shortest step that keeps no more on any rank.")
+@click.option("--cap", type=float, help="Most that a rank may keep; what keeps more is no best.")
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
 @folder_to_write("--output", help="Folder for trace.json and timeline.png.")
 @json_option

@@ -14,8 +14,7 @@ from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
-from .search import caps_of, search
-from .starts import forms
+from .search import caps_of, forms
 
 MOST = 200_000
 """Actions of a step, over all chunks: some twenty schedules of it take minutes and gigabytes."""
@@ -79,8 +78,7 @@ def survey(
             many equal ones.
         microbatches: M >= 1.
         chunks: stages a rank where the schedule leaves that open.
-        cap: also search the shortest step in which no rank keeps more, with one and with two
-            stages a rank; None does not.
+        cap: the most that a rank may keep; None: any.
 
     Raises:
         ScheduleError: a bad count, more than ``MOST`` actions, a step that takes no time or no
@@ -103,8 +101,6 @@ def survey(
             refused[name] = str(error)
     if not entries:
         raise ScheduleError(next(iter(refused.values())))
-    if cap is not None:
-        entries.append(_searched(costs, microbatches, cap))
     return Survey(tuple(entries), refused, cap)
 
 
@@ -123,22 +119,6 @@ def _check(costs: Costs, microbatches: int, chunks: int, cap: float | None) -> N
             f"compared with others: give times of which one at least is > 0, and neither more than "
             f"{_LARGEST:g} in all"
         )
-
-
-def _searched(costs: Costs, microbatches: int, cap: float) -> SimulatedSchedule:
-    ranks = len(costs.times)
-    found, problems = [], []
-    for chunks in (1, 2):
-        cut = costs.cut(chunks)
-        try:
-            schedule = search(cut, microbatches, ranks=ranks, cap=cap)
-        except ScheduleError as error:
-            problems.append(error)
-        else:
-            found.append(_entry("auto", "own", schedule, cut))
-    if not found:
-        raise problems[-1]
-    return min(found, key=lambda entry: entry.timeline.step_time)
 
 
 def _entry(name: str, weights: str, schedule: Schedule, costs: Costs) -> SimulatedSchedule:

@@ -7,7 +7,6 @@ simulated step.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +20,7 @@ from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memor
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
 
-from .local_search import improve
-from .problem import Problem
-from .search import caps_of, placed, search
+from .search import caps_of, constructed, named_schedules
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
     "balance": balanced,
@@ -38,10 +35,8 @@ _KINDS = {
     "recompute": ActionKind.RECOMPUTE,
 }
 
-_WORK = 150_000  # actions that are simulated with measures, and in each search for another order
-_ORDERS = 60_000  # actions that each search for an order without measures plays
+_WORK = 150_000  # actions that are simulated with measures
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
-_SAME = 1 + 1e-6  # of a step
 
 
 @dataclass(frozen=True)
@@ -105,8 +100,7 @@ def search_within(
 
     What a rank holds is counted by the order of its row (``peak_memory``), which the engine keeps
     whatever transfers take. Measures are taken by their rules, alone and in pairs, on named
-    schedules and on those that ``search`` finds; then local search changes the order. How much is
-    simulated is bounded.
+    schedules and on those of list scheduling. How much is simulated is bounded.
 
     Args:
         costs: of every stage.
@@ -165,11 +159,13 @@ class _LimitSearch:
         self._kept: list[_Kept] = []
         """Those that keep the limit."""
         self._nearest: _Kept | None = None
-        self._bases = self._found(microbatches, ranks, placement)
-        self._problems = {
-            place: Problem(self._costs, place, microbatches, caps)
-            for place in {base.placement for _, base in self._bases}
-        }
+        named = named_schedules(costs.times, microbatches, ranks, placement)
+        places = dict.fromkeys(each.placement for each in named)
+        for most in ([math.inf] * ranks, [max(cap, 1.0) for cap in caps]):
+            named += constructed(costs, microbatches, places, most)
+        in_order = [each for each in named if adds_in_order(each)] or named
+        plain = {each.ranks: each for each in in_order}.values()
+        self._bases = sorted(((self._step(each), each) for each in plain), key=lambda each: each[0])
         self.bound = self._bound(ranks)
         self.unlimited = self._bases[0][0]
 
@@ -178,32 +174,12 @@ class _LimitSearch:
         one that exceeds the limit least counts.
         """
         found = []
-        for place in self._problems:
+        for place in {base.placement for _, base in self._bases}:
             least = [0.0] * ranks
             for stage, rank in enumerate(place):
                 least[rank] = max(least[rank], self._costs.memory[stage].least)
             found.append([a - cap * ROUNDING for a, cap in zip(least, self._caps, strict=True)])
         return min(found, key=max)
-
-    def _found(
-        self, microbatches: int, ranks: int, placement: Sequence[int] | None
-    ) -> list[tuple[float, Schedule]]:
-        """Schedules without measures and their steps, the shortest first; the best within the limit
-        among them.
-        """
-        costs = self._costs
-        named = placed(costs, microbatches, ranks, placement)
-        for cap in (math.inf, [max(cap, 1.0) for cap in self._caps]):
-            with contextlib.suppress(ScheduleError):
-                named.append(
-                    search(
-                        costs, microbatches, ranks=ranks, placement=placement, cap=cap, work=_ORDERS
-                    )
-                )
-        in_order = [each for each in named if adds_in_order(each)] or named
-        # Whether steps overlap is not for a row to say.
-        plain = {each.ranks: replace(each, crosses_step=False) for each in in_order}.values()
-        return sorted(((self._step(each), each) for each in plain), key=lambda each: each[0])
 
     def _step(self, schedule: Schedule) -> float:
         return self._costs.timeline(schedule).step_time
@@ -220,7 +196,6 @@ class _LimitSearch:
                 left -= sum(map(len, made.ranks))
                 if left < 0:
                     break
-        self._rearranged()
         if not self._kept:
             self._try_least()
         if not self._kept:
@@ -270,19 +245,6 @@ class _LimitSearch:
         self._keep(base)
         for take in MEASURES.values():
             self._keep(take(base, self._costs, least))
-
-    def _rearranged(self) -> None:
-        """Keep what the best becomes with other orders, and what the shortest without measures
-        does.
-        """
-        best = min(self._kept, key=_step, default=self._nearest)
-        for start in (*([best.schedule] if best else []), self._bases[0][1]):
-            if self._shortest <= self.unlimited * _SAME:  # as short as without a limit
-                return
-            problem = self._problems[start.placement]
-            better = improve(start, problem, _WORK, least=self.unlimited)
-            if better is not None:
-                self._keep(better.schedule)
 
     def _excess(self, schedule: Schedule) -> float:
         """By how much a rank exceeds the limit."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.moves import Journey, LevelByOrder, journeys_of, recomputed
+from autosplit.pipeline.schedule.moves import LevelByOrder, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.runtime.fitting import fitting
 
@@ -34,7 +34,6 @@ class Change(NamedTuple):
 
 
 _NONE = Change(0.0, 0.0)
-_MOST_ROWS = 4096  # that are known at once
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def levels_of(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[Iterator
     """Per rank, what it keeps at most while it runs each action of its row, whenever transfers
     happen.
     """
-    moves = _moves(schedule, sizes, None)
+    moves = _moves(schedule, sizes)
     return [
         levels(row, _changes(row, sizes, own))
         for row, own in zip(schedule.ranks, moves, strict=True)
@@ -137,12 +136,10 @@ def _changes(
     ]
 
 
-def _moves(
-    schedule: Schedule, sizes: Sequence[StageMemory], journeys: Sequence[Journey] | None
-) -> list[dict[int, Change]]:
+def _moves(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[dict[int, Change]]:
     """Per rank, by the place of a move what it changes."""
     found: list[dict[int, Change]] = [{} for _ in schedule.ranks]
-    for journey in journeys_of(schedule) if journeys is None else journeys:
+    for journey in journeys_of(schedule):
         size = moved_bytes(
             schedule.moved, journey.stage, sizes[journey.stage], deferred=journey.deferred
         )
@@ -168,34 +165,6 @@ def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
         held.change(-change.after)
 
 
-class PeakMemory:
-    """Counts what ranks keep at most by the order of their rows, each row once.
-
-    Args:
-        sizes: by stage.
-    """
-
-    def __init__(self, sizes: Sequence[StageMemory]) -> None:
-        self._sizes = sizes
-        self._known: dict[tuple[Any, ...], tuple[Sequence[Action], float]] = {}
-        """By the identity of a row, which is kept for that, and by what its moves carry."""
-
-    def of(self, schedule: Schedule, journeys: Sequence[Journey] | None = None) -> list[float]:
-        """Per rank, of a schedule."""
-        if len(self._known) > _MOST_ROWS:
-            self._known.clear()
-        moves = _moves(schedule, self._sizes, journeys)
-        return [self._peak(row, own) for row, own in zip(schedule.ranks, moves, strict=True)]
-
-    def _peak(self, row: Sequence[Action], moves: Mapping[int, Change]) -> float:
-        key = (id(row), *moves.items())
-        known = self._known.get(key)
-        if known is None:
-            most = max(levels(row, _changes(row, self._sizes, moves)), default=0.0)
-            known = self._known[key] = row, most
-        return known[1]
-
-
 def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]:
     """Per rank, the most it keeps at once: a matter of order, not of time.
 
@@ -208,4 +177,4 @@ def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]
         raise ScheduleError(
             f"expected the memory of each of {schedule.stages} stages, got that of {len(sizes)}"
         )
-    return PeakMemory(sizes).of(schedule)
+    return [max(row, default=0.0) for row in levels_of(schedule, sizes)]

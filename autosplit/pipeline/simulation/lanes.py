@@ -57,7 +57,6 @@ def add_lanes(
     seconds: list[float],
     transfer: Transfer = INSTANT,
     memory: Sequence[StageMemory] | None = None,
-    journeys: Sequence[Journey] | None = None,
 ) -> Lanes:
     """Add the transfers of a schedule to its own step graph, with all that waits for them.
 
@@ -68,12 +67,11 @@ def add_lanes(
         seconds: per action; gets those of the transfers.
         transfer: the links.
         memory: by stage.
-        journeys: those of the schedule, where they are known.
 
     Raises:
         ScheduleError: a link has a bandwidth, and what travels is not known.
     """
-    journeys = journeys_of(schedule) if journeys is None else journeys
+    journeys = journeys_of(schedule)
     if not journeys:
         return Lanes([*rows])
     builder = _Builder(graph, rows)

@@ -27,8 +27,6 @@ from .lanes import add_lanes
 from .step_graph import StepGraph
 from .transfer import Transfer
 
-_TOLERANCE = 1e-9  # seconds; a shorter wait is what rounding leaves
-
 
 class Play(NamedTuple):
     """How an order ran.
@@ -36,15 +34,11 @@ class Play(NamedTuple):
     Attributes:
         makespan: when the last action ended.
         starts: per action, when it began; -1 for what did not run.
-        causes: per action, the parcel that it waited for; -1 if its rank was busy until then.
-        last: the rank that ended last.
         places: per rank, how many actions of its row ran.
     """
 
     makespan: float
     starts: list[float]
-    causes: list[int]
-    last: int
     places: list[int]
 
 
@@ -61,7 +55,7 @@ def play(
         seconds: per action.
     """
     needs, makes, takers = graph.needs, graph.makes, graph.takers
-    starts, causes = [-1.0] * len(needs), [-1] * len(needs)
+    starts = [-1.0] * len(needs)
     ready = [-1.0] * len(takers)
     blocked = [False] * len(takers)
     links: dict[tuple[int, int], float] = {}
@@ -71,18 +65,16 @@ def play(
         rank = movable.pop()
         row, place, now = rows[rank], places[rank], clocks[rank]
         for action in row[place:] if place else row:
-            start, cause = now, -1
+            start = now
             for parcel in needs[action]:
                 arrival = ready[parcel]
                 if arrival < 0.0:
                     blocked[parcel] = True
                     break
                 if arrival > start:
-                    if arrival > start + _TOLERANCE:
-                        cause = parcel
                     start = arrival
             else:
-                starts[action], causes[action] = start, cause
+                starts[action] = start
                 now = start + seconds[action]
                 place += 1
                 for parcel, link, took, latency in makes[action]:
@@ -100,8 +92,7 @@ def play(
                 continue
             break
         places[rank], clocks[rank] = place, now
-    makespan = max(clocks, default=0.0)
-    return Play(makespan, starts, causes, clocks.index(makespan) if clocks else -1, places)
+    return Play(max(clocks, default=0.0), starts, places)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from copy import copy
 from typing import NamedTuple
 
 from autosplit.pipeline.schedule.action import Action
@@ -44,8 +43,6 @@ class StepGraph:
         placed: rank and action of every node; None: those of the schedule, rank by rank.
         feeds: who feeds whom; None: each stage the next.
         transfer: the links between ranks.
-        own_needs: whether an action needs those of its own stage: not to be asked for where the
-            orders that are played are known to run F before I before W.
 
     Attributes:
         actions: by number.
@@ -65,7 +62,6 @@ class StepGraph:
         *,
         feeds: Feeds | None = None,
         transfer: Transfer = INSTANT,
-        own_needs: bool = True,
     ) -> None:
         self._schedule = schedule
         self._feeds = feeds or Feeds(schedule.stages)
@@ -79,11 +75,7 @@ class StepGraph:
         self._of_result: dict[Action, list[int]] = defaultdict(list)
         self.needs = [
             tuple(
-                [
-                    self._number(need, action.stage, rank)
-                    for need in needs_of(action, self._feeds)
-                    if own_needs or need.stage != action.stage
-                ]
+                [self._number(need, action.stage, rank) for need in needs_of(action, self._feeds)]
             )
             for rank, action in placed
         ]
@@ -93,15 +85,6 @@ class StepGraph:
             for message in messages:
                 if self.makers[message.parcel] < 0:
                     self.makers[message.parcel] = number
-
-    def copy(self) -> StepGraph:
-        """The same, to be added to."""
-        found = copy(self)
-        found.actions, found.ranks = [*self.actions], [*self.ranks]
-        found.needs, found.makes = [*self.needs], [*self.makes]
-        found.parcels, found.takers = [*self.parcels], [*self.takers]
-        found.makers = [*self.makers]
-        return found
 
     def add(self, rank: int, action: Action) -> int:
         """One more action, which needs and makes nothing yet; its number."""
