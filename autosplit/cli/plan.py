@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import pathlib
 from collections import Counter
@@ -22,10 +23,11 @@ from autosplit.planner.costs import BlockOptions, ModelCosts, check_seconds, est
 from autosplit.planner.cuts import CapError, Limits
 from autosplit.planner.devices import DeviceKind, device_kind, link_of
 from autosplit.planner.meta_model import meta_model
-from autosplit.planner.plan import make_plan
+from autosplit.planner.plan import Plan
 from autosplit.planner.plan_search import search_plans, search_table
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import parse_size, size_text
+from autosplit.text.files import write_text
 from autosplit.text.progress import working
 
 from .options import backend, counts, file_to_write, memory_option, names, setting, typed_errors
@@ -110,7 +112,7 @@ def _limit(context: click.Context, parameter: click.Parameter, value: str | None
     type=click.IntRange(min=1),
     help="Configurations to show.",
 )
-@file_to_write("--output", help="Write the plan to this file.")
+@file_to_write("--output", help="Write what gives partition() the plan, and its figures, as JSON.")
 @typed_errors
 def plan(
     factory: str,
@@ -166,7 +168,7 @@ def plan(
     best = found[0].solution
     if best is None:  # cannot be: the first of them can run
         raise PlanError(found[0].lost)
-    chosen = make_plan(best, whole_of(found[0].size), split, limit)
+    chosen = Plan(whole_of(found[0].size), best, split, limit)
     source = "measured block by block"
     if estimated:
         source = "estimated from FLOPs and bytes, nothing was measured"
@@ -174,5 +176,7 @@ def plan(
         source += "; links take no time (--link says what one carries)"
     click.echo(f"{search_table(found, rows)}\n\n{chosen.report()}; {source}")
     if output:
-        chosen.save(output)
+        figures = {"predicted_step": chosen.predicted_step, "peak_memory": chosen.peak_memory}
+        data = {"partition": chosen.arguments, **figures, "stage_times": chosen.stage_times}
+        write_text(output, json.dumps(data, indent=1) + "\n")
         click.echo(f"\nwritten: {output}")

@@ -179,6 +179,7 @@ def _cut(
     # Training stages that are there needs no planner, which takes long to import.
     from autosplit.planner.costs import BlockOptions
     from autosplit.planner.cutting import Planning, cut_model
+    from autosplit.planner.stages import cut
 
     if count is None or example is None:
         raise PipelineError(
@@ -197,7 +198,7 @@ def _cut(
     built = options.schedule_for(count, len(options.layout(count).pipeline))
     factory = options.factory(cut=True)
     split = factory.split if isinstance(factory, SplitStage) else SplitOptions()
-    parts, found = cut_model(
+    whole, found = cut_model(
         model,
         example,
         None,
@@ -206,6 +207,7 @@ def _cut(
         how,
         BlockOptions(split, options.stages.autocast, loss_fn),
     )
+    parts = cut(whole, found.firsts)
     stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True)
     return stages, found.schedule
 

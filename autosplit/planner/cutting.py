@@ -21,7 +21,7 @@ from autosplit.pipeline.training.batches import Part
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, check_seconds, estimate, profile
 from autosplit.planner.cuts import CapError, Limits, Solution, solve
-from autosplit.planner.stages import Partition, cut
+from autosplit.planner.stages import cut
 from autosplit.text.progress import working
 
 COSTS = ("profile", "estimate")
@@ -74,7 +74,7 @@ def cut_model(
     planning: Planning,
     options: BlockOptions,
     cap: float = math.inf,
-) -> tuple[Partition, Solution]:
+) -> tuple[WholeModel, Solution]:
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
     Args:
@@ -88,7 +88,7 @@ def cut_model(
         cap: bytes that no rank shall hold more than, if there are such cuts.
 
     Returns:
-        the model in stages, and the schedule that they are for.
+        the model, and the best cuts of it that were found with the schedule that they are for.
 
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
@@ -117,7 +117,7 @@ def cut_model(
                 return solve(costs, count, request, firsts=firsts)
 
     found = on_all_ranks(lambda: _costs(planning, whole, options), find, alone=alone)
-    return cut(whole, found.firsts), found
+    return whole, found
 
 
 def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:

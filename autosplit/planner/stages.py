@@ -126,15 +126,16 @@ class Partition:
 
     Attributes:
         whole: the model.
-        cuts: the first block of every stage but the first.
+        cuts: the names of the first blocks of all stages but the first.
         wiring: who feeds whom.
         shared: for each parameter in several stages, where it is: (stage, name).
     """
 
-    def __init__(self, whole: WholeModel, cuts: tuple[int, ...]) -> None:
+    def __init__(self, whole: WholeModel, firsts: Sequence[int]) -> None:
         self.whole = whole
-        self.cuts = cuts
-        layout = StageLayout(whole.line, [whole.blocks[k].first for k in cuts])
+        blocks = [whole.blocks[first] for first in firsts]
+        self.cuts = tuple(block.name for block in blocks)
+        layout = StageLayout(whole.line, [block.first for block in blocks])
         given = tuple(tuple(map(layout.source, each)) for each in layout.given)
         self.wiring = Wiring(given, tuple(map(len, layout.sent)), whole.names)
         self._layout = layout

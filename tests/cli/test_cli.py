@@ -14,7 +14,8 @@ import autosplit.cli.plan
 import autosplit.compare.run  # noqa: F401  # both launch ranks, and are imported late otherwise
 from autosplit.cli import main
 from autosplit.dump.tables import milliseconds
-from autosplit.planner import Plan
+from autosplit.planner import partition
+from tests.planner import planned_models
 
 pytestmark = pytest.mark.usefixtures("launched_on_ranks")
 
@@ -121,7 +122,7 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
 
 
 def test_plan(tmp_path: pathlib.Path) -> None:
-    """A table, why others lost, the plan file and the figures."""
+    """A table, why others lost, and the file of the figures."""
     figures = tmp_path / "plan.json"
     options = "--batch 8 --estimate --memory balanced --microbatches 2,4 --rows 3"
     command = f"{FACTORY} {options} --output {figures}"
@@ -138,13 +139,17 @@ def test_plan(tmp_path: pathlib.Path) -> None:
     for text in texts:
         assert text in result.output
     found = json.loads(figures.read_text())
-    assert set(found) >= {"stage_times", "predicted_step", "schedule", "microbatches", "cuts"}
-    assert len(found["stage_times"]) == len(found["cuts"]) + 1
-    assert found["predicted_step"] > found["microbatches"] * max(map(sum, found["stage_times"])) / 2
+    given = found["partition"]
+    assert len(found["stage_times"]) == len(given["cut_at"]) + 1
+    assert found["predicted_step"] > given["microbatches"] * max(map(sum, found["stage_times"])) / 2
     narrow = f"{command} --devices 3 --schedule gpipe --stages 3"
     assert run(narrow).exit_code == 0
     other = json.loads(figures.read_text())
-    assert (other["schedule"], len(other["cuts"])) == ("gpipe", 2)
+    given = other["partition"]
+    assert (given["schedule"], len(given["cut_at"])) == ("gpipe", 2)
+    model, inputs = planned_models.factory()
+    plan = partition(model, inputs, costs="estimate", **given | {"ranks": 1})
+    assert [*plan.cuts] == given["cut_at"]
     assert run(f"{narrow} --link 1e-6 --device h100 --optimizer-state 0").exit_code == 0
     later = json.loads(figures.read_text())
     assert later["predicted_step"] > other["predicted_step"] + 0.2
@@ -157,7 +162,10 @@ def test_a_plan_has_the_limit_that_it_keeps(tmp_path: pathlib.Path) -> None:
     assert run(one).exit_code == 0
     most = max(json.loads((tmp_path / "plan.json").read_text())["peak_memory"])
     assert run(one, "--limit", int(most) + 1).exit_code == 0
-    assert json.loads((tmp_path / "plan.json").read_text())["memory_limit"] == int(most) + 1
+    assert (
+        json.loads((tmp_path / "plan.json").read_text())["partition"]["memory_limit"]
+        == int(most) + 1
+    )
     refused = run(one, "--limit", int(0.62 * most))
     assert refused.exit_code == 1
     assert "nothing fits: the least cap is" in refused.output
@@ -195,10 +203,11 @@ def test_plan_of_ranks_that_measure(tmp_path: pathlib.Path) -> None:
     command = f"{MEASURED} {one} --output {tmp_path}/plan.json"
     result = run(f"{command} --set layers=1")
     assert result.exit_code == 0, result.output
-    plan = Plan.load(tmp_path / "plan.json")
-    assert f"{plan.report()}; measured block by block" in result.output
+    step = milliseconds(json.loads((tmp_path / "plan.json").read_text())["predicted_step"])
+    assert f"a step of {step} ms, " in result.output
+    assert "; measured block by block" in result.output
     best = next(row for row in result.output.splitlines() if row.endswith("the best"))
-    assert f" {milliseconds(plan.predicted_step)} " in best  # one figure for a step
+    assert f" {step} " in best  # one figure for a step
     refused = run(f"{command} --stages 9")
     assert "9 stages are more than the model has blocks, 6" in refused.output
 
@@ -384,7 +393,7 @@ def test_a_plan_is_written_where_asked_and_has_the_examples_batch(
     result = run(f"{command} --output p.json")
     assert result.exit_code == 0, result.output
     plan = json.loads((tmp_path / "p.json").read_text())
-    assert plan["microbatches"] * plan["microbatch_size"] == 2
+    assert 2 % plan["partition"]["microbatches"] == 0
 
 
 @pytest.mark.parametrize("command", ["compare", "inspect"])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from autosplit import partition
 from autosplit.pipeline import PipelineTrainer
-from autosplit.planner import Plan
 from autosplit.planner.costs import BlockCost, ModelCosts
 from tests.pipeline.trainer_options import grouped
 from tests.planner.planned import even
@@ -80,10 +79,9 @@ def bare() -> nn.Module:
     return net()
 
 
-def trained(path: str, steps: int) -> tuple[list[Tensor], list[str]]:
-    """Losses of the plan in a file, on this process group, and the names of its parameters."""
-    model = net()
-    plan = Plan.load(path).bind(model, tokens())
+def trained(arguments: dict[str, Any], steps: int) -> tuple[list[Tensor], list[str]]:
+    """Losses of a plan on this process group, and the names of its parameters."""
+    plan = partition(net(), tokens(), costs="estimate", **arguments)
     with plan.trainer(loss, sgd) as engine:
         found = []
         for step in range(steps):

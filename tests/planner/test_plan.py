@@ -1,4 +1,4 @@
-"""Plans: as files, bound to models, and trained."""
+"""Plans: made, reported and trained."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from autosplit.errors import BatchError, OutputError, PipelineError, PlanError, ScheduleError
+from autosplit.errors import BatchError, PipelineError, PlanError, ScheduleError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.planner import Plan, partition
 from tests.planner.planned_models import (
@@ -33,20 +32,18 @@ def plan() -> Plan:
 
 
 def test_a_plan_says_what_it_holds(plan: Plan) -> None:
-    assert plan.stages == plan.ranks == 2
-    assert (plan.microbatches, plan.microbatch_size, plan.batch) == (4, MICROBATCH, 8)
+    assert plan.stages == len(plan.schedule.ranks) == 2
+    assert (plan.schedule.microbatches, plan.batch) == (4, 4 * MICROBATCH)
     assert plan.cuts == ("layers.2",)
-    assert plan.model == "Net"
-    assert plan.blocks[0] == "embed"
-    assert plan.inputs == ("args[0] [2, 5] int64",)
+    assert repr(plan) == "Plan(Net cut at layers.2, 2 ranks, '1f1b', 4 microbatches, 8 samples)"
     assert len(plan.stage_times) == 2
     assert plan.stage_times[0][1] == 0.0
     assert min(plan.peak_memory) > 0
     assert [sorted(group) for group in plan.shared] == [[(0, "embed.weight"), (1, "head.weight")]]
 
 
-def test_a_limit_of_memory_is_kept_by_cuts_or_left_to_the_trainer(tmp_path: Path) -> None:
-    """What no cuts keep, the plan's trainer does; its file has the limit, too."""
+def test_a_limit_of_memory_is_kept_by_cuts_or_left_to_the_trainer() -> None:
+    """What no cuts keep, the plan's trainer does."""
     model = net()
 
     def planned(limit: int | str | None) -> Plan:
@@ -61,15 +58,13 @@ def test_a_limit_of_memory_is_kept_by_cuts_or_left_to_the_trainer(tmp_path: Path
         )
 
     plain = planned(None)
-    assert plain.memory_limit is None
+    assert plain.arguments["memory_limit"] is None
     most = max(plain.peak_memory)
     kept = planned(int(most) + 1)
-    assert max(kept.peak_memory) <= int(most) + 1 == kept.memory_limit
+    assert max(kept.peak_memory) <= int(most) + 1 == kept.arguments["memory_limit"]
     found = planned(f"{int(most / 2)} B")
-    assert found.memory_limit == int(most / 2)
-    assert (found.cuts, found.actions) == (plain.cuts, plain.actions)
-    found.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == found
+    assert found.arguments["memory_limit"] == int(most / 2)
+    assert (found.cuts, found.schedule) == (plain.cuts, plain.schedule)
     for bad in ("12 GiBs", "lots", 0, 1.5, True):
         with pytest.raises(PlanError, match=r"expected memory_limit such as 80GiB.*, got "):
             planned(bad)  # type: ignore[arg-type]
@@ -90,31 +85,6 @@ def test_a_plan_within_a_limit_trains(tmp_path: Path) -> None:
     ) as trainer:
         losses = trainer.step((tokens(8), tokens(8)))
     assert losses.isfinite().all()
-
-
-def test_a_file_gives_the_plan_back(plan: Plan, tmp_path: Path) -> None:
-    plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded == plan
-    assert loaded.built_schedule() == plan.built_schedule()
-    assert loaded.partition is None
-    with pytest.raises(PlanError, match=r"not bound to a model: call plan\.bind\(model, args\)"):
-        loaded.build(0)
-    bound = loaded.bind(net(), tokens())
-    assert bound.wiring == plan.wiring
-    names = {name for stage in range(2) for name, _ in bound.build(stage).named_parameters()}
-    assert names == {name for name, _ in net().named_parameters(remove_duplicate=False)}
-
-
-def test_another_model_or_batch_is_refused(plan: Plan) -> None:
-    with pytest.raises(PlanError, match="plan was made for a Net of 6 blocks, but this Net has 7"):
-        plan.bind(net(5), tokens())
-    with pytest.raises(PlanError, match="plan was made for a Net that begins with 'embed'"):
-        plan.bind(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), torch.zeros(2, 5))
-    with pytest.raises(
-        PlanError, match=r"microbatches of args\[0\] \[2, 5\] int64, but came args\[0\] \[3, 5\]"
-    ):
-        plan.bind(net(), tokens(3))
 
 
 def test_a_plan_for_other_processes_says_for_how_many(plan: Plan) -> None:
@@ -164,13 +134,10 @@ def test_one_process_trains_as_without_a_plan(plan: Plan) -> None:
         assert engine.step((tokens(4), tokens(4))).isfinite().all()
 
 
-def test_two_processes_train_a_plan_from_a_file(
-    on_ranks: Ranks, plan: Plan, tmp_path: Path
-) -> None:
+def test_two_processes_train_a_plan_from_its_arguments(on_ranks: Ranks, plan: Plan) -> None:
     """Losses step by step are those of the whole model in one process."""
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    (losses, names), (others, more) = on_ranks(trained, 2, (str(path), 3), timeout=100.0)
+    arguments = json.loads(json.dumps(plan.arguments))
+    (losses, names), (others, more) = on_ranks(trained, 2, (arguments, 3), timeout=100.0)
     model = net()
     optimizer = sgd(list(model.parameters()))
     for step in range(3):
@@ -199,10 +166,11 @@ def test_cut_at(plan: Plan) -> None:
     by_hand = partition(model, tokens(), cut_at=["layers.1"], costs=costs(model))
     assert by_hand.cuts == ("layers.1",)
     assert by_hand.predicted_step > 0.0
-    assert by_hand.microbatches == 4
+    assert by_hand.schedule.microbatches == 4
+    again = partition(model, tokens(), costs=costs(model), **plan.arguments)
+    assert (again.cuts, again.schedule) == (plan.cuts, plan.schedule)
     inside = partition(model, tokens(), cut_at=["layers.1.down"], costs="estimate")
     assert len(inside.cuts) == 1
-    assert Plan.bind(inside, net(), tokens()).cuts == inside.cuts
 
 
 def test_options_of_partition_have_effects() -> None:
@@ -210,10 +178,11 @@ def test_options_of_partition_have_effects() -> None:
     known = costs(model)
     free = partition(model, tokens(), stages=2, microbatches=4, costs=known)
     other = partition(model, tokens(), stages=2, microbatches=2, schedule="gpipe", costs=known)
-    assert (other.schedule, other.microbatches) == ("gpipe", 2)
-    assert partition(model, tokens(), stages=4, ranks=2, schedule="zb-v", costs=known).ranks == 2
+    assert (other.schedule.name, other.schedule.microbatches) == ("gpipe", 2)
+    folded = partition(model, tokens(), stages=4, ranks=2, schedule="zb-v", costs=known)
+    assert len(folded.schedule.ranks) == 2
     lean = partition(model, tokens(), stages=2, memory="lean", costs=known)
-    assert lean.memory == "lean"
+    assert lean.arguments["memory"] == "lean"
 
     def peak(**more: Any) -> float:
         given = {"stages": 2, "microbatches": 2, "schedule": "gpipe", "ranks": 1, **more}
@@ -254,73 +223,11 @@ def test_bad_input(options: dict[str, object], error: type[Exception], message: 
         partition(model, tokens(), **given)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "other"}, 'is no plan: expected JSON with "format"'),
-        ({"cuts": None}, "is no whole plan: it lacks 'cuts'"),
-        ({"colour": "red"}, "is no whole plan: it has the unknown 'colour'"),
-        ({"model": 5, "blocks": 7}, "is no whole plan: TypeError"),
-    ],
-    ids=str,
-)
-def test_a_file_that_is_no_plan(
-    plan: Plan, tmp_path: Path, change: dict[str, object], message: str
-) -> None:
-    path = tmp_path / "plan.json"
-    plan.save(path)
-    data = json.loads(path.read_text())
-    kept = {name: each for name, each in data.items() if change.get(name, each) is each}
-    lost = {name for name, each in change.items() if each is None}
-    path.write_text(json.dumps({**kept, **change} if not lost else kept))
-    with pytest.raises(PlanError, match=message):
-        Plan.load(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"placement": [0, 10**18]}, "stage 1 is placed on rank 1000000000000000000"),
-        ({"actions": 5}, "is no whole plan: TypeError"),
-        ({"actions": [5, 6]}, "is no whole plan: AttributeError"),
-        ({"cuts": ["nowhere"]}, "'cuts' must be names of blocks of the model behind its first"),
-        ({"microbatches": 10**9}, "never runs"),
-        ({"memory": "much"}, "memory is one of 'fast', 'balanced', 'lean'"),
-        ({"backend": "tpu"}, "unknown backend 'tpu'"),
-        ({"blocks": ["a"]}, "'cuts' must be names of blocks"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_values_that_no_plan_has(
-    plan: Plan, tmp_path: Path, change: dict[str, object], message: str
-) -> None:
-    plan.save(tmp_path / "plan.json")
-    data = json.loads((tmp_path / "plan.json").read_text()) | change
-    (tmp_path / "plan.json").write_text(json.dumps(data))
-    with pytest.raises((PlanError, ScheduleError), match=message):
-        Plan.load(tmp_path / "plan.json")
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\x00", b"9" * 5000, b""])
-def test_a_file_that_is_no_json(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_bytes(content)
-    with pytest.raises(PlanError, match=r"cannot read a plan from '.*plan\.json': "):
-        Plan.load(tmp_path / "plan.json")
-    with pytest.raises(PlanError, match="cannot read a plan from"):
-        Plan.load(tmp_path)
-
-
-def test_a_plan_that_cannot_be_saved(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"cannot write '.*plan\.json': No such file"):
-        plan.save(tmp_path / "nowhere" / "plan.json")
-
-
 def test_a_dictionary_is_keyword_inputs(plan: Plan) -> None:
     model = net()
     named = partition(model, {"tokens": tokens()}, stages=2, microbatches=4, costs=costs(model))
     assert named.cuts == plan.cuts
-    assert named.inputs == ("tokens [2, 5] int64",)
-    assert named.bind(model, {"tokens": tokens()}).wiring == named.wiring
+    assert named.wiring.names == ("tokens",)
 
 
 @pytest.mark.parametrize(
