@@ -255,7 +255,7 @@ class Stage:
         """What could be away for a while of a microbatch between F and its backward, or I and W.
 
         One tensor for each storage that this microbatch holds and neither another nor the module:
-        its bytes. Those that are needed longest come first.
+        its bytes.
 
         Args:
             microbatch: whose.
@@ -266,20 +266,17 @@ class Stage:
         """
         return self._held.of(microbatch, kept)
 
-    def detach_held(
-        self, microbatch: int, bytes: int | None = None, kept: Iterable[Tensor] = ()
-    ) -> list[Tensor]:
+    def detach_held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
         """Give away what ``held`` returns. Until it is back, nothing can be run on the microbatch.
 
         Args:
             microbatch: whose.
-            bytes: give no more than so many; None for all.
             kept: as for ``held``.
 
         Raises:
             SplitError: as ``held``; or it is away already, or was written in place.
         """
-        return self._held.detach(microbatch, bytes, kept)
+        return self._held.detach(microbatch, kept)
 
     def attach_held(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         """Put back what ``detach_held`` gave: tensors of the same bytes, in the same order.

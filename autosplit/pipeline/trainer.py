@@ -82,8 +82,8 @@ class PipelineTrainer(StageTrainer):
             step by what graphs and messages hold, and after three steps by their times and with
             what operators were measured to take besides. Later steps are measured until one keeps
             the limit; where none does, a PipelineError says the least limit that was found to do.
-            The first steps may hold more. It may keep microbatches at a partner rank, in the host's
-            store, or run forwards again.
+            The first steps may hold more. It may keep microbatches in the host's store, or run
+            forwards again.
         stage_options: how stages are made.
         run_options: how steps run.
 

@@ -18,7 +18,6 @@ from torch import Tensor, fx
 from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
-from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, lent
 from autosplit.passes.subgraph import inline, inlined
@@ -309,11 +308,6 @@ class SplitFunctions:
         return self._constants_of([self._graphs.forward])
 
     @cached_property
-    def last_uses(self) -> Mapping[str, int]:
-        """Name of a saved or deferred tensor -> its place in the order in which they die."""
-        return last_uses(self._graphs)
-
-    @cached_property
     def output_specs(self) -> dict[str, TensorSpec]:
         """Output path -> spec, for outputs that are tensors."""
         pairs = outputs(self._graphs.forward.graph, Kind.OUTPUT, Kind.UPDATE)
@@ -458,35 +452,6 @@ class SplitFunctions:
                 f"got {grad.dtype} {list(grad.shape)}"
             )
         return spec.conform(grad)
-
-
-def last_uses(graphs: SplitGraphs) -> dict[str, int]:
-    """Name of each saved and deferred tensor -> where in I and then W it is last used.
-
-    The numbers only order tensors: a higher one lives longer. What I hands on to W lives until W.
-    """
-    first, second = graphs.backward_input, graphs.backward_weight
-    if first is None or second is None:
-        return {}
-    late = _last_uses(second.graph, Kind.DEFERRED, len(first.graph.nodes))
-    handed: dict[fx.Node, int] = {}
-    for role, value in outputs(first.graph, Kind.DEFERRED):
-        if isinstance(value, fx.Node):
-            root = storage_root(value)
-            handed[root] = max(handed.get(root, 0), late.get(role.name, 0))
-    early = _last_uses(first.graph, Kind.SAVED, 0, handed)
-    return {**late, **early}
-
-
-def _last_uses(
-    graph: fx.Graph, kind: Kind, start: int, handed: Mapping[fx.Node, int] | None = None
-) -> dict[str, int]:
-    order = {node: at for at, node in enumerate(graph.nodes, start)}
-    found = {}
-    for role, node in inputs(graph, kind).items():
-        users = [order[user] for user in node.users if user.op != "output"]
-        found[role.name] = max([start, *users, (handed or {}).get(node, 0)])
-    return found
 
 
 def _parameters(module: fx.GraphModule | None) -> list[str]:

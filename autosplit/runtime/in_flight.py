@@ -20,7 +20,6 @@ from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes
 
-from .fitting import fitting, longest_needed_first
 from .residuals import (
     HandOver,
     PlacedStorage,
@@ -236,14 +235,8 @@ class KeptInputs:
             return self.functions.forward(state, leaves).saved
 
 
-_ORDERS = 256  # that are known at once
-
-
 class HeldStorages:
     """What the in-flight microbatches of a stage hold, each alone.
-
-    A rank asks for that between two actions, and steps are alike: what is the same as before is
-    not found again.
 
     Args:
         owner: whose, for messages.
@@ -257,7 +250,6 @@ class HeldStorages:
         self._owner = owner
         self._saved = saved
         self._deferred = deferred
-        self._orders: dict[Hashable, Sequence[PlacedStorage]] = {}
         self._state: tuple[Hashable, AbstractSet[StorageKey]] = (), frozenset()
 
     def of(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
@@ -266,7 +258,7 @@ class HeldStorages:
         found = self._own(own, others, kept)
         return [own.residuals.whole(each.places[0]) for each in found]
 
-    def detach(self, microbatch: int, limit: int | None, kept: Iterable[Tensor]) -> list[Tensor]:
+    def detach(self, microbatch: int, kept: Iterable[Tensor]) -> list[Tensor]:
         """See ``Stage.detach_held``."""
         own, others = self._find(microbatch)
         if own.residuals.away:
@@ -274,7 +266,7 @@ class HeldStorages:
                 f"{self._owner}: tensors of microbatch {microbatch} are away already; put them "
                 "back with attach_held() first"
             )
-        return own.residuals.detach(self._own(own, others, kept, limit))
+        return own.residuals.detach(self._own(own, others, kept))
 
     def attach(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
         """See ``Stage.attach_held``."""
@@ -301,19 +293,16 @@ class HeldStorages:
         microbatch: InFlightMicrobatch,
         others: Iterable[InFlightMicrobatch],
         kept: Iterable[Tensor],
-        limit: int | None = None,
     ) -> Sequence[PlacedStorage]:
         """Storages that could be away for a while.
 
         Not of parameters, buffers and constants, nor of what several microbatches or the caller
-        hold. Those that live longest come first; which of them fit into ``limit`` is said in
-        ``fitting``.
+        hold.
 
         Args:
             microbatch: whose.
             others: the stage's other microbatches.
             kept: tensors of others besides.
-            limit: how many bytes in all; None for as many as there are.
         """
         given = {storage_of(each) for each in map(local_tensor, kept) if is_plain(each)}
         shared = (microbatch.lent, given, self._of_state(microbatch))
@@ -321,14 +310,7 @@ class HeldStorages:
         for keys in (*shared, *(other.residuals.storages() for other in others)):
             for key in found.keys() & keys:
                 del found[key]
-        storages = tuple(found.values())
-        alike = microbatch.functions, limit, storages
-        order = self._orders.get(alike)
-        if order is None:
-            if len(self._orders) >= _ORDERS:
-                self._orders.clear()
-            order = self._orders[alike] = _in_order(microbatch, storages, limit)
-        return order
+        return tuple(found.values())
 
     def _of_state(self, microbatch: InFlightMicrobatch) -> AbstractSet[StorageKey]:
         """Storages of what the microbatch reads besides; those of the last one asked for are known
@@ -340,18 +322,6 @@ class HeldStorages:
         if places != self._state[0]:
             self._state = places, {storage_of(tensor) for tensor in tensors}
         return self._state[1]
-
-
-def _in_order(
-    microbatch: InFlightMicrobatch, storages: Sequence[PlacedStorage], limit: int | None
-) -> Sequence[PlacedStorage]:
-    """Storages of a microbatch in the order in which they go, as far as they fit."""
-    name = microbatch.residuals.name
-    names = {each: map(name, each.places) for each in storages}
-    ordered = longest_needed_first(names, microbatch.functions.last_uses)
-    if limit is None:
-        return ordered
-    return [ordered[place] for place in fitting([each.bytes for each in ordered], limit)]
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}

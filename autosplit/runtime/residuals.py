@@ -329,10 +329,6 @@ class Residuals:
             self._storages = detachable(self._tensors)
         return self._storages
 
-    def name(self, place: int) -> str:
-        """The name of the tensor at a place."""
-        return self._known.watched[place]
-
     def whole(self, place: int) -> Tensor:
         """The storage of the tensor at a place, as bytes."""
         return whole_storage(self._tensors[place])

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from ..page import Page, Part
-from . import (
-    balance,
-    budgets,
-    limit,
-    offload,
-    prediction,
-    standin,
-)
+from . import budgets, limit, offload, prediction, standin
 from .settings import Settings
 
 TEMPLATE = """\
@@ -53,27 +46,13 @@ done in I.""",
         budgets.measure,
         budgets.render,
     ),
-    "balance": Part(
-        "Balance",
-        f"""\
-BPipe's evictions over stand-in stages, M = 2N: the real engine, messages and moves over stages that
-hold {standin.LAYERS} layers' tensors of {standin.ROWS} x {standin.WIDTH}, send each other
-{standin.NARROW} columns, and take F = I = W as given, so that 4 and 8 ranks run on any two cores.
-The targets are those of 1F1B, whose first rank holds N microbatches and the last one; ZB-H1 defers
-so many weight gradients that its ranks hold about the same anyway. *Activations* as in the first
-table, without the batch. *The paper's bound*: ceil((N+2)/2) microbatches of 1F1B. *The least
-bound*: the lowest that each pair of ranks can keep over links of
-{balance.LINK.bandwidth / 1e9:g} GB/s, in hundredths of the plain peak, in a step that is simulated
-to be at most 2% longer. Losses are the same, bit for bit.""",
-        balance.measure_all,
-        balance.render,
-    ),
     "offload": Part(
         "Offload",
         f"""\
-The same stages on two ranks with one thread each, M = {offload.MICROBATCHES}, into a
-memory-mapped file; the limit is as low as the schedule can keep it by its own times and the store's
-bandwidth, which is measured first. Losses are the same, bit for bit.""",
+Stand-in stages: the real engine and moves over stages that hold {standin.LAYERS} layers' tensors of
+{standin.ROWS} x {standin.WIDTH} and take F = I = W as given, on two ranks with one thread each,
+M = {offload.MICROBATCHES}, into a file; the limit is as low as the schedule can keep it by its own
+times and the store's bandwidth, which is measured first. Losses are the same, bit for bit.""",
         offload.measure_all,
         offload.render,
     ),

@@ -21,7 +21,6 @@ COLOURS = {
     "batch": "#F0E442",
     "saved": "#0072B2",
     "deferred": "#009E73",
-    "evicted here": "#CC79A7",
     "in transit": "#56B4E9",
     "working": "#E69F00",
 }

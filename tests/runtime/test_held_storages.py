@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autosplit import SplitError, Stage
-from autosplit.runtime import in_flight, residuals
+from autosplit.runtime import residuals
 from autosplit.torch_internals.state import distinct_storage_bytes
 from tests.microbatches import Twins
 
 NAMES = ["convolutions", "tied", "in_place"]
 
 
-def _away_and_back(stage: Stage, microbatch: int, bytes: int | None = None) -> int:
+def _away_and_back(stage: Stage, microbatch: int) -> int:
     """How many bytes were away; they come back as clones, and the old ones are freed."""
-    taken = stage.detach_held(microbatch, bytes)
+    taken = stage.detach_held(microbatch)
     gone = [StorageWeakRef(tensor.untyped_storage()).expired for tensor in taken]
     clones = [tensor.clone() for tensor in taken]
     count = distinct_storage_bytes(taken)
@@ -95,21 +95,6 @@ def test_bytes_of_what_is_away_are_not_held() -> None:
     before = stage.deferred_bytes
     taken = stage.detach_held(0)
     assert stage.deferred_bytes == before - sum(tensor.numel() for tensor in taken) == 0
-
-
-def test_some_bytes_those_that_live_longest() -> None:
-    """W reads the inputs of the layers last of all: the first layer's behind the second's."""
-    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3), nn.Sigmoid())
-    stage = Stage(model, [torch.zeros(2, 6, requires_grad=True)])
-    x = torch.randn(2, 6)
-    stage.forward(0, [x])
-    sizes = [tensor.numel() for tensor in stage.held(0)]
-    assert sizes == [8 * 6, 8 * 10, 8 * 3]
-    for limit, expected in [(0, []), (8 * 6, [0]), (8 * 15, [0, 2]), (8 * 16, [0, 1]), (999, None)]:
-        taken = stage.detach_held(0, limit)
-        at = range(3) if expected is None else expected
-        assert [tensor.numel() for tensor in taken] == [sizes[place] for place in at]
-        stage.attach_held(0, taken)
 
 
 def test_parameters_buffers_and_constants_stay() -> None:
@@ -226,14 +211,10 @@ class _Counted:
         return self._function(*args)
 
 
-def test_what_is_the_same_in_every_step_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which storages go, and in which order; and a microbatch's are looked for once while others
-    leave.
-    """
-    order, fit = _Counted(in_flight.longest_needed_first), _Counted(in_flight.fitting)
+def test_a_microbatchs_storages_are_looked_for_once_while_others_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     look = _Counted(residuals.detachable)
-    monkeypatch.setattr(in_flight, "longest_needed_first", order)
-    monkeypatch.setattr(in_flight, "fitting", fit)
     monkeypatch.setattr(residuals, "detachable", look)
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.GELU())
     stage = Stage(model, [torch.zeros(2, 6, requires_grad=True)])
@@ -241,10 +222,9 @@ def test_what_is_the_same_in_every_step_is_found_once(monkeypatch: pytest.Monkey
     for _ in range(3):
         for microbatch in microbatches:
             stage.forward(microbatch, [torch.randn(2, 6)])
-        given = [stage.detach_held(microbatch, 100) for microbatch in microbatches]
-        assert all(0 < sum(tensor.numel() for tensor in each) <= 100 for each in given)
+        given = [stage.detach_held(microbatch) for microbatch in microbatches]
+        assert all(given)
         for microbatch, each in zip(microbatches, given, strict=True):
             stage.attach_held(microbatch, each)
             stage.backward(microbatch, [torch.ones(2, 6)])
-    assert (order.calls, fit.calls) == (1, 1)
     assert look.calls <= 3 * 2 * len(microbatches)  # once as it leaves, and once when it is away

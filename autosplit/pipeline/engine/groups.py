@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from .first_error import Guard
 
 
-def greet(
-    link: Groups, pairs: Iterable[tuple[int, int]], device: torch.device, *lanes: str
-) -> None:
+def greet(link: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
     """Exchange a first message each way between pairs of ranks, in one order on all ranks.
 
     NCCL connects two ranks at their first message, and the host waits for the other end. In a
@@ -46,9 +44,7 @@ def greet(
                 continue
             tensor = torch.zeros(1, device=device)
             sends = link.rank == source
-            work = (
-                link.isend(tensor, target, *lanes) if sends else link.irecv(tensor, source, *lanes)
-            )
+            work = link.isend(tensor, target) if sends else link.irecv(tensor, source)
             if work is not None:
                 work.wait()
 
@@ -118,10 +114,10 @@ class Groups(Control):
         self._device = device
         self._backend = backend_for(device)
         self._beside: Control | None = None
-        self._connected: dict[str, set[tuple[int, int]]] = {}
+        self._connected: set[tuple[int, int]] = set()
         self._owned: list[dist.ProcessGroup] = []
         self._lent: list[dist.ProcessGroup] = []
-        self._lanes: dict[str, dist.ProcessGroup] = {}
+        self._lanes: dict[tuple[int, int], dist.ProcessGroup] = {}
         super().__init__(layout.pipeline, self._own, None, self._lose, self._call)
         self._group = self.among(range(self.ranks), "gloo") if self.ranks > 1 else None
         self.everybody: Control = self
@@ -136,45 +132,43 @@ class Groups(Control):
         """What a rank of this pipeline is called in errors."""
         return f"rank {self.members[peer]}"
 
-    def connect(self, pairs: Collection[tuple[int, int]], lanes: str = "") -> None:
+    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
         """Make ready for messages between these pairs of ranks, the lower one first.
 
         Collective over all ranks, which all name the same pairs; they may name some again.
 
         Args:
             pairs: the ranks.
-            lanes: a name for lanes besides those of ``isend`` and ``irecv``, see ``between``.
 
         Raises:
             LostPeerError: some rank did not take part.
         """
-        connected = self._connected.setdefault(lanes, set())
-        new = sorted({*pairs} - connected)
-        connected.update(new)
+        new = sorted({*pairs} - self._connected)
+        self._connected.update(new)
         with self.losing(OTHERS):
             for pair in new:
                 for source, target in (pair, pair[::-1]):
                     if (group := self.among(pair)) is not None:
-                        self._lanes[_lane_of(source, target, lanes)] = group
+                        self._lanes[source, target] = group
             if self._backend != "gloo":
-                greet(self, new, self._device, lanes)
+                greet(self, new, self._device)
 
-    def between(self, source: int, target: int, lanes: str) -> dist.ProcessGroup:
+    def between(self, source: int, target: int) -> dist.ProcessGroup:
         """The group of a pair's own for what goes one way, after ``connect``."""
-        group = self._lanes.get(_lane_of(source, target, lanes))
+        group = self._lanes.get((source, target))
         if group is None:
             raise PipelineError("this trainer was closed: build a new one")
         return group
 
-    def isend(self, tensor: Tensor, peer: int, lanes: str = "") -> dist.Work | None:
+    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
         """Start sending a contiguous tensor; None if there is nothing to wait for."""
         # As dist.isend does, without its checks.
-        group = self.between(self.rank, peer, lanes)
+        group = self.between(self.rank, peer)
         return group.send([_bytes(tensor)], self.number_in_pair(peer), _TAG)
 
-    def irecv(self, buffer: Tensor, peer: int, lanes: str = "") -> dist.Work | None:
+    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
         """Start filling ``buffer``; None if there is nothing to wait for."""
-        group = self.between(peer, self.rank, lanes)
+        group = self.between(peer, self.rank)
         return group.recv([_bytes(buffer)], self.number_in_pair(peer), _TAG)
 
     def number_in_pair(self, peer: int) -> int:
@@ -300,10 +294,6 @@ def losing(
 def _is_queued(group: dist.ProcessGroup) -> bool:
     """Whether what hangs there stands in queues, as NCCL's does, which only ``abort`` ends."""
     return dist.get_backend(group) != "gloo"
-
-
-def _lane_of(source: int, target: int, lanes: str = "") -> str:
-    return f"{lanes} {source} to {target}".lstrip()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autosplit.dump.tables import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
@@ -22,7 +21,6 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.runtime.fitting import longest_needed_first
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
@@ -219,37 +217,20 @@ def footprint(stage: TrainableStage) -> tuple[float, float]:
 
 
 def stage_memory(stage: TrainableStage) -> StageMemory:
-    """What a stage keeps of one microbatch, as ``footprint``, and how it would travel."""
+    """What a stage keeps of one microbatch, as ``footprint``, and what its inputs take."""
     saved, deferred = footprint(stage)
     if not isinstance(stage, Stage) or not stage.functions.has_backward:
         return StageMemory(saved, deferred)
     forward = stage.functions.graphs.forward
-    count = len(graph_outputs(forward.graph, Kind.SAVED))
     taken = list(graph_inputs(forward.graph, Kind.INPUT).values())
-    return StageMemory(
-        saved,
-        deferred,
-        float(distinct_bytes(taken)),
-        tensors=max(count, 1),
-        pieces=_pieces(stage),
-    )
+    return StageMemory(saved, deferred, float(distinct_bytes(taken)))
 
 
-def _pieces(stage: Stage) -> tuple[float, ...]:
-    """Bytes of each storage between F and the backward, those that are needed longest first; not of
-    parameters. Inputs are in it, though those of a batch do not travel.
-    """
-    functions = stage.functions
-    forward = functions.graphs.forward.graph
-    taken = set(graph_inputs(forward, Kind.INPUT).values())
-    shared = {node for node in forward.find_nodes(op="placeholder") if node not in taken}
-    names: dict[fx.Node, list[str]] = defaultdict(list)
-    for role, value in graph_outputs(forward, Kind.SAVED):
-        root = storage_root(value)
-        if root not in shared:
-            names[root].append(role.name)
-    ordered = longest_needed_first(names, functions.last_uses)
-    return tuple(float(storage_bytes(root)) for root in ordered)
+def saved_storages(stage: Stage) -> list[int]:
+    """Bytes of each storage between F and the backward, parameters and inputs left out."""
+    saved = graph_outputs(stage.functions.graphs.forward.graph, Kind.SAVED)
+    roots = {storage_root(value) for _, value in saved}
+    return [storage_bytes(root) for root in roots if root.op != "placeholder"]
 
 
 def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:

@@ -25,13 +25,13 @@ T = TypeVar("T")
 FIXED = ("parameters", "gradients", "optimizer state")
 """Owners of what a rank holds whatever its schedule: buffers count as parameters."""
 
-OWNERS = (*FIXED, "batch", "saved", "deferred", "evicted here", "in transit", "working")
+OWNERS = (*FIXED, "batch", "saved", "deferred", "in transit", "working")
 """Owners in the order in which they are drawn.
 
 ``batch``: its inputs and targets. ``saved``: of microbatches between F and their backward.
-``deferred``: between I and W. ``evicted here``: what the rank keeps for its partner. ``in
-transit``: buffers of messages, sends under way, and what waits for a stage of the same rank.
-``working``: all else, which is the action's own: what it takes, makes and needs in between.
+``deferred``: between I and W. ``in transit``: buffers of messages, sends under way, and what waits
+for a stage of the same rank. ``working``: all else, which is the action's own: what it takes, makes
+and needs in between.
 """
 
 

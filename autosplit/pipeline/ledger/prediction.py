@@ -20,7 +20,6 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.playing import posts_of
-from autosplit.runtime.fitting import longest_needed_first
 from autosplit.stage import Stage
 
 from .call_memory import CallMemory
@@ -90,16 +89,11 @@ class StageBytes:
         if functions.has_backward and ActionKind.BACKWARD in kinds:
             most, _ = self._call(ActionKind.BACKWARD, taken)
             backward = arrived + most
-        names: dict[_Memory, list[str]] = defaultdict(list)
-        for role, each in saved.items():
-            names[each].append(role.name)
-        ordered = longest_needed_first(names, functions.last_uses)
         self.memory = StageMemory(
             kept,
             deferred,
             _bytes(inputs),
             workspace=(forward, backward_input, backward_weight, backward),
-            pieces=tuple([each.bytes for each in ordered]),
         )
 
     def _call(self, kind: ActionKind, taken: _Held) -> tuple[int, dict[Role, _Memory]]:

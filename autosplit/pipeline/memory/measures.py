@@ -1,10 +1,5 @@
-"""What holds a rank below a bound of memory: activations kept at its partner, or in the host's
-store, while nobody needs them; or made again from a stage's inputs.
-
-Balancing is BPipe (Kim et al., ICML 2023). Rank r of P has rank P-1-r as its partner. What is
-evicted is what is used last of all that the rank holds, which in 1F1B is its latest microbatch. The
-paper's bound is ceil((N+2)/2) microbatches, of 1F1B's N+1 on both together and one that is on its
-way. Where bytes are known, only as many travel of each microbatch as the bound asks for.
+"""What holds a rank below a bound of memory: activations kept in the host's store while nobody
+needs them, or made again from a stage's inputs.
 
 Offloading is PipeOffload (Wan et al., arXiv 2503.01328): what lives longest is away, for the same
 two transfers as anything else.
@@ -15,21 +10,18 @@ makes serves I and W alike.
 
 Bounds are kept by the order of rows (``peak_memory``), whatever transfers take. A few rules say
 where all that is away leaves and comes back; of what they make, the shortest step counts. Where a
-rank waits until what leaves has left, that does not count beside what it computes, so that a pair
-can come down to half of what both hold: at the price of transfers that hide behind nothing.
+rank waits until what leaves has left, that does not count beside what it computes: at the price of
+transfers that hide behind nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise, product
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -40,12 +32,10 @@ from autosplit.pipeline.simulation.activation_memory import (
     ROUNDING,
     StageMemory,
     levels_of,
-    moved_bytes,
     peak_memory,
 )
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.runtime.fitting import fitting
 
 _ROUNDING = 1e-9
 _FREE = 1.002  # of a step: what is no slower than that costs nothing
@@ -58,24 +48,13 @@ class Rule(NamedTuple):
     Attributes:
         lead: so many compute actions before its use.
         waits: whether ranks wait until it has left.
-        out_before_forwards: it leaves as its rank comes to its next F, not as soon as it is made.
-        back_before_forwards: it comes back before the Fs that run just before its use.
-        slack: of the shortest action, how late the partner may be.
     """
 
     lead: int
     waits: bool = False
-    out_before_forwards: bool = False
-    back_before_forwards: bool = False
-    slack: float = 0.0
 
 
-_EXCHANGES = [Rule(lead) for lead in range(4)]
-_EXCHANGES += [
-    Rule(lead, True, out, back, slack)
-    for lead, out, back, slack in product((0, 1), (False, True), (False, True), (0.0, 0.5, 1.0))
-]
-_COPIES = [Rule(*each) for each in product((0, 1, 2), (False, True))]
+_RULES = [Rule(*each) for each in product((0, 1, 2), (False, True))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +134,6 @@ class Occupancy:
         """For how long the rank waits before a slot."""
         return self.starts[slot] - self.reached[slot]
 
-    def slot_at(self, moment: float) -> int:
-        """The last slot that is reached by then."""
-        return max(bisect_right(self.reached, moment + _ROUNDING) - 1, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Trip:
@@ -185,37 +160,20 @@ class Trip:
         return range(self.out if self.awaited else self.gone, self.back)
 
 
-def _trips(there: Occupancy, rule: Rule, beside: int) -> list[Trip]:
-    """What a rule makes of all that a rank holds.
-
-    Args:
-        there: the rank.
-        rule: where it leaves and comes back.
-        beside: how many compute actions a departure goes on beside until an arrival waits for it.
-    """
-    ways = [(held, *_way(there.kinds, held, rule)) for held in there.held]
+def _trips(there: Occupancy, rule: Rule) -> list[Trip]:
+    """What a rule makes of all that a rank holds."""
+    ways = [(held, held.made + 1, held.used - rule.lead) for held in there.held]
     arrivals = {back for _, _, back in ways}
     found = []
     for held, out, back in ways:
         gone = (
             slot
             for slot in range(out, back)
-            if (slot > out and there.kinds[slot] in TAKERS)
-            or (slot >= out + beside and slot in arrivals)
+            if (slot > out and there.kinds[slot] in TAKERS) or slot in arrivals
         )
         trip = Trip(held, out, next(gone, back), back, rule.waits)
         found += [trip] if trip.away else []
     return found
-
-
-def _way(kinds: Sequence[ActionKind], held: Held, rule: Rule) -> tuple[int, int]:
-    """The slots before which something leaves and comes back."""
-    out, back = held.made + 1, held.used
-    while rule.out_before_forwards and out < back and kinds[out] is not ActionKind.FORWARD:
-        out += 1
-    while rule.back_before_forwards and back > out and kinds[back - 1] is ActionKind.FORWARD:
-        back -= 1
-    return out, back - rule.lead
 
 
 def _needed(
@@ -242,17 +200,13 @@ def _needed(
     return needed
 
 
-def _inserted(
-    schedule: Schedule, new: Sequence[tuple[Occupancy, Sequence[tuple[int, Action]]]]
-) -> Schedule:
-    """The schedule with further actions in the rows of ranks, each directly before a slot."""
-    rows = list(schedule.ranks)
-    for there, actions in new:
-        before: dict[int, list[Action]] = defaultdict(list)
-        for slot, action in actions:
-            before[there.places[slot]].append(action)
-        row = (a for place, own in enumerate(rows[there.rank]) for a in (*before[place], own))
-        rows[there.rank] = tuple(row)
+def _inserted(schedule: Schedule, there: Occupancy, new: Sequence[tuple[int, Action]]) -> Schedule:
+    """The schedule with further actions in the row of a rank, each directly before a slot."""
+    rows, before = list(schedule.ranks), defaultdict[int, list[Action]](list)
+    for slot, action in new:
+        before[there.places[slot]].append(action)
+    row = (a for place, own in enumerate(rows[there.rank]) for a in (*before[place], own))
+    rows[there.rank] = tuple(row)
     return replace(schedule, ranks=tuple(rows))
 
 
@@ -264,197 +218,33 @@ def _bounded(
     schedule: Schedule,
     costs: Costs,
     bounds: Sequence[float],
-    groups: Iterable[Sequence[int]],
-    changed: Callable[[Schedule, Sequence[Occupancy]], Iterator[Schedule]],
+    changed: Callable[[Schedule, Occupancy], Iterator[Schedule]],
 ) -> Schedule:
-    """The schedule with some ranks after others brought below their bounds, or as near as it goes.
+    """The schedule with one rank after another brought below its bound, or as near as it goes.
 
     Args:
         schedule: a legal one.
         costs: of every stage.
         bounds: by rank.
-        groups: of ranks, those that are changed together.
-        changed: schedules to try for a group of which one is above its bound. One in which ranks
-            wait for each other is passed over; of the others the nearest counts, then the shortest.
+        changed: schedules to try for a rank that is above its bound. One in which ranks wait for
+            each other is passed over; of the others the nearest counts, then the shortest.
     """
     timeline = costs.timeline(schedule)
 
     def scored(tried: Schedule) -> Iterator[tuple[float, float, Schedule, Timeline]]:
         with contextlib.suppress(ScheduleError):
             ran = costs.timeline(tried)
-            peaks = peak_memory(tried, costs.memory)
-            excess = max(0.0, *(peaks[rank] - bounds[rank] * ROUNDING for rank in ranks))
-            yield excess, ran.step_time, tried, ran
+            excess = peak_memory(tried, costs.memory)[rank] - bounds[rank] * ROUNDING
+            yield max(0.0, excess), ran.step_time, tried, ran
 
-    for ranks in groups:
-        sides = [Occupancy(schedule, costs, timeline, rank) for rank in ranks]
-        if any(max(side.level) > bounds[side.rank] * ROUNDING for side in sides):
-            every = (each for tried in changed(schedule, sides) for each in scored(tried))
+    for rank in range(len(schedule.ranks)):
+        there = Occupancy(schedule, costs, timeline, rank)
+        if max(there.level) > bounds[rank] * ROUNDING:
+            every = (each for tried in changed(schedule, there) for each in scored(tried))
             best = min(every, key=itemgetter(0, 1), default=None)
             if best is not None:
                 *_, schedule, timeline = best
     return schedule
-
-
-# --- balance --------------------------------------------------------------------------------------
-
-
-def balance(
-    schedule: Schedule,
-    bound: float | Sequence[float] | None = None,
-    *,
-    costs: Costs | None = None,
-) -> Schedule:
-    """The schedule in which no rank holds more than ``bound``, with what is beyond at its partner.
-
-    Ranks that keep the bound anyway are left as they are.
-
-    Args:
-        schedule: a legal one that evicts nothing yet.
-        bound: the most a rank may hold of its microbatches at once, whatever transfers take, in the
-            unit of ``costs.memory``: one number, or one for each rank. None: the paper's, which for
-            1F1B is ceil((N+2)/2) microbatches; of other schedules, half of what a rank and its
-            partner hold and one microbatch more.
-        costs: of every stage; None: all stages take and hold the same, what is saved and deferred
-            counts as 1, and whole microbatches travel.
-
-    Raises:
-        ScheduleError: the schedule evicts already, or the bound cannot be kept; says what could.
-    """
-    if schedule.partners is not None:
-        raise ScheduleError(
-            f"{schedule.name!r} evicts already: balance the schedule that it was made from"
-        )
-    whole = costs is None
-    if costs is None:
-        costs = Costs(
-            [(1.0, 1.0, 1.0)] * schedule.stages, [StageMemory(1.0, 1.0)] * schedule.stages
-        )
-    bounds = _papers(schedule, costs) if bound is None else _bounds(bound, schedule)
-    found = balanced(schedule, costs, bounds, whole=whole)
-    _refuse_excess("balancing", found, costs, bounds)
-    return found
-
-
-def balanced(
-    schedule: Schedule, costs: Costs, bounds: Sequence[float], *, whole: bool = False
-) -> Schedule:
-    """The schedule that evicts until bounds are kept, or that comes as near to that as it can.
-
-    Args:
-        schedule: a legal one.
-        costs: of every stage.
-        bounds: by rank.
-        whole: whether whole microbatches travel.
-    """
-    ranks = len(schedule.ranks)
-    partners = tuple(range(ranks - 1, -1, -1))
-    pairs = [(low, partners[low]) for low in range(ranks // 2)]
-    changed = partial(_exchanged, costs, bounds, whole)
-    found = _bounded(replace(schedule, partners=partners), costs, bounds, pairs, changed)
-    evicts = any(action.kind is ActionKind.EVICT for row in found.ranks for action in row)
-    return found if evicts else schedule
-
-
-def _papers(schedule: Schedule, costs: Costs) -> list[float]:
-    """The paper's bound."""
-    peaks = peak_memory(schedule, costs.memory)
-    found = []
-    for rank, peak in enumerate(peaks):
-        unit = max(max(m.saved, m.deferred) for m in (costs.memory[s] for s in schedule.held(rank)))
-        pair = peak + peaks[-1 - rank]
-        found.append(unit * math.ceil((pair / unit + 1) / 2 - 1e-9) if unit else 0.0)
-    return [max(found)] * len(peaks)
-
-
-def _exchanged(
-    costs: Costs,
-    bounds: Sequence[float],
-    whole: bool,
-    schedule: Schedule,
-    sides: Sequence[Occupancy],
-) -> Iterator[Schedule]:
-    """With what a pair's fuller rank holds beyond its bound at the other, by every rule."""
-    partner, donor = sorted(sides, key=lambda side: max(side.level) - bounds[side.rank])
-    memory, bound = costs.memory, bounds[donor.rank]
-    took = (b - a for a, b in zip(donor.starts, donor.reached[1:], strict=False))
-    shortest = min(took, default=0.0)
-    for rule in _EXCHANGES:
-        trips = _trips(donor, rule, 1)
-        for moved in [{}] if whole else _amounts(donor, bound, trips, memory):
-            needed = _needed(donor.level, bound, trips, partial(_travels, memory, moved))
-            ends = _ends(donor, partner, needed, rule, rule.slack * shortest)
-            yield replace(_inserted(schedule, ends), moved={**schedule.moved, **moved})
-
-
-def _travels(memory: Sequence[StageMemory], moved: Mapping[int, int], held: Held) -> float:
-    return moved_bytes(moved, held.stage, memory[held.stage], deferred=held.deferred)
-
-
-def _amounts(
-    there: Occupancy, bound: float, trips: Sequence[Trip], memory: Sequence[StageMemory]
-) -> Iterator[dict[int, int]]:
-    """How much of each stage's microbatches travels: the least that brings a rank below a bound,
-    and then one tensor more; all, where that is not enough.
-    """
-    largest: dict[int, float] = {}
-    away = [0.0] * len(there.level)
-    for trip in trips:
-        largest[trip.what.stage] = max(largest.get(trip.what.stage, 0.0), trip.what.size)
-        for slot in trip.away:
-            away[slot] += trip.what.size
-    beyond = [
-        (level - bound * ROUNDING, each) for level, each in zip(there.level, away, strict=True)
-    ]
-    share = max((over / each if each else 2.0 for over, each in beyond if over > 0.0), default=0.0)
-    for _ in range(2):
-        if not 0.0 < share <= 1.0:
-            yield {}
-            return
-        moved = {stage: _enough(memory[stage], size, share) for stage, size in largest.items()}
-        yield moved
-        share = min((most + 1) / largest[stage] for stage, most in moved.items())
-
-
-def _enough(size: StageMemory, largest: float, share: float) -> int:
-    """The bytes of the fewest tensors that are a share of what a microbatch holds at most."""
-    asked = share * largest / ROUNDING
-    piece = max(size.pieces, default=largest / size.tensors)
-    for count in range(1, 1 + len(size.pieces)):
-        most = count * piece
-        if sum(size.pieces[at] for at in fitting(size.pieces, most)) >= asked:
-            return math.ceil(most - _ROUNDING)
-    return math.ceil(min(-(-asked // piece) * piece, largest) - _ROUNDING)
-
-
-def _ends(
-    donor: Occupancy, partner: Occupancy, trips: Sequence[Trip], rule: Rule, late: float
-) -> list[tuple[Occupancy, list[tuple[int, Action]]]]:
-    """The moves of both ranks: the partner's stand where, by the times so far, it comes to them no
-    later than the rank and ``late`` seconds, all in one order on both. Where the partner is to take
-    more behind that, and the rule waits, it waits until what it gives back has left.
-    """
-    moments = donor.starts if rule.waits else donor.reached
-    events = [(moments[trip.out], False, trip) for trip in trips]
-    events += [(moments[trip.back], True, trip) for trip in trips]
-    events.sort(key=itemgetter(0, 1))
-    own: list[tuple[int, Action]] = []
-    others: list[tuple[int, Action]] = []
-    latest = 0
-    for moment, back, trip in events:
-        latest = max(latest, partner.slot_at(moment + late))
-        others.append((latest, _move(trip, ActionKind.RETURN if back else ActionKind.ACCEPT)))
-        if back:
-            own.append((trip.back, _move(trip, ActionKind.LOAD)))
-            if rule.waits and not TAKERS.isdisjoint(partner.kinds[latest:]):
-                others.append((latest, _move(trip, ActionKind.AWAIT)))
-        else:
-            own.append((trip.out, _move(trip, ActionKind.EVICT)))
-            own += [(trip.out, _move(trip, ActionKind.AWAIT))] if trip.awaited else []
-    return [(donor, own), (partner, others)]
-
-
-# --- offload, recompute ---------------------------------------------------------------------------
 
 
 def offload(
@@ -483,20 +273,18 @@ def offload(
 def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
     """The schedule that offloads until bounds are kept, or that comes as near to that as it can."""
 
-    def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
-        (there,) = sides
-        size = partial(_travels, costs.memory, schedule.moved)
-        for rule, order, less in product(_COPIES, (1, -1), (1.0, 0.75)):
+    def changed(schedule: Schedule, there: Occupancy) -> Iterator[Schedule]:
+        for rule, order, less in product(_RULES, (1, -1), (1.0, 0.75)):
             # What is used last is away, or first; more of it may leave each more time.
-            every, bound = _trips(there, rule, 0)[::order], less * bounds[there.rank]
-            trips = _needed(there.level, bound, every, size)
+            every, bound = _trips(there, rule)[::order], less * bounds[there.rank]
+            trips = _needed(there.level, bound, every, attrgetter("size"))
             moves = [(trip.out, 0, _move(trip, ActionKind.OFFLOAD)) for trip in trips]
             moves += [(t.out, 1, _move(t, ActionKind.AWAIT)) for t in trips if t.awaited]
             moves += [(trip.back, 2, _move(trip, ActionKind.RELOAD)) for trip in trips]
             ordered = [(slot, move) for slot, _, move in sorted(moves, key=itemgetter(0, 1))]
-            yield _inserted(schedule, [(there, ordered)])
+            yield _inserted(schedule, there, ordered)
 
-    return _bounded(schedule, costs, bounds, _each(schedule), changed)
+    return _bounded(schedule, costs, bounds, changed)
 
 
 def _free(schedule: Schedule, costs: Costs) -> Schedule:
@@ -538,8 +326,7 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
     def freed(held: Held) -> float:
         return held.size - costs.memory[held.stage].inputs
 
-    def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
-        (there,) = sides
+    def changed(schedule: Schedule, there: Occupancy) -> Iterator[Schedule]:
         able = (
             Trip(held, held.made + 1, held.made + 1, held.used)
             for held in there.held
@@ -549,13 +336,9 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
         trips = sorted(filter(lambda trip: trip.away, able), key=lambda t: there.wait(t.back))
         needed = _needed(there.level, bounds[there.rank], trips, freed)
         again = [(trip.back, _move(trip, ActionKind.RECOMPUTE)) for trip in needed]
-        yield _inserted(schedule, [(there, again)])
+        yield _inserted(schedule, there, again)
 
-    return _bounded(schedule, costs, bounds, _each(schedule), changed)
-
-
-def _each(schedule: Schedule) -> list[tuple[int]]:
-    return [(rank,) for rank in range(len(schedule.ranks))]
+    return _bounded(schedule, costs, bounds, changed)
 
 
 def _bounds(limit: float | Sequence[float], schedule: Schedule) -> Sequence[float]:
@@ -585,5 +368,5 @@ def _refuse_excess(doing: str, schedule: Schedule, costs: Costs, bounds: Sequenc
             raise ScheduleError(
                 f"{doing} leaves rank {rank} of {schedule.name!r} with {peak:g}, more than its "
                 f"bound of {bound:g}: raise it to {peak:g}, take another measure as well "
-                "(balance, offload, recompute), or cut the batch into smaller microbatches"
+                "(offload, recompute), or cut the batch into smaller microbatches"
             )

@@ -24,10 +24,6 @@ class ActionKind(enum.Enum):
     RECV_B = "RECV_B"
     WAIT_SEND_F = "WAIT_SEND_F"
     WAIT_SEND_B = "WAIT_SEND_B"
-    EVICT = "EVICT"
-    ACCEPT = "ACCEPT"
-    LOAD = "LOAD"
-    RETURN = "RETURN"
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
     AWAIT = "AWAIT"
@@ -47,16 +43,15 @@ class ActionKind(enum.Enum):
 
     @property
     def is_memory(self) -> bool:
-        """True for the kinds that change where a microbatch's state lies: EVICT, ACCEPT, LOAD and
-        RETURN (at a partner rank), OFFLOAD and RELOAD (in the host's store), AWAIT (which waits
-        until what was sent away has left), and RECOMPUTE.
+        """True for the kinds that change where a microbatch's state lies: OFFLOAD and RELOAD (in
+        the host's store), AWAIT (which waits until what was sent away has left), and RECOMPUTE.
         """
         return self in _MEMORY
 
     @property
     def is_move(self) -> bool:
         """True for those of them that run beside computation: all but AWAIT and RECOMPUTE."""
-        return self in DEPARTURES or self in ARRIVALS
+        return self in _MOVES
 
     @property
     def is_whole(self) -> bool:
@@ -81,10 +76,7 @@ class ActionKind(enum.Enum):
         return self in _COMPUTE or self in _MEMORY or self in _SHARDING
 
 
-DEPARTURES = frozenset({ActionKind.EVICT, ActionKind.RETURN, ActionKind.OFFLOAD})
-"""Moves after which a rank holds less."""
-ARRIVALS = frozenset({ActionKind.ACCEPT, ActionKind.LOAD, ActionKind.RELOAD})
-"""Moves with which a rank holds more."""
+_MOVES = frozenset({ActionKind.OFFLOAD, ActionKind.RELOAD})
 _COMPUTE = frozenset(
     {
         ActionKind.FORWARD,
@@ -94,7 +86,7 @@ _COMPUTE = frozenset(
         ActionKind.RECOMPUTE,
     }
 )
-_MEMORY = DEPARTURES | ARRIVALS | {ActionKind.AWAIT, ActionKind.RECOMPUTE}
+_MEMORY = _MOVES | {ActionKind.AWAIT, ActionKind.RECOMPUTE}
 _SHARDING = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD})
 _WHOLE = _SHARDING | {ActionKind.REDUCE_GRAD, ActionKind.WAIT_REDUCE_GRAD}
 _MESSAGES = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
@@ -107,7 +99,7 @@ class Action:
     """``kind`` on one microbatch of one stage.
 
     The text form is that of ``torch.distributed.pipelining``: stage, kind, microbatch, as in
-    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``; and those of memory, ``3EVICT2``. What is
+    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``; and those of memory, ``3OFFLOAD2``. What is
     of no microbatch has none there: ``2REDUCE_GRAD``.
     """
 

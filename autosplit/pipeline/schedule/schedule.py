@@ -4,7 +4,7 @@ sharded parameters (UNSHARD and RESHARD of a stage).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autosplit.errors import ScheduleError
@@ -61,10 +61,6 @@ class Schedule:
         split_backward: False when every backward is a full one (B).
         crosses_step: True when ranks do not wait for each other between steps, so that a rank
             that is done starts the next step while others still work on this one.
-        partners: per rank, the rank that takes in what it evicts; symmetric, and a rank that is
-            its own partner evicts nothing. None: no rank evicts.
-        moved: per stage, of each microbatch that is moved, at most so many bytes travel, those
-            that live longest first; of a stage that is not here, all.
     """
 
     name: str
@@ -74,8 +70,6 @@ class Schedule:
     placement: tuple[int, ...]
     split_backward: bool
     crosses_step: bool = False
-    partners: tuple[int, ...] | None = None
-    moved: Mapping[int, int] = field(default_factory=dict, repr=False)
 
     def held(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, in order."""

@@ -11,7 +11,6 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import LevelByOrder, journeys_of, recomputed
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.runtime.fitting import fitting
 
 ROUNDING = 1 + 1e-9
 """Of a cap: by so much sums of what is kept may exceed it."""
@@ -45,32 +44,23 @@ class StageMemory:
         deferred: from I to W.
         inputs: the stage's inputs, which are all that is kept of a microbatch whose F is to be run
             again.
-        tensors: how many there are, of about one size. A transfer takes them one after another:
-            each is let go as soon as it has left, and has its place from when its turn comes.
         workspace: what F, I, W and B hold beside that while they run, messages with it.
-        pieces: of what is saved, the size of each tensor that can travel, in the order in which
-            they go; empty where that is not known, and any part may.
 
     Raises:
-        ScheduleError: a number that is negative or not finite, or no tensor.
+        ScheduleError: a number that is negative or not finite.
     """
 
     saved: float
     deferred: float
     inputs: float = 0.0
-    tensors: int = field(default=1, kw_only=True)
     workspace: tuple[float, float, float, float] = field(default=(0.0,) * 4, kw_only=True)
-    pieces: tuple[float, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         sizes = [("saved", self.saved), ("deferred", self.deferred), ("inputs", self.inputs)]
         sizes += [("workspace", size) for size in self.workspace]
-        sizes += [("pieces", size) for size in self.pieces]
         for what, size in sizes:
             if not (math.isfinite(size) and size >= 0.0):
                 raise ScheduleError(f"{what} must be a finite number >= 0, got {size!r}")
-        if self.tensors < 1:
-            raise ScheduleError(f"tensors is a count, 1 or more; got {self.tensors}")
 
     def change(self, kind: ActionKind, *, again: bool = False) -> Change:
         """What a compute action changes; ``again``: of a microbatch whose F is run again."""
@@ -89,6 +79,10 @@ class StageMemory:
             return self.saved, self.deferred
         return (self.deferred if kind is ActionKind.BACKWARD_WEIGHT else self.saved), 0.0
 
+    def moved(self, *, deferred: bool) -> float:
+        """How much travels when a microbatch is away, between I and W or before."""
+        return self.deferred if deferred else self.saved
+
     @property
     def least(self) -> float:
         """What a rank holds at least at some moment of the microbatch, wherever the rest is."""
@@ -97,17 +91,6 @@ class StageMemory:
         )
         whole = self.saved + self.workspace[3]
         return max(self.saved + self.workspace[0], min(split, whole))
-
-
-def moved_bytes(
-    moved: Mapping[int, int], stage: int, size: StageMemory, *, deferred: bool
-) -> float:
-    """How much travels when what a stage holds of a microbatch is moved; see ``Schedule.moved``."""
-    there = size.deferred if deferred else size.saved
-    most = moved.get(stage, there)
-    if most >= there or deferred or not size.pieces:
-        return min(there, most)
-    return sum(size.pieces[place] for place in fitting(size.pieces, most))
 
 
 def levels_of(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[Iterator[float]]:
@@ -140,14 +123,9 @@ def _moves(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[dict[int, C
     """Per rank, by the place of a move what it changes."""
     found: list[dict[int, Change]] = [{} for _ in schedule.ranks]
     for journey in journeys_of(schedule):
-        size = moved_bytes(
-            schedule.moved, journey.stage, sizes[journey.stage], deferred=journey.deferred
-        )
+        size = sizes[journey.stage].moved(deferred=journey.deferred)
         found[journey.rank][journey.leaves] = Change(0.0, size)
         found[journey.rank][journey.comes] = Change(size, 0.0)
-        if journey.partner is not None:
-            found[journey.partner][journey.accepted] = Change(size, 0.0)
-            found[journey.partner][journey.returned] = Change(0.0, size)
     return found
 
 

@@ -165,7 +165,6 @@ class Costs:
                     m.saved / chunks,
                     m.deferred / chunks,
                     m.inputs,
-                    tensors=max(m.tensors // chunks, 1),
                     workspace=m.workspace,
                 )
                 for m in self.memory

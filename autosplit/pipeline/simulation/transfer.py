@@ -20,9 +20,7 @@ for all its outputs, or one for each.
 class Transfer:
     """Links between ranks: one in each direction, each carrying one message after the other.
 
-    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that. What moves
-    between partners (see ``Schedule.partners``) goes over the same links, in turns of its own: it
-    is not simulated that it slows messages down, or they it.
+    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that.
 
     Attributes:
         latency: seconds.

@@ -21,7 +21,7 @@ from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.default_group import process_count
 from autosplit.pipeline.engine.host_store import HostStore, open_store
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory
-from autosplit.pipeline.schedule.moves import has_moves, offloads
+from autosplit.pipeline.schedule.moves import offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .auto_schedule import first_schedule, usual_times
@@ -140,7 +140,7 @@ def _is_path(store: object) -> bool:
 
 
 def _is_searched(schedule: Schedule) -> bool:
-    return schedule.split_backward and not has_moves(schedule)
+    return schedule.split_backward and not offloads(schedule)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.moves import Moves
-from autosplit.pipeline.engine.stages import stage_memory, traced
+from autosplit.pipeline.engine.stages import saved_storages, traced
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import BytesByOwner, MemoryRecorder, state_of
@@ -156,7 +156,6 @@ class RankMemory:
                 "batch": lambda: batch,
                 "saved": lambda: [each for stage in stages for each in stage.saved_tensors],
                 "deferred": lambda: [each for stage in stages for each in stage.deferred_tensors],
-                "evicted here": lambda: [] if moves is None else moves.guests,
                 "in transit": lambda: [
                     *([] if messages is None else messages.tensors),
                     *([] if moves is None else moves.moving),
@@ -195,9 +194,9 @@ class RankMemory:
         Raises:
             PipelineError: no rank has a store.
         """
-        stages = {} if self.step is None else self.step.stages
-        pieces = [each for stage in stages.values() for each in stage_memory(stage).pieces]
-        piece = int(sum(pieces) / max(1, len(pieces)))  # bytes of a storage, on the average
+        stages = {} if self.step is None else traced(self.step.stages)
+        saved = [size for stage in stages.values() for size in saved_storages(stage)]
+        piece = sum(saved) // max(1, len(saved))
         own = None if self._store is None else measure_store(self._store, piece)
         known = [each for each in self._groups.everybody.gather(own) if each is not None]
         if not known:

@@ -32,7 +32,7 @@ from autosplit.pipeline.engine.stages import (
 )
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.moves import has_moves
+from autosplit.pipeline.schedule.moves import offloads
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -272,7 +272,7 @@ class Runner:
         if shards is not None:
             schedule = with_sharding(schedule, shards.stages)
         moves = None
-        if has_moves(schedule):
+        if offloads(schedule):
             moves = Moves(stages, schedule, groups, self._device, self._store)
         loss_grad = None
         if stages is step.stages:

@@ -3,8 +3,7 @@
 A line is a rank, a cell an action in the text form of ``Action``. In the form ``"compute_only"``
 empty cells are waits; ``"compute_comms"`` lists sends and receives as well, and where sharded
 parameters are gathered and freed, which torch places itself in the other. Both are torch's, which
-knows no actions of memory; ``"with_memory"`` is ours and holds those, and as ``0MOVED4096`` in the
-first row how many bytes of each microbatch stage 0 moves at most (see ``Schedule.moved``). Torch's
+knows no actions of memory; ``"with_memory"`` is ours and holds those. Torch's
 ``_PipelineScheduleRuntime._load_csv`` reads both; from 2.15 on it wants ``0WAIT_SEND_F1`` for
 ``0SEND_F1`` in the latter, where the rank may wait for the send to end. The runtime of torch 2.11
 runs no schedule over gloo in which neighbouring stages lie on one rank, whoever made it. A file is
@@ -23,7 +22,7 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,7 +84,6 @@ COMPUTED = {
 }
 """What takes or makes a message, of the same stage and microbatch."""
 
-_MOVED = re.compile(r"([0-9]{1,9})MOVED([0-9]{1,18})")
 # A forward and a backward that torch may run at the same time.
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -114,7 +112,6 @@ def write_csv(
         raise ScheduleError(f"unknown form {form!r}; known: {', '.join(FORMATS)}")
     if form == "with_memory":
         rows = [[*map(str, row)] for row in schedule.ranks]
-        rows[0][:0] = [f"{stage}MOVED{size}" for stage, size in sorted(schedule.moved.items())]
     elif form == "compute_only":
         rows = rows_for_torch(schedule)
     else:
@@ -191,8 +188,8 @@ def read_actions(
 ) -> tuple[Schedule, Sequence[Sequence[Action]] | None]:
     """As ``read_csv``, with all that a file lists for each rank, if it lists sends and receives."""
     path = Path(path)
-    rows, moved = _rows(path)
-    schedule = _schedule(path.stem if name is None else name, rows, moved)
+    rows = _rows(path)
+    schedule = _schedule(path.stem if name is None else name, rows)
     validate(schedule)
     if not any(action.kind.is_message for row in rows for action in row):
         return schedule, None
@@ -200,17 +197,13 @@ def read_actions(
     return schedule, rows
 
 
-def _rows(path: Path) -> tuple[list[list[Action]], dict[int, int]]:
-    """The actions of every line, and what stages move at most."""
+def _rows(path: Path) -> list[list[Action]]:
+    """The actions of every line."""
     rows: list[list[Action]] = []
-    moved: dict[int, int] = {}
     count = 0
     for cells in _cells(path):
         rows.append([])
         for cell in cells:
-            if match := _MOVED.fullmatch(cell):
-                moved[int(match[1])] = int(match[2])
-                continue
             rows[-1].append(Action.parse(cell))
             count += rows[-1][-1].kind.is_scheduled
             if count > LARGEST:
@@ -218,7 +211,7 @@ def _rows(path: Path) -> tuple[list[list[Action]], dict[int, int]]:
                     f"{str(path)!r} holds more than {LARGEST:,} actions, which are all that a "
                     "schedule may have"
                 )
-    return rows, moved
+    return rows
 
 
 def _cells(path: Path) -> Iterator[list[str]]:
@@ -238,10 +231,10 @@ def _texts(cell: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def _schedule(name: str, rows: Sequence[Sequence[Action]], moved: Mapping[int, int]) -> Schedule:
+def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
     """What ``rows`` schedule; a stage is placed where it first runs."""
     ranks = tuple(tuple(action for action in row if action.kind.is_scheduled) for row in rows)
-    every = [(rank, action) for rank, row in enumerate(ranks) for action in row]
+    every = ((rank, action) for rank, row in enumerate(ranks) for action in row)
     actions = [(rank, action) for rank, action in every if action.kind.is_compute]
     if not actions:
         raise ScheduleError(f"{name!r} holds no F, I, W or B")
@@ -260,23 +253,7 @@ def _schedule(name: str, rows: Sequence[Sequence[Action]], moved: Mapping[int, i
         ranks,
         tuple(homes[stage] for stage in range(len(homes))),
         any(action.kind is ActionKind.BACKWARD_INPUT for _, action in actions),
-        partners=_partners(len(ranks), every, homes),
-        moved=dict(moved),
     )
-
-
-def _partners(
-    ranks: int, actions: Sequence[tuple[int, Action]], homes: Mapping[int, int]
-) -> tuple[int, ...] | None:
-    """Who takes in what whom evicts, as far as anybody does."""
-    accepts = [(rank, a) for rank, a in actions if a.kind is ActionKind.ACCEPT]
-    taken = [(rank, homes[a.stage]) for rank, a in accepts if a.stage in homes]
-    if not taken:
-        return None
-    partners = list(range(ranks))
-    for rank, owner in taken:
-        partners[rank], partners[owner] = owner, rank
-    return tuple(partners)
 
 
 def _check_messages(rows: Sequence[Sequence[Action]], complete: Sequence[Sequence[Action]]) -> None:

@@ -17,7 +17,7 @@ from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.simulation.playing import Wait, replay
 
 from .grid import Cell, describe, format_grid, lay_out
-from .moves import move_faults, partner_faults, right_rank
+from .moves import move_faults
 
 Found = tuple[str, Cell]
 
@@ -59,7 +59,7 @@ def validate(schedule: Schedule) -> None:
     Legal means: every stage runs every F once, and for every microbatch either one B or one I and
     one W, on the rank that holds the stage; and running the lists in order cannot deadlock, F
     before I (or B) before W. What a microbatch holds is moved away at most once at a time and is
-    back before it is used; partners list the transfers between them in one order; a microbatch is
+    back before it is used; a microbatch is
     run again at most once, before its backward, and is not moved before that; and a stage that is
     gathered (UNSHARD) anywhere is gathered wherever its parameters are read.
 
@@ -105,7 +105,6 @@ def _sizes(schedule: Schedule) -> Iterator[_Fault]:
             yield _Fault(f"stage {stage} is placed on rank {rank}; ranks are 0 to {ranks - 1}")
     for rank in sorted(set(range(ranks)) - set(placement)):
         yield _Fault(f"rank {rank} holds no stage; use fewer ranks")
-    yield from map(_Fault, partner_faults(schedule))
 
 
 def _misfit(action: Action, schedule: Schedule) -> str | None:
@@ -133,12 +132,9 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
             if misfit is not None:
                 yield _Fault(misfit, ((rank, position),))
                 continue
-            home = right_rank(action, schedule, rank)
+            home = schedule.placement[action.stage]
             if home != rank:
-                owner = schedule.placement[action.stage]
-                holds = f"rank {owner} holds stage {action.stage}"
-                if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
-                    holds += f" and has {'no partner' if home is None else f'the partner {home}'}"
+                holds = f"rank {home} holds stage {action.stage}"
                 yield _Fault(f"{action} is on rank {rank}, but {holds}", ((rank, position),))
             if action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
                 unsplit.append((rank, position))

@@ -16,7 +16,7 @@ from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from tests.pipeline.trainer_options import grouped
 from tests.pipeline.training.late_transfers import late_transfers, recorded_transfers
-from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading
+from tests.pipeline.training.moving import SAVED, awaiting, offloading
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4
 LARGEST = ROWS * 3 * WIDTH * 4
@@ -132,15 +132,12 @@ def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
         return found[0], found[1]
 
 
-def stayed_evicted_offloaded(folder: str) -> tuple[StepMemory, StepMemory, StepMemory]:
-    """A step as it is; with the first rank's microbatches at its partner; with those of both in a
-    file. What leaves is seen to.
-    """
+def stayed_offloaded(folder: str) -> tuple[StepMemory, StepMemory]:
+    """A step as it is, and with microbatches in a file. What leaves is seen to."""
     plain = build("gpipe", 2, MICROBATCHES)
     with recorded_transfers():
         return (
             recorded(schedule=plain),
-            recorded(schedule=evicting(plain, away=[SAVED])),
             recorded(schedule=offloading(plain, away=[SAVED]), store=folder),
         )
 
@@ -149,13 +146,7 @@ def moved_late(folder: str) -> list[StepMemory]:
     """Steps with moves of all kinds, whose transfers take no time, or long."""
     plain, late = build("gpipe", 2, MICROBATCHES), build("1f1b", 2, MICROBATCHES, weights="2bp")
     with late_transfers(0.0):
-        found = [
-            recorded(schedule=evicting(late, range(2))),
-            recorded(schedule=offloading(plain), store=folder),
-        ]
+        found = [recorded(schedule=offloading(each), store=folder) for each in (late, plain)]
     with late_transfers(0.01):
-        found += [
-            recorded(schedule=evicting(plain, range(2))),
-            recorded(schedule=awaiting(offloading(late)), store=folder),
-        ]
+        found.append(recorded(schedule=awaiting(offloading(late)), store=folder))
     return found

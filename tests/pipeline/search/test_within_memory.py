@@ -31,7 +31,7 @@ def small(seed: int) -> tuple[Costs, int, float]:
     stages = chance.choice((2, 3))
     costs = Costs(
         [(float(chance.randint(2, 4)), float(chance.randint(2, 4)), 2.0) for _ in range(stages)],
-        [StageMemory(float(chance.choice((4, 6))), 3.0, 1.0, tensors=4) for _ in range(stages)],
+        [StageMemory(float(chance.choice((4, 6))), 3.0, 1.0) for _ in range(stages)],
         Transfer(0.0, 16.0, host=Link(0.0, 8.0)),
     )
     return costs, 3, chance.choice((9.0, 12.0))
@@ -99,7 +99,7 @@ def test_a_limit_too_low_says_the_least_that_would_do_and_it_does(chunks: int) -
 @pytest.mark.parametrize("limit", [13.0, 25.0])
 def test_gradients_add_up_in_the_order_of_microbatches(limit: float) -> None:
     """Though what I leaves for W is more than what F does, so that a B keeps less."""
-    memory = [StageMemory(6.0, 9.0, 1.0, tensors=4)] * 2
+    memory = [StageMemory(6.0, 9.0, 1.0)] * 2
     costs = Costs([(2.0, 3.0, 2.0)] * 2, memory, Transfer(0.0, 16.0, host=Link(0.0, 8.0)))
     found = search_within(costs, 4, limit, placement=(0, 1))
     for row in found.schedule.ranks:
@@ -113,7 +113,7 @@ def test_how_much_is_simulated_is_bounded(
 ) -> None:
     """Also where operators take for themselves what hundreds of microbatches would."""
     takes = (workspace, 0.0, 0.0, 0.0)
-    memory = [StageMemory(7.5e6, 5.5e6, 2.6e5, tensors=20, workspace=takes)] * stages
+    memory = [StageMemory(7.5e6, 5.5e6, 2.6e5, workspace=takes)] * stages
     limit = workspace + 1.5 * 7.5e6
     links = Transfer(1e-4, 1e9, host=Link(2e-5, 1.5e9))
     costs = Costs([(0.02, 0.02, 0.02)] * stages, memory, links)

@@ -16,16 +16,13 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from tests.pipeline.tables import schedule_of, seconds
 
 LINKS = Transfer(0.0, 4.0, host=Link(0.0, 2.0))
-SIZES = [StageMemory(1.0, 1.0, 0.25, tensors=2)] * 2
+SIZES = [StageMemory(1.0, 1.0, 0.25)] * 2
 
 
-def evicting() -> Schedule:
-    schedule = schedule_of(
-        "0F0 0EVICT0 0F1 0LOAD0 0B0 0B1",
-        "0ACCEPT0 1F0 0RETURN0 1B0 1F1 1B1",
-        split_backward=False,
+def offloading() -> Schedule:
+    return schedule_of(
+        "0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1", "1F0 1B0 1F1 1B1", split_backward=False
     )
-    return replace(schedule, partners=(1, 0))
 
 
 def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -33,11 +30,11 @@ def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def test_a_slow_link_keeps_the_backward_waiting() -> None:
-    costs = Costs([(1, 1, 1)] * 2, SIZES, replace(LINKS, bandwidth=0.25))
-    timeline = costs.timeline(evicting())
+    costs = Costs([(1, 1, 1)] * 2, SIZES, replace(LINKS, host=Link(0.0, 0.25)))
+    timeline = costs.timeline(offloading())
     times = spans(timeline)
-    assert times["0EVICT0"] == (1.0, 5.0)
-    assert times["0LOAD0"] == (5.0, 9.0)
+    assert times["0OFFLOAD0"] == (1.0, 5.0)
+    assert times["0RELOAD0"] == (5.0, 9.0)
     assert times["0B0"][0] == 9.0
 
 
@@ -81,14 +78,5 @@ def test_recomputation_keeps_inputs_only_and_takes_as_long_as_a_forward() -> Non
 
 def test_bytes_that_are_not_known_are_asked_for() -> None:
     with pytest.raises(ScheduleError, match="give the memory of every stage"):
-        simulate(evicting(), seconds(1, 1, 1), transfer=LINKS)
-    assert simulate(evicting(), seconds(1, 1, 1)).makespan == 9.0
-
-
-def test_only_so_many_bytes_travel_as_are_moved() -> None:
-    costs = Costs([(1, 1, 1)] * 2, [StageMemory(8.0, 8.0)] * 2, LINKS)
-    half = replace(evicting(), moved={0: 4})
-    whole, part = costs.timeline(evicting()), costs.timeline(half)
-    assert spans(whole)["0EVICT0"] == (1.0, 3.0)
-    assert spans(part)["0EVICT0"] == (1.0, 2.0)
-    assert [peak_memory(each, costs.memory)[0] for each in (evicting(), half)] == [16.0, 16.0]
+        simulate(offloading(), seconds(1, 1, 1), transfer=LINKS)
+    assert simulate(offloading(), seconds(1, 1, 1)).makespan == 9.0
