@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,28 +34,12 @@ Built = TypeVar("Built")
 _RECIPE = "_autosplit_recipe"
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a meta model was built, so that it can be built again with some parameters real.
-
-    Attributes:
-        factory: what built it.
-        order: for each parameter's name, as which one of all it was registered.
-        derived: names of parameters and buffers that have no values of their own at registration:
-            copied or computed from other parameters.
-    """
-
-    factory: Callable[[], Any]
-    order: dict[str, int]
-    derived: frozenset[str]
-
-
 def meta_model(factory: Callable[[], Built]) -> Built:
     """What ``factory`` builds, its parameters on the meta device and its buffers as they should be.
 
     Parameters that are tied stay so. At most one module's parameters have memory at a time. The
-    model remembers the factory, which ``Initialiser`` runs again for the initial values. A buffer
-    of random numbers has others than on a real device, as none were drawn for parameters.
+    model remembers the factory, which runs again for the initial values. A buffer of random numbers
+    has others than on a real device, as none were drawn for parameters.
 
     Args:
         factory: returns the model, or a tuple that begins with the model.
@@ -63,14 +47,12 @@ def meta_model(factory: Callable[[], Built]) -> Built:
     Raises:
         PlanError: the factory returns something else.
     """
-    with registering(lambda order: False) as registrations:
+    with _registering(lambda number: False) as filled:
         built = factory()
     model = model_of(built)
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    order = {n: registrations.order[p] for n, p in tensors.items() if p in registrations.order}
-    derived = {name for name, p in tensors.items() if p not in registrations.own}
-    derived |= {name for name, b in named_buffers(model).items() if b.is_meta}
-    model.__dict__[_RECIPE] = Recipe(factory, order, frozenset(derived))
+    tensors = model.named_parameters(remove_duplicate=False)
+    numbers = {name: filled[tensor] for name, tensor in tensors if tensor in filled}
+    model.__dict__[_RECIPE] = factory, numbers
     return built
 
 
@@ -89,61 +71,38 @@ def model_of(built: Any) -> nn.Module:
     return model
 
 
-def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers under all their names."""
-    return dict(model.named_buffers(remove_duplicate=False))
-
-
-class Registrations:
-    """Moves parameters to the meta device when a module registers them.
+@contextlib.contextmanager
+def _registering(
+    keep: Callable[[int], bool], after: Callable[[int], None] = lambda number: None
+) -> Iterator[WeakIdKeyDictionary]:
+    """Inside, parameters that this thread registers go to the meta device.
 
     Args:
         keep: told as which one of all a parameter is registered, whether it shall stay as it is.
         after: told the same once that is done.
 
-    Attributes:
-        order: as which one each parameter was registered.
-        own: the parameters that came with values.
+    Yields:
+        as which one each parameter was registered that came with values of its own.
     """
+    filled, results, thread = WeakIdKeyDictionary(), WeakIdKeyDictionary(), threading.get_ident()
+    numbers = itertools.count()
 
-    def __init__(self, keep: Callable[[int], bool], after: Callable[[int], None]) -> None:
-        self.order = WeakIdKeyDictionary()
-        self.own = WeakIdKeyDictionary()
-        self._keep = keep
-        self._after = after
-        self._result = WeakIdKeyDictionary()
-        self._thread = threading.get_ident()
-        self._count = 0
-
-    def __call__(
-        self, module: nn.Module, name: str, parameter: nn.Parameter
-    ) -> nn.Parameter | None:
-        """The hook: None keeps the parameter, and so it does for other threads' modules."""
-        if threading.get_ident() != self._thread or is_lazy(parameter):
+    def register(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != thread or is_lazy(given):
             return None
-        if parameter in self._result:
-            return cast("nn.Parameter", self._result[parameter])
-        kept = parameter.is_meta or self._keep(self._count)
-        result = parameter if kept else _on_meta(parameter)
-        if not parameter.is_meta:
-            self.own[result] = True
-        self.order[result] = self._count
-        self._result[parameter] = self._result[result] = result
-        self._after(self._count)
-        self._count += 1
-        return result
+        if given not in results:
+            number = next(numbers)
+            result = given if given.is_meta or keep(number) else _on_meta(given)
+            if not given.is_meta:
+                filled[result] = number
+            results[given] = results[result] = result
+            after(number)
+        return cast("nn.Parameter", results[given])
 
-
-@contextlib.contextmanager
-def registering(
-    keep: Callable[[int], bool], after: Callable[[int], None] = lambda order: None
-) -> Iterator[Registrations]:
-    """Inside, parameters that this thread registers go to the meta device unless kept."""
-    registrations = Registrations(keep, after)
     # Its annotation forgets that a hook may return a parameter.
-    handle = register_module_parameter_registration_hook(cast("Callable[..., None]", registrations))
+    handle = register_module_parameter_registration_hook(cast("Callable[..., None]", register))
     try:
-        yield registrations
+        yield filled
     finally:
         handle.remove()
 
@@ -177,7 +136,7 @@ def stand_in_tensors(model: nn.Module, device: torch.device | str = "cpu") -> It
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, then all buffers, under all their names."""
     found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    return found | named_buffers(model)
+    return found | dict(model.named_buffers(remove_duplicate=False))
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -228,15 +187,15 @@ class Initialiser:
         """The values of the parameters and buffers ``names``, on the CPU.
 
         Raises:
-            PlanError: no such name, nobody initialises it, or the factory built another model.
+            PlanError: nobody initialises one, or the factory built another model.
         """
-        known = named_tensors(self._model)
-        if unknown := [name for name in names if name not in known]:
-            raise PlanError(f"the model has no parameter or buffer {', '.join(unknown)}")
-        recipe: Recipe | None = self._model.__dict__.get(_RECIPE)
+        recipe = self._model.__dict__.get(_RECIPE)
+        model = self._model
         if recipe is not None:
+            factory, numbers = recipe
             with generators_kept():
-                known = named_tensors(self._rebuild(recipe, names))
+                model = self._rebuilt(factory, numbers, names)
+        known = named_tensors(model)
         if lacking := [name for name in names if known[name].is_meta]:
             raise PlanError(
                 f"nothing initialises {', '.join(lacking)}: build the model with "
@@ -244,13 +203,16 @@ class Initialiser:
             )
         return {name: known[name].detach() for name in names}
 
-    def _rebuild(self, recipe: Recipe, names: Sequence[str]) -> nn.Module:
-        everything = not recipe.derived.isdisjoint(names)
-        wanted = {recipe.order[name] for name in names if name in recipe.order}
-        numbers = Numbered(self._seed)
+    def _rebuilt(
+        self, factory: Callable[[], Any], numbers: Mapping[str, int], names: Sequence[str]
+    ) -> nn.Module:
+        # What is copied or computed from other parameters is so from their values.
+        derived = not numbers.keys() >= {*names}
+        wanted = {numbers[name] for name in names if name in numbers}
+        numbered = Numbered(self._seed)
         # Moving a parameter away takes calls that one who keeps it does not make.
-        with numbers, registering(lambda n: everything or n in wanted, numbers.restart):
-            model = model_of(recipe.factory())
+        with numbered, _registering(lambda n: derived or n in wanted, numbered.restart):
+            model = model_of(factory())
         before, after = _shapes(self._model), _shapes(model)
         if before != after:
             differing = [n for n in before.keys() | after.keys() if before.get(n) != after.get(n)]
@@ -290,6 +252,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in named_tensors(model).items()}
 
 
+@torch.no_grad()
 def materialise_stage(module: nn.Module, values: Initialiser | None) -> nn.Module:
     """Give what ``module`` has on the meta device memory on the CPU and values, in place.
 
@@ -314,17 +277,10 @@ def materialise_stage(module: nn.Module, values: Initialiser | None) -> nn.Modul
             "initialise() on the plan before its stages are built; load_checkpoint(trainer, path) "
             "then takes up those of a checkpoint"
         )
-    if values is not None:
-        _fill(module, lacking, values)
-    return module
-
-
-@torch.no_grad()
-def _fill(module: nn.Module, lacking: Mapping[str, Tensor], values: Initialiser) -> None:
     first: dict[int, str] = {}
     for name, tensor in lacking.items():
         first.setdefault(id(tensor), name)
-    found = values(list(first.values()))
+    found = {} if values is None else values([*first.values()])
     made: dict[int, Tensor] = {}
     for key, name in first.items():
         made[key] = alike(torch.empty_like(lacking[name], device="cpu"), lacking[name])
@@ -332,3 +288,4 @@ def _fill(module: nn.Module, lacking: Mapping[str, Tensor], values: Initialiser)
         made[key].copy_(found.pop(name))
     for name, tensor in lacking.items():
         assign(module, name, made[id(tensor)])
+    return module
