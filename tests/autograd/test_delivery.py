@@ -110,19 +110,6 @@ def test_added_without_the_engine() -> None:
     assert ENGINE not in names_run(split.backward_weight)
 
 
-def test_calls_that_share_a_backward_are_one_gradient() -> None:
-    """Autograd adds up what one backward brings before it adds that to ``.grad``."""
-    model = nn.Linear(7, 5)
-    plain = copy.deepcopy(model)
-    split = autosplit.split(model)
-    for _ in range(2):
-        x, y = torch.randn(9, 7), torch.randn(9, 7)
-        (split(x).square().sum() + split(y).square().sum()).backward()
-        split.backward_weight()
-        (plain(x).square().sum() + plain(y).square().sum()).backward()
-    assert torch.equal(model.weight.grad, plain.weight.grad)
-
-
 class Layouts(nn.Module):
     """Parameters that do not lie in row-major order, and one whose gradient is another's too."""
 

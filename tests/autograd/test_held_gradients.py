@@ -68,24 +68,6 @@ def test_goes_on_accumulating(face: str, hold: str) -> None:
     assert_same_gradients(model, plain, exact=False)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_list_made_once_is_clipped(face: str) -> None:
-    model, plain = pair()
-    module = FACES[face](model)
-    for each, under in ((module, model), (plain, plain)):
-        optimizer = torch.optim.SGD(under.parameters(), lr=0.1)
-        grads: list[Any] = []
-        for x in 10 * torch.ones(5, 3, 4).double():
-            optimizer.zero_grad(set_to_none=False)
-            backward(each, x)
-            grads = grads or [p.grad for p in under.parameters()]
-            norm = torch.stack([grad.norm() for grad in grads]).norm()
-            torch._foreach_mul_(grads, 0.1 / norm)
-            optimizer.step()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
 def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
     model = UsedTwice()
     split = autosplit.split(model)
@@ -115,20 +97,6 @@ def test_sums_that_nobody_holds_wait(face: Callable[[nn.Module], Any]) -> None:
         module(torch.randn(3, 4)).square().sum().backward()
         assert module.pending == 1
         module.backward_weight()
-
-
-def test_sums_wait_while_torch_compile_looks_at_frames() -> None:
-    """Python then counts the arguments of functions twice, as it does for good where tracing ended
-    in a RecursionError."""
-    set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
-    split = autosplit.split(nn.Linear(3, 2))
-    for step in range(3):
-        before = set_eval_frame(False) if step else None
-        split(torch.randn(2, 3)).sum().backward()
-        if step:
-            set_eval_frame(before)
-        assert split.pending == 1
-        split.backward_weight()
 
 
 def test_computed_by_a_failing_backward_says_so() -> None:

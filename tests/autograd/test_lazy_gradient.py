@@ -20,10 +20,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import autosplit
 from autosplit import SplitError, SplitModule
-from autosplit.autograd import lazy_gradient as gradient_slot
 from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
-from autosplit.torch_internals.autograd import memoryless_tensor
 from tests.autograd.faces import FACES, Broken, Compiled, Net, model_for
 from tests.gradients import assert_same_gradients
 
@@ -216,23 +214,6 @@ def test_optimizers(face: str) -> None:
             assert torch.equal(a, b), name
 
 
-def test_compiled_optimizer_step(pair: Pair) -> None:
-    split, model, plain = pair
-    mine = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
-    theirs = torch.optim.AdamW(plain.parameters(), lr=torch.tensor(0.1))
-    step = torch.compile(mine.step, backend="eager")
-    for _ in range(3):
-        given = batches()
-        backward(split, *given)
-        step()
-        mine.zero_grad()
-        backward(plain, *given)
-        theirs.step()
-        theirs.zero_grad()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_gradient_scaler_and_fused_optimizer(pair: Pair) -> None:
     split, model, plain = pair
     scales = []
@@ -340,60 +321,6 @@ def test_gradient_that_somebody_holds(dropped: bool, face: str) -> None:
     assert torch.equal(held[0], held[1])
     assert_same_gradients(model, plain)
     assert torch.equal(held[0] * 1, held[1])
-
-
-def test_gradient_held_in_another_grad(pair: Pair) -> None:
-    split, model, plain = pair
-    one, two = batches()
-    others = [nn.Parameter(torch.zeros(5, 4)) for _ in range(2)]
-    for module, under, other in ((split, model, others[0]), (plain, plain, others[1])):
-        backward(module, one)
-        other.grad = under.a.weight.grad
-        under.zero_grad()
-        backward(module, two)
-        (other * 2).sum().backward()
-        torch.optim.SGD([other], lr=1.0, fused=True).step()
-    assert torch.equal(*others)
-    assert_same_gradients(model, plain)
-
-
-def test_lazy_gradients_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those that somebody held while they were computed."""
-    made: list[bool] = []
-
-    def counting(kind: Any, like: Tensor, dtype: torch.dtype) -> Any:
-        made.append(True)
-        return memoryless_tensor(kind, like, dtype)
-
-    monkeypatch.setattr(gradient_slot, "memoryless_tensor", counting)
-    model = Net()
-    plain = copy.deepcopy(model)
-    split = autosplit.split(model)
-    for at in range(3):
-        made.clear()
-        x = torch.randn(3, 4)
-        for module, under in ((split, model), (plain, plain)):
-            backward(module, x)
-            torch.optim.SGD(under.parameters(), lr=0.1).step()
-            under.zero_grad()
-        assert len(made) == (0 if at else 4)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-def test_lazy_gradient_that_was_used_means_its_batch(pair: Pair) -> None:
-    """However it is held: by Python, or by ``.grad`` of another parameter."""
-    split, model, _ = pair
-    other = nn.Parameter(torch.zeros(5, 4))
-    backward(split, *batches(1))
-    held = [p.grad for p in model.parameters()]
-    other.grad = held[0]
-    values = [lazy * 1 for lazy in held]
-    model.zero_grad()
-    del held[0]
-    backward(split, *batches(1))
-    split.backward_weight()
-    assert torch.equal(other.grad * 1, values[0])
-    assert all(torch.equal(lazy * 1, value) for lazy, value in zip(held, values[1:], strict=True))
 
 
 def test_discard() -> None:
@@ -534,23 +461,6 @@ def test_failure_is_not_forgotten() -> None:
     backward(split, *given)
     backward(plain, *given)
     assert_same_gradients(model, plain)
-
-
-def test_added_to_what_was_there() -> None:
-    model = Net()
-    plain = copy.deepcopy(model)
-    split = autosplit.split(model)
-    for each in (model, plain):
-        for parameter in [*each.parameters()][1:]:  # of one there is none
-            parameter.grad = torch.ones_like(parameter)
-    sums = [parameter.grad for parameter in model.parameters()]
-    given = batches()
-    backward(split, *given)
-    backward(plain, *given)
-    split.backward_weight()
-    for mine, theirs, total in zip(model.parameters(), plain.parameters(), sums, strict=True):
-        assert total is None or mine.grad is total
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
 
 
 def test_moved_module_takes_its_gradients_along() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 import autosplit
 from tests.autograd.faces import FACES, Net, model_for
@@ -80,36 +79,6 @@ def test_trains_as_plain_autograd_does(face: str, register: Callable[[nn.Module]
         train(plain, [x])
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(mine, theirs), at
-
-
-def test_gradient_from_elsewhere_in_the_same_backward_is_one_with_it() -> None:
-    """The hook must not see, and step on, a part of the gradient."""
-    model = Net()
-    plain = copy.deepcopy(model)
-    split = autosplit.split(model)
-    for each in (model, plain):
-        optimizers_in_backward(each)
-    for x in torch.randn(3, 2, 4):
-        for module, under in ((split, model), (plain, plain)):
-            penalty = sum(p.square().sum() for p in under.parameters())
-            (module(x).square().sum() + penalty).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-def test_hooks_behind_nodes_of_a_compiled_model() -> None:
-    """They fire when W has run, and find what it made."""
-    model = model_for("compiled")
-    module, seen = FACES["compiled"](model), dict[str, Tensor]()
-    nodes = []
-    for name, parameter in model.named_parameters():
-        nodes.append(get_gradient_edge(parameter).node)
-        nodes[-1].register_hook(lambda *_, n=name, p=parameter: seen.update({n: p.grad}))
-    module(torch.randn(2, 4)).square().sum().backward()
-    seen.clear()
-    module.backward_weight()
-    assert seen.keys() == dict(model.named_parameters()).keys()
-    assert all(seen[name] is parameter.grad for name, parameter in model.named_parameters())
 
 
 def test_deferred_again_without_hooks() -> None:

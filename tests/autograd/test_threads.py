@@ -152,44 +152,6 @@ def test_whoever_uses_gradients_waits(name: str, behind: bool, split: Any) -> No
     assert all(map(torch.equal, split.parameters(), plain.parameters()))
 
 
-def test_backward_weight_waits(behind: bool, split: Any) -> None:
-    x = torch.randn(3, 4)
-    backward(split, x)
-    with computing(split, behind) as (gate, _):
-        waiting = Thread(split.backward_weight)
-        assert waiting.waits()
-        gate.open()
-        waiting.ended()
-        assert type(next(split.parameters()).grad) is Tensor
-
-
-def test_what_is_read_meanwhile_is_the_gradient(behind: bool, split: Any) -> None:
-    plain = copy.deepcopy(split.unsplit)
-    x = torch.randn(3, 4)
-    backward(split, x)
-    backward(plain, x)
-    with computing(split, behind) as (gate, _):
-        read = [parameter.grad for parameter in split.parameters()]
-        gate.open()
-        for mine, theirs in zip(read, plain.parameters(), strict=True):
-            assert torch.equal(mine * 1, theirs.grad)
-    assert_same_gradients(split.unsplit, plain)
-
-
-def test_gradients_that_are_cleared_meanwhile_stay_so(behind: bool, split: Any) -> None:
-    plain = copy.deepcopy(split.unsplit)
-    x, y = torch.randn(2, 3, 4)
-    backward(split, x)
-    with computing(split, behind) as (gate, logger):
-        split.zero_grad()
-        gate.open()
-        logger.ended()
-        assert all(parameter.grad is None for parameter in split.parameters())
-        backward(split, y)
-    backward(plain, y)
-    assert_same_gradients(split.unsplit, plain)
-
-
 @pytest.mark.parametrize("cleared", [False, True], ids=["added to", "cleared"])
 def test_backward_meanwhile(cleared: bool, behind: bool, split: Any) -> None:
     """Its microbatch waits. Where ``.grad`` was cleared before, the backward itself has to wait for
@@ -210,41 +172,6 @@ def test_backward_meanwhile(cleared: bool, behind: bool, split: Any) -> None:
         assert split.pending == 1
     backward(plain, y)
     assert_same_gradients(split.unsplit, plain)
-
-
-def test_gradient_from_elsewhere_meanwhile(behind: bool, split: Any) -> None:
-    plain = copy.deepcopy(split.unsplit)
-    x = torch.randn(3, 4)
-
-    def penalise(module: nn.Module) -> None:
-        sum(parameter.square().sum() for parameter in module.parameters()).backward()  # type: ignore[union-attr]
-
-    backward(split, x)
-    backward(plain, x)
-    with computing(split, behind):
-        Thread(lambda: penalise(split)).ended()
-    penalise(plain)
-    assert_same_gradients(split.unsplit, plain, exact=False)
-
-
-def test_two_models_with_a_parameter_in_common() -> None:
-    """Both threads add to one gradient, and the last to end puts it into ``.grad``."""
-    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
-    two.weight = one.weight
-    plain = copy.deepcopy(nn.ModuleList([one, two]))
-    splits = autosplit.split(one), autosplit.split(two)
-    x = torch.randn(4, 3)
-    for module in (*splits, *plain):
-        backward(module, x)
-    with computing(splits[0], behind=False) as (first, _):
-        gate = Gate(splits[1]._queue.deliver, behind=False)
-        splits[1]._queue.deliver = gate
-        second = Thread(splits[1].backward_weight)
-        assert gate.reached.wait(PATIENCE)
-        first.open()
-        gate.open()
-        second.ended()
-    assert_same_gradients(nn.ModuleList([one, two]), plain, exact=False)
 
 
 def test_step_while_another_thread_captures(split: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline import PipelineTrainer
 from tests.checkpoint import checkpoint_workers
-from tests.checkpoint.checkpoint_workers import batch, dropping, named, train, trainer, whole
+from tests.checkpoint.checkpoint_workers import batch, dropping, train, trainer, whole
 
 
 def ramp(optimizer: Any) -> lr_scheduler.LRScheduler:
@@ -26,10 +26,6 @@ def ramp(optimizer: Any) -> lr_scheduler.LRScheduler:
 
 def by_group(optimizer: Any) -> lr_scheduler.LRScheduler:
     return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
-
-def plateau(optimizer: Any) -> lr_scheduler.ReduceLROnPlateau:
-    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
 
 
 def once(optimizer: Any) -> lr_scheduler.LRScheduler:
@@ -45,33 +41,6 @@ def steps(engine: PipelineTrainer, scheduler: Any, first: int, last: int) -> tor
         else:
             scheduler.step()
     return torch.stack(losses)
-
-
-@pytest.mark.parametrize("schedule", [ramp, by_group, plateau, once])
-def test_with_dropout_and_a_scheduler_it_is_bit_for_bit_the_same(
-    schedule: Any, tmp_path: Path
-) -> None:
-    torch.manual_seed(1)
-    with trainer(dropping(0), 3, ranks=1) as engine:
-        scheduler = schedule(engine.optimizer)
-        steps(engine, scheduler, 0, 2)
-        save_checkpoint(
-            engine, tmp_path, scheduler=scheduler, step=2, extra={"epoch": 1, "seen": [3, 4]}
-        )
-        expected = steps(engine, scheduler, 2, 5)
-        values, rates = named(engine), scheduler.get_last_lr()
-        drawn = torch.rand(3)
-    torch.manual_seed(2)
-    with trainer(dropping(7), 3, ranks=1) as engine:
-        scheduler = schedule(engine.optimizer)
-        steps(engine, scheduler, 80, 81)
-        loaded = load_checkpoint(engine, tmp_path, scheduler=scheduler)
-        assert (loaded.step, loaded.extra) == (2, {"epoch": 1, "seen": [3, 4]})
-        assert loaded.generators == "continued"
-        assert torch.equal(steps(engine, scheduler, 2, 5), expected)
-        assert all(torch.equal(value, values[name]) for name, value in named(engine).items())
-        assert scheduler.get_last_lr() == rates
-        assert torch.equal(torch.rand(3), drawn)
 
 
 def test_on_another_number_of_stages_generators_are_seeded_alike(tmp_path: Path) -> None:

@@ -126,19 +126,6 @@ class Counting(nn.Module):
         return found
 
 
-class Partly(nn.Module):
-    """A block with a parameter that gets no gradient."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.block = block(index)
-        self.unused = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.block(x)
-        return found
-
-
 def everywhere(value: Any) -> list[Any]:
     found: list[Any] = [None] * 4
     dist.all_gather_object(found, value)
@@ -161,18 +148,6 @@ def test_replicas_start_with_one_model_and_keep_its_buffers() -> None:
     assert torch.equal(rows[one], rows[other])
     assert losses[places[0][0]] != losses[places[0][1]]
     assert all(losses[a] == losses[b] for a, b in zip(*places, strict=True))
-
-
-@ranks(4)
-def test_parameters_without_a_gradient_stay_without_and_steps_accumulate() -> None:
-    mesh = mesh_of(**MESH)
-    _, expected, _ = by_hand(Partly, 2, 2)
-    with trainer(mesh, Partly, **REFERENCE) as made:
-        for times in (1, 2):
-            made.forward_backward(own_share(mesh))
-            found = gradients_of(made)
-            assert len(found) == 4
-            assert all(torch.equal(each, times * expected[name]) for name, each in found.items())
 
 
 @ranks(4)

@@ -43,7 +43,6 @@ from tests.mesh.workers import (
     assert_round_trip,
     assert_step,
     mesh_of,
-    norm_of,
     of_shares,
     place,
     whole,
@@ -100,27 +99,6 @@ def test_a_step_is_that_of_eager_mode() -> None:
         with of_words(mesh, 1, sharded(mesh, build), memory="lean") as made:
             expected = losses[mesh.get_local_rank("dp_shard")], *rest
             assert_step(made, own_batch(mesh), expected, named(1))
-
-
-@ranks(4)
-def test_half_precision() -> None:
-    """As FSDP2 of the same module, which reduces behind the last microbatch."""
-    mesh = mesh_of(**MESH)
-    with torch.random.fork_rng():
-        plain = norms_apart(mesh)(0)
-        # As a trainer starts: with the first rank's values.
-        dist.broadcast(plain[0].norm.bias.detach(), group=mesh.get_group("tp"), group_src=0)
-        model = sharded(mesh, lambda index: plain, mp_policy=HALF)(0)
-    losses = []
-    for number, (x, y) in enumerate(zip(*(each.chunk(M) for each in own_batch(mesh)), strict=True)):
-        model.set_requires_gradient_sync(number == M - 1)
-        loss = loss_of(model(x), y)
-        (loss / M).backward()
-        losses.append(loss.item())
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
-    expected = losses, gradients, norm_of(gradients.values())
-    with of_words(mesh, 1, sharded(mesh, norms_apart(mesh), mp_policy=HALF)) as made:
-        assert_step(made, own_batch(mesh), expected, named(1))
 
 
 @ranks(4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
@@ -214,16 +214,6 @@ def test_without_outputs_and_with_losses() -> list[str]:
 
 
 @ranks(2)
-def test_without_a_loss_there_is_no_backward() -> list[str]:
-    program = of_blocks(2, schedule_options={"loss_fn": None})
-    output = program.schedule.step(*(program.args if 0 in program.mine else ()))
-    if program.last:
-        whole = torch.cat([program.plain_forward(at).detach() for at in range(4)])
-        return [] if torch.equal(output, whole) else ["another output"]
-    return []
-
-
-@ranks(2)
 def test_evaluation_before_and_after_training() -> list[str]:
     program = of_blocks(2, kind=ZB)
     found = []
@@ -329,19 +319,6 @@ class Scaled(nn.Module):
 
 
 @ranks(2)
-def test_a_loss_that_writes_and_trains() -> list[str]:
-    loss = Scaled()
-    program = of_blocks(2, kind=ZB, loss=loss)
-    program.step()
-    mine, loss.scale.grad = loss.scale.grad, None
-    program.plain_step()
-    found = program.differences()
-    if program.last and not torch.equal(mine, loss.scale.grad):  # type: ignore[arg-type]
-        found.append("gradient of the loss's parameter")
-    return found
-
-
-@ranks(2)
 def test_gradients_of_what_the_caller_gave() -> list[str]:
     kwargs = {"mask": torch.rand(8, 4).requires_grad_(), "power": 2}
     batch = torch.randn(8, 4, requires_grad=True)
@@ -371,18 +348,6 @@ def test_modules_that_change_between_steps() -> list[str]:
         part.eval()
         part.zero_grad()
     return program.run(2)
-
-
-@ranks(2)
-def test_schedules_that_take_turns_with_the_same_stages() -> list[str]:
-    program = of_blocks(2)
-    found = program.run()
-    first = program.schedule
-    program.schedule = ScheduleGPipe(program.stages[0], 2, loss_fn=mean_square)
-    program.microbatches = 2
-    found += program.run()
-    program.schedule, program.microbatches = first, 4
-    return found + program.run()
 
 
 @ranks(2)

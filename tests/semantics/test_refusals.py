@@ -173,13 +173,6 @@ def test_one_tensor_as_example() -> None:
     assert len(autosplit.split(nn.Linear(4, 2), torch.ones(3, 4)).functions) == 1
 
 
-def test_double_backward() -> None:
-    split = autosplit.split(nn.Linear(4, 1))
-    x = torch.randn(3, 4, requires_grad=True)
-    with pytest.raises(SplitError, match="cannot be differentiated again"):
-        torch.autograd.grad(split(x).sum(), x, create_graph=True)
-
-
 def test_retain_graph() -> None:
     """Two backwards are two microbatches; a third, without anything retained, is refused."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -199,15 +192,6 @@ def test_retain_graph() -> None:
             split.backward_weight()
     assert torch.equal(*grads)
     assert_same_gradients(model, plain)
-
-
-def test_jacobian() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
-    split = autosplit.split(model)
-    x = torch.randn(2, 4)
-    jacobian = torch.autograd.functional.jacobian
-    assert torch.equal(jacobian(split, x), jacobian(model, x))
-    assert split.pending == 0
 
 
 def test_sparse_embedding_gradients() -> None:

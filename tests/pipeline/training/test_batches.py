@@ -22,40 +22,11 @@ def _values(rows: list[list[Tensor]]) -> list[list[Any]]:
     return [[tensor.tolist() for tensor in row] for row in rows]
 
 
-def test_cut_along_the_first_dimension() -> None:
-    inputs, targets = _splitter()((torch.arange(4), torch.arange(8).reshape(4, 2)))
-    assert _values(inputs) == [[[0, 1]], [[2, 3]]]
-    assert _values(targets) == [[[[0, 1], [2, 3]]], [[[4, 5], [6, 7]]]]
-
-
-def test_several_tensors_and_one_without_dimensions() -> None:
-    inputs, targets = _splitter()(((torch.arange(4), torch.tensor(7)), [torch.arange(4)]))
-    assert _values(inputs) == [[[0, 1], 7], [[2, 3], 7]]
-    assert _values(targets) == [[[0, 1]], [[2, 3]]]
-
-
-def test_only_what_the_rank_needs_is_cut() -> None:
-    batch = torch.arange(4), torch.arange(4)
-    assert _values(_splitter(inputs=False)(batch)[0]) == []
-    assert _values(_splitter(targets=False)(batch)[1]) == []
-    assert _splitter(inputs=False, targets=False)(None) == ([], [])
-    assert _values(_splitter(targets=False)((torch.arange(2), None))[0]) == [[[0]], [[1]]]
-
-
 NAMED = torch.arange(2), torch.arange(2) + 2, torch.arange(2) + 4
 
 
 def _named(*taken: int) -> BatchSplitter:
     return BatchSplitter(2, CPU, inputs=frozenset(taken), targets=False, names=("a", "b", "c"))
-
-
-@pytest.mark.parametrize(
-    "inputs", [NAMED, dict(zip("cab", (NAMED[2], *NAMED[:2]), strict=True)), (None, *NAMED[1:])]
-)
-def test_a_rank_takes_the_inputs_of_its_stages(inputs: Any) -> None:
-    rows, _ = _named(1, 2)((inputs, None))
-    assert [row[0] for row in rows] == [None, None]
-    assert _values([row[1:] for row in rows]) == [[[2], [4]], [[3], [5]]]
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,6 @@ SCHEDULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("used", [1, 2])
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
-@ranks(2)
-def test_two_stages(options: dict[str, Any], used: int) -> None:
-    trained_beside(of_stages(2, used), options)
-
-
-@pytest.mark.parametrize("used", [1, 2])
-@pytest.mark.parametrize("options", SCHEDULES, ids=str)
 @ranks(3)
 def test_three_stages(options: dict[str, Any], used: int) -> None:
     """The middle one gives no gradient of what it uses only for what the last does not use."""
@@ -163,25 +156,3 @@ WAYS: dict[str, Any] = {
     "weights that do not wait": {"memory": "fast"},
     "hooks": {},
 }
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_however_weight_gradients_are_made(way: str) -> None:
-    stages = of_stages(3, 1)
-    plain = nn.Sequential(*copy.deepcopy(stages))
-    seen: list[str] = []
-    for place, module in enumerate(stages if way == "hooks" else ()):
-        for name, parameter in module.named_parameters():
-            parameter.register_hook(lambda _, at=f"{place}.{name}": seen.append(at))
-    batch = workers.data(ROWS)
-    workers.single_process(Whole(plain), *batch, 2)
-    options = {"stage_factory": None, "schedule": "gpipe", "microbatches": 2, **WAYS[way]}
-    with workers.trainer(stages, ranks=1, **options) as engine:
-        engine.forward_backward(batch)
-    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    found = nn.Sequential(*stages).named_parameters()
-    grads = {name: p.grad for name, p in found if p.grad is not None}
-    assert grads.keys() == expected.keys()
-    assert set(seen) == ({*grads} if way == "hooks" else set())
-    for name, gradient in grads.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0)

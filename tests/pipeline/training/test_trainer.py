@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import time
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from tests.pipeline import workers
 from tests.pipeline.engine.test_first_error import second
-from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.workers import Tied
 from tests.ranks import ranks
 
@@ -48,6 +45,8 @@ def assert_state(engine: PipelineTrainer, model: nn.Sequential) -> None:
 
 
 OWN: dict[str, Any] = {"stage_factory": None}
+
+
 FUSED, PAPER = {"split_backward": False}, {"weights": "2bp"}
 
 
@@ -245,49 +244,6 @@ def no_step(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-class TwoWays(nn.Module):
-    """Puts out two tensors that need a gradient and one that cannot have any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(workers.WIDTH, workers.WIDTH), nn.Linear(workers.WIDTH, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.left(x).t(), x.argmax(dim=1), self.right(x)
-
-
-class Joined(nn.Module):
-    """Uses one of its two differentiable inputs, so the other's gradient is missing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(workers.WIDTH, workers.WIDTH)
-
-    def forward(self, left: Tensor, chosen: Tensor, right: Tensor) -> Tensor:
-        return self.last(left.t()) * (chosen[:, None] + 1)
-
-
-@ranks(2)
-def test_several_tensors_between_stages() -> None:
-    torch.manual_seed(0)
-    stages = [TwoWays(), Joined()]
-    twins = copy.deepcopy(stages)
-    inputs, targets = workers.data(8)
-    expected = []
-    for x, y in zip(inputs.chunk(4), targets.chunk(4), strict=True):
-        loss = nn.functional.mse_loss(twins[1](*twins[0](x)), y)
-        (loss / 4).backward()
-        expected.append(loss.detach())
-    with workers.trainer(stages, **OWN) as engine:
-        # A view travels contiguous, which may take another kernel.
-        losses = engine.forward_backward((inputs, targets))
-        torch.testing.assert_close(losses, torch.stack(expected))
-        for stage, grads in engine.gradients().items():
-            parameters = twins[stage].named_parameters()
-            wanted = {name: p.grad for name, p in parameters if p.grad is not None}
-            torch.testing.assert_close(grads, wanted, atol=1e-6, rtol=0)
-
-
 @ranks(2)
 def test_autocast_reaches_modules_loss_and_messages() -> None:
     inputs, targets = workers.data(8)
@@ -309,35 +265,6 @@ def test_the_timeline_holds_what_all_ranks_ran() -> None:
         "1F0 1I0 1F1 1I1 1W0 1W1",
     ]
     assert all(span.start <= span.end for span in spans)
-
-
-class SlowWeight(ReferenceStage):
-    """Stage 1 takes 50 ms for a weight gradient."""
-
-    def backward_weight(self, microbatch: int) -> None:
-        if self.index == 1:
-            time.sleep(0.05)
-        super().backward_weight(microbatch)
-
-
-@ranks(2)
-def test_steps_in_flight_give_the_same_losses_and_weights() -> None:
-    """And rank 0 does not wait for the weight gradients that rank 1 has left."""
-    batches = [workers.data(8, seed=step) for step in range(5)]
-    options: dict[str, Any] = {"weights": "2bp", "stage_factory": SlowWeight, "microbatches": 2}
-    with workers.trainer(**options) as engine:
-        expected = [engine.step(batch) for batch in batches]
-        state = engine.state_dict()
-    ends, steps = [], []
-    with workers.trainer(**options) as engine:
-        for batch in batches:
-            steps.append(engine.step_async(batch))
-            ends.append(time.monotonic())
-        assert all(map(torch.equal, [step.wait() for step in steps], expected))
-        assert workers.equal(engine.state_dict(), state)
-    rows: list[Any] = [None, None]
-    dist.all_gather_object(rows, ends)
-    assert all(first < second - 0.04 for first, second in zip(*rows, strict=True))
 
 
 @ranks(2)

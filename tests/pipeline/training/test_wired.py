@@ -295,31 +295,6 @@ def test_a_u_net_over_two_ranks(options: dict[str, Any]) -> None:
         assert wired.differences(engine.gradients(), grads) == []
 
 
-@pytest.mark.parametrize("way", ["auto", "shapes"])
-@ranks(2)
-def test_steps_of_a_u_net(way: str) -> None:
-    """Five steps in ways that should make no difference."""
-    batches = [wired.unet_batch(4 if way == "shapes" and n == 1 else 8, n) for n in range(5)]
-    modules = [wired.UNet().build(index) for index in range(4)]
-    optimizer = workers.sgd([p for module in modules for p in module.parameters()])
-    expected = []
-    for batch in batches:
-        pieces = [each.chunk(4) for each in batch.values()]
-        losses = [
-            wired.forward(modules, wired.UNet.wiring, [piece[m] for piece in pieces])
-            for m in range(4)
-        ]
-        torch.autograd.backward([loss / 4 for loss in losses])
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(torch.stack(losses).detach())
-    options = {"schedule": "auto"} if way == "auto" else {}
-    with trainer_of(wired.UNet(), stage_factory=ReferenceStage, **options) as engine:
-        found = [engine.step((batch, ())) for batch in batches]
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
 class Ends(wired.Wired):
     """The scale of the first stage's input is that of the last one's second input."""
 

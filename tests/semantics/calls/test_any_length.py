@@ -117,37 +117,6 @@ def test_what_cannot_be_traced_for_any_size_is_traced_for_each() -> None:
     assert "rows are to be a number" in split.report()
 
 
-def test_evaluation_at_other_lengths_makes_no_graph() -> None:
-    split = autosplit.split(layers())
-    split(torch.randn(2, 8, 16)).sum().backward()
-    with torch.no_grad():
-        for length in (5, 7, 9):
-            x = torch.randn(2, length, 16)
-            assert torch.equal(split(x), split.model(x))
-    assert len(split.functions) == 1
-
-
-def test_a_changed_model_is_captured_again_for_any_length() -> None:
-    split = assert_equals_autograd(layers(), batches(8, 5, 7))
-    split.get_parameter("0.weight").requires_grad_(False)
-    for length in (6, 9, 4):
-        split(torch.randn(3, length, 16)).sum().backward()
-    split.backward_weight()
-    assert len(split.functions) == 3
-
-
-def test_dropped_graphs_take_their_lengths_along() -> None:
-    split = autosplit.split(layers(), max_graphs=2)
-    for length in (8, 5, 7):
-        split(torch.randn(2, length, 16))
-    with pytest.warns(UserWarning, match="more than 2 graphs"):
-        split(torch.randn(1, 8, 16))
-    split(torch.randn(1, 6, 16))
-    x = torch.randn(2, 7, 16)
-    assert torch.equal(split(x), split.model(x))
-    assert len(split.functions) == 2
-
-
 def test_a_language_model_called_as_people_call_it() -> None:
     """Ids are their own labels; every product for a weight waits."""
     tokens = [torch.randint(0, 32, (2, length)) for length in (8, 5, 7)]

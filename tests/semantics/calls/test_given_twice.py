@@ -64,13 +64,6 @@ def test_same_and_different_in_any_order(model: type[nn.Module], order: tuple[in
     assert len(split.functions) == 2
 
 
-def test_three_of_which_two_are_the_same() -> None:
-    x, y = one(True), one(True)
-    batch = [(x, x, x), (x, y, x), (x, x, y), (y, x, x), (x, y, one(True))]
-    split = assert_equals_autograd(Sum(), batch, fullgraph=True)
-    assert len(split.functions) == 5
-
-
 def test_below_containers() -> None:
     x, y = one(), one()
     batch = [({"a": x, "b": [x]}, x), ({"a": x, "b": [y]}, x), ({"a": y, "b": [y]}, y)]

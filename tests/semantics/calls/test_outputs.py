@@ -122,14 +122,6 @@ def test_stage_whose_example_overlaps_itself() -> None:
     assert torch.equal(model.weight.grad, torch.autograd.grad(model(x).sum(), model.weight)[0])
 
 
-def test_model_output_of_transformers() -> None:
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    kind = outputs.BaseModelOutput
-    model = Made(lambda m, x: kind(last_hidden_state=m.linear(x)))
-    split = assert_equals_autograd(model, leaves(3, 4), lambda o: o.last_hidden_state.sum())
-    assert type(split(torch.randn(3, 4))) is kind
-
-
 @pytest.mark.parametrize(
     ("name", "shape"),
     [("view", (3, 4)), ("view", (2, 3, 4)), ("input", (3, 4)), ("chunks", (2, 3, 4))],
