@@ -99,29 +99,6 @@ def test_weight_gradients_wait() -> None:
     assert (waiting.pending, waiting.pending_bytes) == (0, 0)
 
 
-def test_oldest_backward_first() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    forward = compiled(model, options={"max_pending": 3})
-    outputs = [forward(torch.full((1, 2), value)) for value in (1.0, 10.0, 100.0)]
-    for output in reversed(outputs):
-        output.sum().backward()
-    backward_weight(model.weight, microbatches=1)
-    backward_weight([model.weight], microbatches=1)
-    Deferral(model).discard()
-    assert model.weight.grad.tolist() == [[110.0, 110.0]]
-
-
-def test_two_models_do_not_share_a_queue() -> None:
-    first, second = TwoLayers(), TwoLayers()
-    both = nn.Sequential(compiled(first), compiled(second))
-    both(torch.randn(3, 4)).sum().backward()
-    assert (Deferral(first).pending, Deferral(second).pending) == (1, 1)
-    backward_weight(second)
-    assert (Deferral(first).pending, Deferral(second).pending) == (1, 0)
-    backward_weight(both)
-    assert Deferral(first).pending == 0
-
-
 def test_thawed_parameters_are_noticed() -> None:
     model = TwoLayers()
     model.a.weight.requires_grad_(False)

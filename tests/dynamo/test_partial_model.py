@@ -19,7 +19,6 @@ from tests.dynamo.breaking import (
     Branch,
     DisabledMiddle,
     SideEffects,
-    Tied,
     TwoLayers,
     loss_of,
 )
@@ -56,22 +55,6 @@ def test_models_without_breaks_are_one_split_graph(name: str) -> None:
     )
     assert [part.state for part in partial.parts] == ["split"]
     assert partial.breaks == ()
-
-
-def test_hooks_that_are_added_later() -> None:
-    """torch.compile leaves hooks on submodules out of its guards."""
-    model = TwoLayers()
-    reference = copy.deepcopy(model)
-    partial, x = Partial(model), torch.randn(3, 4)
-    partial(x)
-    handles = [
-        each.a.register_forward_hook(lambda module, args, output: output * 10)
-        for each in (model, reference)
-    ]
-    assert torch.equal(partial(x), reference(x))
-    for handle in handles:
-        handle.remove()
-    assert torch.equal(partial(x), reference(x))
 
 
 def test_a_compiler_that_copies_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,22 +166,6 @@ def test_recomputation_in_the_backward(reentrant: bool) -> None:
 
 
 # --- models with graph breaks: what one microbatch is, and what it holds --------------------------
-
-
-def test_hooks_fire_once_a_microbatch_with_the_sum_over_graphs() -> None:
-    model = Tied()
-    reference = copy.deepcopy(model)
-    seen: dict[str, list[Tensor]] = {"mine": [], "theirs": []}
-    model.a.weight.register_hook(seen["mine"].append)
-    reference.a.weight.register_hook(seen["theirs"].append)
-    steps: list[int] = []
-    model.a.weight.register_post_accumulate_grad_hook(lambda _: steps.append(partial.pending))
-    partial, given = Partial(model), batches(3, 3)
-    for each in (partial, reference):
-        one_by_one(each, given, loss_of)
-    assert steps == [0, 0]
-    for mine, theirs in zip(seen["mine"], seen["theirs"], strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_microbatches_are_backwards_oldest_first() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import PlanError
-from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.checkpoint.folder import read_checkpoint
 from autosplit.pipeline import PipelineTrainer
 from autosplit.planner import Partition, WholeModel, cut
 from autosplit.planner.meta_model import meta_model
@@ -106,20 +103,6 @@ def test_a_skeleton_needs_values() -> None:
         PlanError, match=r"embed\.weight.*on the meta device.*load_checkpoint\(trainer, path\)"
     ):
         partition(meta_model(Model), 2).build(0)
-
-
-def test_stages_load_what_another_cut_saved(tmp_path: Path) -> None:
-    with trainer(initialised(2)) as engine:
-        step(engine, 0)
-        save_checkpoint(engine, tmp_path)
-        expected = [step(engine, 1), step(engine, 2)]
-    found = partition(meta_model(Model), 3)
-    found.initialise()
-    with trainer(found, rate=7.0) as engine:
-        assert load_checkpoint(engine, tmp_path, optimizer=False).mismatches == ()
-        assert all(torch.equal(v, named(engine)[n]) for n, v in read_checkpoint(tmp_path).items())
-        load_checkpoint(engine, tmp_path, optimizer=True)  # the momentum, and the learning rate
-        assert torch.equal(torch.stack([step(engine, 1), step(engine, 2)]), torch.stack(expected))
 
 
 def test_a_plan_for_a_skeleton_runs() -> None:

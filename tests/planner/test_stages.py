@@ -22,7 +22,6 @@ from tests.planner.whole_models import (
     loss_of,
     mixed,
     run_modules,
-    run_stages,
     tensors_of,
     unet,
 )
@@ -80,26 +79,6 @@ def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
         assert type(parts[0]) is type(whole[0])
         for a, b in zip(tensors_of(parts), tensors_of(whole), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("make", [llama_with_hidden_states, checkpointed])
-def test_through_stage_every_gradient_is_autograds(make: Callable[[], Case]) -> None:
-    case, captured_model = captured(make)
-    case.model.train().zero_grad()
-    split = split_of(captured_model, 2)
-    buffers = {name: buffer.clone() for name, buffer in case.model.named_buffers()}
-    torch.manual_seed(0)
-    loss, found = run_stages(split, case.tensors())
-    for name, buffer in case.model.named_buffers():
-        buffer.data.copy_(buffers[name])
-    torch.manual_seed(0)
-    expected = loss_of(case.model(*case.args, **case.kwargs))
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=0)
-    tied = {group[0][1]: [name for _, name in group[1:]] for group in split.shared}
-    for name, parameter in case.model.named_parameters():
-        grads = [g for each in (*tied.get(name, ()), name) for g in found.get(each, [])]
-        assert torch.equal(sum(grads[1:], grads[0]), parameter.grad), name
 
 
 def test_what_is_tied_is_named_in_both_stages() -> None:

@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from autosplit import Stage
 from autosplit.planner import Partition, WholeModel
 
 
@@ -208,54 +207,6 @@ def run_modules(split: Partition, modules: Sequence[nn.Module], batch: Sequence[
     for sources, module in zip(split.wiring.inputs, modules, strict=True):
         outputs.append(module(*(_take(s, batch, outputs) for s in sources)))
     return outputs[-1]
-
-
-class Lossy(nn.Module):
-    """The last stage with the loss."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return loss_of(self.module(*inputs))
-
-
-def run_stages(split: Partition, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """The loss, and the gradients of every parameter by name, from the last stage to the first."""
-    stages: list[Stage] = []
-    outputs: list[list[Tensor]] = []
-    for index, sources in enumerate(split.wiring.inputs):
-        module = split.build(index)
-        module = Lossy(module) if index == split.stages - 1 else module
-        inputs = [_take(source, batch, outputs) for source in sources]
-        examples = [
-            given.clone().requires_grad_(
-                s.stage is not None and _wants(stages, s.stage, s.position)
-            )
-            for s, given in zip(sources, inputs, strict=True)
-        ]
-        state = torch.get_rng_state()
-        stages.append(Stage(module, examples, index=index))
-        torch.set_rng_state(state)
-        outputs.append(stages[-1].forward(0, list(inputs)))
-    grads: list[list[Tensor | None]] = [[None] * len(each) for each in outputs]
-    grads[-1] = [torch.ones(())]
-    found: dict[str, list[Tensor]] = {}
-    for index in reversed(range(split.stages)):
-        into = stages[index].backward_input(0, list(grads[index]))
-        stages[index].backward_weight(0)
-        for source, grad in zip(split.wiring.inputs[index], into, strict=True):
-            if source.stage is not None and grad is not None:
-                before = grads[source.stage][source.position]
-                grads[source.stage][source.position] = grad if before is None else before + grad
-        for name, grad in stages[index].gradients.items():
-            found.setdefault(name.removeprefix("module."), []).append(grad)
-    return outputs[-1][0], found
-
-
-def _wants(stages: Sequence[Stage], stage: int, position: int) -> bool:
-    return stages[stage].output_specs[position][2]
 
 
 def _take(source: Any, batch: Sequence[Tensor], outputs: Sequence[Any]) -> Tensor:

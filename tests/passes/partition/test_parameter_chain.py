@@ -56,22 +56,6 @@ def test_images() -> None:
     assert ops(graphs.backward_weight) == {"convolution_backward": 2}
 
 
-def test_only_a_bias_below_a_product() -> None:
-    """dX = dY W belongs to the chain although no product follows it."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    model[0].weight.requires_grad_(False)
-    graphs = split(model, torch.randn(3, 4))
-    assert ops(graphs.backward_input)["mm"] == 1
-    assert ops(graphs.backward_weight)["mm"] == 1
-
-
-def test_norm_of_data() -> None:
-    """So does the backward of a norm, although only its own weights are below it."""
-    graphs = split(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(3, 4))
-    assert ops(graphs.backward_input)["native_layer_norm_backward"] == 1
-    assert ops(graphs.backward_weight) == {"mm": 1, "sum": 1}
-
-
 def test_frozen_layers_with_adapters() -> None:
     def adapted() -> nn.Module:
         layers = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
@@ -111,18 +95,3 @@ def test_products_of_parameters_alone_wait() -> None:
     # dK (and dQ, which leads to no product with data) are all that may be early.
     assert ops(graphs.backward_input)["bmm"] + ops(graphs.backward_input)["mm"] == 1
     assert names_in(graphs.backward_weight, Kind.PARAMETER) != []
-
-
-def test_attention_below_which_are_biases_only() -> None:
-    def attention(m: nn.Module, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (2, 4)) for each in m.qkv(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)))
-        return m.out(y.transpose(1, 2).flatten(-2))
-
-    model = Made(attention, qkv=nn.Linear(8, 24), out=nn.Linear(8, 8))
-    model.qkv.weight.requires_grad_(False)
-    graphs = split(model, torch.randn(2, 5, 8))
-    early, late = ops(graphs.backward_input), ops(graphs.backward_weight)
-    assert sum(count for name, count in early.items() if "attention" in name) == 1
-    assert late["mm"] == 1
-    assert not any("attention" in name for name in late)

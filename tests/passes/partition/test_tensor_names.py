@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -119,20 +115,6 @@ def test_outside_of_modules_operator_and_line_are_the_name() -> None:
     ]
 
 
-@pytest.mark.parametrize("taken", ["m_input", "m_output"])
-def test_names_are_unique(taken: str) -> None:
-    """Two tensors of one module and use; and a node that has the name already."""
-    graph, nodes = saving(2)
-    unrelated = placeholders(graph)[0]
-    unrelated.name = unrelated.target = taken
-    name(graph)
-    assert [node.name for node in nodes] == (
-        ["m_input_2", "m_input_3"] if taken == "m_input" else ["m_input", "m_input_2"]
-    )
-    names = [node.name for node in graph.nodes]
-    assert len(names) == len(set(names))
-
-
 def saving(count: int) -> tuple[fx.Graph, list[fx.Node]]:
     """``count`` tensors that a module ``m`` multiplies in the backward."""
     sized = Sized()
@@ -150,30 +132,3 @@ def name(graph: fx.Graph) -> None:
     reach = Reachability.of(graph)
     regions = Division(graph, reach, recompute=False, release=False).cut()
     name_boundaries(graph, regions, reach)
-
-
-def calls_of(function: Callable[[], object]) -> int:
-    """How many Python functions it calls."""
-    count = 0
-
-    def profile(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
-def test_work_grows_as_the_graph() -> None:
-    def work(count: int) -> int:
-        graph, _ = saving(count)
-        reach = Reachability.of(graph)
-        regions = Division(graph, reach, recompute=False, release=False).cut()
-        return calls_of(lambda: name_boundaries(graph, regions, reach))
-
-    assert work(100) < 2.2 * work(50)
