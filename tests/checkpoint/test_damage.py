@@ -18,20 +18,6 @@ from tests.checkpoint import forms
 from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 
 
-def data(path: Path) -> Path:
-    """The file with the values."""
-    return path if path.is_file() else next(iter(path.rglob("*.distcp")))
-
-
-def flip(path: Path, known: torch.Tensor) -> None:
-    """One bit of these values."""
-    content = bytearray(path.read_bytes())
-    values = bytes(known.contiguous().view(torch.uint8).flatten().tolist())
-    assert values in content
-    content[content.index(values) + 2] ^= 1
-    path.write_bytes(bytes(content))
-
-
 def refused(path: Path, match: str) -> None:
     """Nothing is loaded, and the trainer can go on."""
     with trainer(whole(1), 2, ranks=1) as engine:

@@ -28,10 +28,6 @@ def by_group(optimizer: Any) -> lr_scheduler.LRScheduler:
     return lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def once(optimizer: Any) -> lr_scheduler.LRScheduler:
-    return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-
-
 def steps(engine: PipelineTrainer, scheduler: Any, first: int, last: int) -> torch.Tensor:
     losses = []
     for step in range(first, last):

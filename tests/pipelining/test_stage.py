@@ -306,18 +306,6 @@ def test_hooks_on_parameters() -> list[str]:
     return found
 
 
-class Scaled(nn.Module):
-    """A loss with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        output *= self.scale  # into what the stage returned
-        return mean_square(output, target)
-
-
 @ranks(2)
 def test_gradients_of_what_the_caller_gave() -> list[str]:
     kwargs = {"mask": torch.rand(8, 4).requires_grad_(), "power": 2}

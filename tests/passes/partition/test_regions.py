@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
-from dataclasses import replace
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +10,6 @@ from torch import fx
 from autosplit.passes import PassError, Role
 from autosplit.passes.analysis.operator_cost import is_cheap
 from autosplit.passes.graph import Kind
-from autosplit.passes.partition.reachability import Reachability
 from tests.passes.sized import Sized, held, least_held
 
 
@@ -111,39 +106,6 @@ def test_what_is_done_again_early_takes_nothing_along_that_waits(charge: float) 
     b.result(Kind.PARAMETER_GRAD, b.cheap(1, summed, y))
     cut = b.cut(recompute=True, release=True, charge=charge)
     assert late not in cut.input.runs & cut.weight.runs
-
-
-class _Counted(set[fx.Node]):
-    """A set that counts the sets that are made of it."""
-
-    made = 0
-
-    def __or__(self, other: AbstractSet[Any]) -> set[Any]:
-        type(self).made += 1
-        return set(self).union(other)
-
-    def __sub__(self, other: AbstractSet[Any]) -> set[Any]:
-        type(self).made += 1
-        return set(self).difference(other)
-
-    __ror__ = __or__
-
-
-def _chain(layers: int) -> tuple[fx.Graph, Reachability]:
-    """Layers with a parameter each; of the sets that tell what its nodes are for, some count."""
-    b = Sized()
-    value, g, weights = b.input(4), b.tangent(4), []
-    for _ in range(layers):
-        weights.append((b.input(3, Kind.PARAMETER), value))
-        value = b.costly(4, value, weights[-1][0])
-    b.result(Kind.OUTPUT, value)
-    for weight, read in reversed(weights):
-        b.result(Kind.PARAMETER_GRAD, b.costly(3, g, b.cheap(4, read)))
-        g = b.costly(4, g, weight)
-    graph = b.module().graph
-    reach = Reachability.of(graph)
-    fields = ("forward", "gradient", "recomputed")
-    return graph, replace(reach, **{each: _Counted(getattr(reach, each)) for each in fields})
 
 
 def test_value_that_cannot_be_carried() -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.passes import Kind, SplitGraphs, run
-from autosplit.passes.graph import ORIGIN, Origin, placeholders
-from autosplit.passes.partition.reachability import Reachability
-from autosplit.passes.partition.regions import Division
-from autosplit.passes.partition.split_graphs import name_boundaries
+from autosplit.passes.graph import placeholders
 from tests.passes.graphs import Made, joint_of, names_in, names_out
-from tests.passes.sized import Sized
 
 
 def gated() -> nn.Module:
@@ -113,22 +109,3 @@ def test_outside_of_modules_operator_and_line_are_the_name() -> None:
         "args_0",
         f"tanh_grad_test_tensor_names_line_{line}",
     ]
-
-
-def saving(count: int) -> tuple[fx.Graph, list[fx.Node]]:
-    """``count`` tensors that a module ``m`` multiplies in the backward."""
-    sized = Sized()
-    x, dy = sized.input(8), sized.tangent(8)
-    saved = [sized.costly(8, x) for _ in range(count)]
-    for node in saved:
-        sized.result(Kind.OUTPUT, node)
-        product = sized.costly(8, node, dy)
-        product.meta[ORIGIN] = Origin(("m",))
-        sized.result(Kind.INPUT_GRAD if node is saved[0] else Kind.PARAMETER_GRAD, product)
-    return sized.module().graph, saved
-
-
-def name(graph: fx.Graph) -> None:
-    reach = Reachability.of(graph)
-    regions = Division(graph, reach, recompute=False, release=False).cut()
-    name_boundaries(graph, regions, reach)

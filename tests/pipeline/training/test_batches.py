@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.training.batches import BatchSplitter, signature
@@ -16,10 +15,6 @@ CPU = torch.device("cpu")
 
 def _splitter(count: int = 2, *, inputs: bool = True, targets: bool = True) -> BatchSplitter:
     return BatchSplitter(count, CPU, inputs=None if inputs else frozenset(), targets=targets)
-
-
-def _values(rows: list[list[Tensor]]) -> list[list[Any]]:
-    return [[tensor.tolist() for tensor in row] for row in rows]
 
 
 NAMED = torch.arange(2), torch.arange(2) + 2, torch.arange(2) + 4

@@ -150,9 +150,3 @@ def test_in_replicas(along: str) -> None:
         for name, gradient in grads[index].items():
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
             torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-6)
-
-
-WAYS: dict[str, Any] = {
-    "weights that do not wait": {"memory": "fast"},
-    "hooks": {},
-}

@@ -22,10 +22,6 @@ from tests.zoo import Attention, llama
 LENGTHS = (8, 5, 7, 33, 2)
 
 
-def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-
-
 def batches(*lengths: int) -> list[tuple[Tensor]]:
     return [(torch.randn(3, length, 16).requires_grad_(),) for length in lengths]
 
