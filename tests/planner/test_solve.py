@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ from hypothesis import strategies as st
 
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.validation.validate import validate
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.cuts import CapError, Limits
-from tests.planner.planned import all_tried, even, models, solved, stage_times, tried
+from tests.planner.planned import all_tried, even, models, solved
 
 # Schedules whose order is the same whatever the stages take.
 FIXED = [
@@ -79,37 +76,6 @@ def test_a_cap_is_kept_or_one_that_can_be_is_named(data: st.DataObject) -> None:
         return
     assert found.step <= 1.2 * min(within)
     assert max(found.peaks) <= cap * (1 + 1e-9)
-
-
-@settings(max_examples=40, deadline=None)
-@given(models(least=3, most=6), st.integers(1, 5), st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
-def test_a_schedule_built_for_its_stages(costs: ModelCosts, microbatches: int, name: str) -> None:
-    """The step is that of the schedule found, which is legal, and hardly any cuts are better."""
-    found = solved(costs, 3, microbatches, name)
-    validate(found.schedule)
-    own = tried(costs, found.firsts, found.schedule)
-    assert found.step == pytest.approx(own.step)
-    steps = []
-    for firsts in itertools.combinations(range(1, len(costs.blocks)), 2):
-        times = stage_times(costs, firsts)
-        steps.append(tried(costs, firsts, build(name, 3, microbatches, times=times)).step)
-    assert found.step <= 1.2 * min(steps)  # 74 and 63 were seen: cuts are compared under one order
-
-
-def test_several_stages_of_a_rank_count_against_its_cap_together() -> None:
-    """Two stages a rank in a V, the first and the last on one, which both begin large."""
-    costs = ModelCosts(
-        tuple(BlockCost(1, 1, 1, 1, 1, 9 if k in (0, 9) else 1) for k in range(12)),
-        (1.0,) * 11,
-    )
-    free = solved(costs, 4, 4, "zb-v", ranks=2)
-    assert free.schedule.placement == (0, 1, 1, 0)
-    with pytest.raises(CapError) as caught:
-        solved(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=1.0))
-    cap = (caught.value.least + max(free.peaks)) / 2
-    assert cap < max(free.peaks)
-    capped = solved(costs, 4, 4, "zb-v", ranks=2, limits=Limits(cap=cap))
-    assert max(capped.peaks) <= cap
 
 
 def test_options_change_the_result() -> None:
