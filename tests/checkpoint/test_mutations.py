@@ -67,12 +67,16 @@ def test_damaged_checkpoints_are_refused_or_load_right(write: forms.Write, tmp_p
         before = everything()
         expected = values(right if given else (right[0], before[1]))
 
+        changed: list[bool] = []
+
         def load(changes: dict[Path, bytes | None]) -> str:
             for file, content in (sound | changes).items():
                 file.unlink(missing_ok=True)
                 if content is not None:
                     file.write_bytes(content)
-            load_checkpoint(engine, tmp_path / "other", scheduler=scheduler)
+            if changed:  # what is refused leaves all as it was
+                load_checkpoint(engine, tmp_path / "other", scheduler=scheduler)
+                changed.clear()
             checked = write in CHECKED
             try:
                 loaded = load_checkpoint(engine, path, **given)
@@ -80,6 +84,7 @@ def test_damaged_checkpoints_are_refused_or_load_right(write: forms.Write, tmp_p
                 assert values(everything()) == values(before)
                 said = "refused"
             else:
+                changed.append(True)
                 run = (loaded.step, loaded.extra) == (7, {"seen": [1, 2, 3]}) or not given
                 assert not checked or (run and values(everything()) == expected)
                 said = "loaded"
@@ -92,5 +97,5 @@ def test_damaged_checkpoints_are_refused_or_load_right(write: forms.Write, tmp_p
             assert not checked or values(known) == values({name: read[name] for name in known})
             return said
 
-        said = looked_at(one_damaged(sound), 25, load)
-    assert said["refused"] > 8
+        said = looked_at(one_damaged(sound), 20, load)
+    assert said["refused"] > 6

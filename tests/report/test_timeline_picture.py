@@ -15,7 +15,6 @@ from autosplit.report.timelines import draw_timelines, timeline_figure
 pytest.importorskip("matplotlib")
 
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 
@@ -73,24 +72,6 @@ def test_every_compute_action_is_a_bar_at_its_time_and_rank() -> None:
     }
 
 
-def test_kinds_have_their_colours_in_bars_and_legend() -> None:
-    figure = timeline_figure([("fused", FUSED), ("split", SPLIT)])
-    colours = {
-        gid[-2]: to_hex(bar.get_facecolor()).upper()
-        for axes in figure.axes
-        for gid, bar in bars(axes).items()
-        if not gid.endswith("idle")
-    }
-    assert colours == {"F": "#0072B2", "I": "#E69F00", "W": "#009E73", "B": "#CC79A7"}
-    (legend,) = figure.legends
-    entries = {
-        text.get_text()[0]: to_hex(patch.get_facecolor()).upper()
-        for text, patch in zip(legend.get_texts(), legend.get_patches(), strict=True)
-    }
-    assert entries.pop("i") == "#F4F4F4"
-    assert entries == colours
-
-
 def test_panels_share_the_time_axis_and_say_makespan_and_bubble() -> None:
     fused, split = timeline_figure([("fused", FUSED), ("split", SPLIT)]).axes
     assert fused.get_xlim() == split.get_xlim()
@@ -110,13 +91,6 @@ def test_steps_that_overlap_are_idle_within_their_own_time_only() -> None:
     idle = [bars(axes)[f"0/{rank}/idle"] for rank in (0, 1)]
     assert [round(each.get_x()) for each in idle] == [0, 100]
     assert [round(each.get_width()) for each in idle] == [400, 400]
-
-
-def test_bars_say_what_has_room() -> None:
-    """Of a panel that is 10,000 ms wide."""
-    wide, narrow = timeline(1, "0 0F0 0 9000", "0 0W0 9000 9020"), timeline(1, "0 0F0 0 10000")
-    shown = texts(timeline_figure([("", wide), ("", narrow)]).axes[0])
-    assert {each for each in shown if "idle" not in each} == {"F0"}
 
 
 @pytest.mark.parametrize(

@@ -131,22 +131,6 @@ def test_published_bubble_ratios(
     assert simulate(schedule, UNIT).bubble_ratio() == pytest.approx(ratio(stages))
 
 
-@pytest.mark.parametrize("weights", ["2bp", "fill"])
-@pytest.mark.parametrize(
-    "times",
-    [(1.0, 1.0, 1.0), (1.0, 1.13, 0.83), (18.5, 18.1, 9.3), (1.0, 1.0, 2.0), (3.0, 1.0, 2.0)],
-)
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (6, 13)])
-def test_1f1b_has_the_bubble_of_zb_h1(
-    weights: str, times: tuple[float, float, float], stages: int, microbatches: int
-) -> None:
-    """Idle (N-1)(F+I-W), as long as no W is longer than an F or I, for which others wait."""
-    schedule = build("1f1b", stages, microbatches, weights=weights)
-    makespan = simulate(schedule, seconds(*times)).makespan
-    bubble = (stages - 1) * (times[0] + times[1] - min(times))
-    assert makespan == pytest.approx(microbatches * sum(times) + bubble)
-
-
 @pytest.mark.parametrize("name", [n for n, family in SCHEDULES.items() if "fill" in family.weights])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 8)])
 def test_a_first_stage_without_an_i_makes_no_step_longer(
