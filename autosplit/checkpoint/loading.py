@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.torch_internals.dtensor import laid_out, local_tensor
 
 from . import optimizer_state, run_state
@@ -19,6 +18,9 @@ from .files import Checkpoint, read_all
 from .folder import open_checkpoint
 from .naming import Mismatch, ModelTensor, Names, Naming, tensors_of, trained
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from autosplit.pipeline.trainer import PipelineTrainer
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def read_progress(path: str | Path) -> tuple[int | None, dict[str, Any]]:
 
 
 def load_checkpoint(
-    trainer: StageTrainer,
+    trainer: PipelineTrainer,
     path: str | Path,
     *,
     names: Names | None = None,

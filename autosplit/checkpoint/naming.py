@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import networkx as nx
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.shared_parameters import Holder
-from autosplit.pipeline.training.stage_trainer import StageTrainer
 
 from .files import Checkpoint, kind_of
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from autosplit.pipeline.trainer import PipelineTrainer
 
 Names: TypeAlias = "Callable[[int, str], str]"
 """The name in the whole model of what stage ``index`` calls ``name``."""
@@ -143,13 +145,13 @@ def persistent(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def tensors_of(trainer: StageTrainer, holders: Iterable[Holder]) -> dict[Holder, Tensor]:
+def tensors_of(trainer: PipelineTrainer, holders: Iterable[Holder]) -> dict[Holder, Tensor]:
     """The tensors of this rank's ``holders``."""
     found = {stage: persistent(module) for stage, module in trainer.modules.items()}
     return {(stage, name): found[stage][name] for stage, name in holders}
 
 
-def trained(trainer: StageTrainer, naming: Naming) -> list[dict[int, ModelTensor]]:
+def trained(trainer: PipelineTrainer, naming: Naming) -> list[dict[int, ModelTensor]]:
     """For each group of this rank's optimizer, what its parameters are in the whole model, by
     ``id``.
     """

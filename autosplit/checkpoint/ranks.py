@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.engine.control import Control
-from autosplit.pipeline.training.stage_trainer import StageTrainer
+
+if TYPE_CHECKING:
+    from autosplit.pipeline.trainer import PipelineTrainer
 
 T = TypeVar("T")
 
@@ -31,8 +33,8 @@ class Ranks:
         place: of its pipeline in the mesh.
     """
 
-    def __init__(self, trainer: StageTrainer, doing: str) -> None:
-        if not isinstance(trainer, StageTrainer):
+    def __init__(self, trainer: PipelineTrainer, doing: str) -> None:
+        if not hasattr(trainer, "together"):
             raise CheckpointError(
                 f"{doing} takes a PipelineTrainer, got a {type(trainer).__name__}: a model in one "
                 "process takes up a checkpoint by "

@@ -15,19 +15,21 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.training.stage_trainer import StageTrainer
 from autosplit.torch_internals.dtensor import is_dtensor
 
 from . import optimizer_state, run_state
 from .folder import METADATA, SAVE, digest, manifest_text, parts_in_use
 from .naming import Names, Naming, tensors_of, trained
 from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from autosplit.pipeline.trainer import PipelineTrainer
 
 
 class PendingSave:
@@ -81,7 +83,7 @@ def copied(value: Any) -> Any:
 
 
 def save_checkpoint(
-    trainer: StageTrainer,
+    trainer: PipelineTrainer,
     path: str | Path,
     *,
     names: Names | None = None,

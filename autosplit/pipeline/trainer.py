@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TypeAlias, TypeGuard
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autosplit.errors import PipelineError, ShardedError
-from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
-from autosplit.pipeline.engine.stages import SplitStage
-from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.training.options import (
+from autosplit.errors import AutosplitError, PipelineError
+from autosplit.mesh.costs import Link
+from autosplit.mesh.dimensions import RankLayout
+from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.text.figures import parse_size
+
+from .engine.board import Board
+from .engine.first_error import Guard
+from .engine.groups import Groups, await_device
+from .engine.stages import SplitStage, StageFactory, TrainableStage, eval_mode
+from .engine.watch import watch_over
+from .ledger.bands import StepMemory
+from .schedule.schedule import Schedule
+from .simulation.timeline import Timeline
+from .training.agreement import Agreement, check_unanimous, factory_options
+from .training.batches import Batch, Inputs, Part, paired
+from .training.options import (
+    Record,
     RunOptions,
     StageOptions,
     TrainerOptions,
     asked,
+    check_record,
+    choose_device,
+    store_for,
 )
-from autosplit.pipeline.training.rank_state import OptimizerFunction
-from autosplit.pipeline.training.stage_modules import (
-    LossFunction,
-    Partitioned,
-    StageList,
-    StageSource,
-)
-from autosplit.pipeline.training.stage_trainer import StageTrainer
-from autosplit.runtime.split_options import SplitOptions
-from autosplit.text.figures import parse_size
-
-Model: TypeAlias = "StageList | nn.Module"
-Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"
-"""Example inputs of a whole model: one tensor, several, or keyword arguments by name."""
+from .training.rank_state import OptimizerFunction, RankState
+from .training.runner import Runner
+from .training.shared_parameters import union_of_groups
+from .training.stage_modules import LossFunction, MetricFunction, StageSource, by_name, numbers
+from .whole_model import Example, Model, cut, is_whole, refuse_beside_stages
 
 
-class PipelineTrainer(StageTrainer):
+class PipelineTrainer:
     """Trains a pipeline of stages: one process per stage, or several stages per process.
 
     Every process makes the same calls. Start them with torchrun or ``autosplit.pipeline.launch``.
@@ -88,17 +99,16 @@ class PipelineTrainer(StageTrainer):
         run_options: how steps run.
 
     Attributes:
-        modules: this rank's stages by index, with their parameters.
+        modules: this process's modules by stage, with their parameters.
         optimizer: what ``optimizer_fn`` made, for learning rate schedulers; None on a rank that has
             nothing to train.
-        rank: this process's place in its pipeline, along ``"pp"`` of a mesh.
-        mesh: as given.
-        schedule: what steps run.
-        grad_norm: of the whole model's gradient in the last step; None without ``max_grad_norm``.
-        record: what is recorded of each step, as in ``RunOptions``; may be set between steps.
+        shared_parameters: groups of (stage, name) that are one parameter.
+        device: where this process's stages are.
+        mesh: as given; None: there is one pipeline.
 
     Raises:
-        PipelineError: no process group, a count that does not fit, or any other bad argument.
+        PipelineError: no process group, a count that does not fit, ranks that were told different
+            things, a bad stage, or any other bad argument.
         ScheduleError: an unknown placement of weight gradients, or an illegal schedule.
     """
 
@@ -135,12 +145,439 @@ class PipelineTrainer(StageTrainer):
             else parse_size(memory_limit, "memory_limit", PipelineError)
         )
         options = TrainerOptions(request, made, run, max_grad_norm, limit, mesh)
-        if _is_whole(model):
-            source, planned = _cut(model, stages, example, loss_fn, options)
+        if is_whole(model):
+            source, schedule = cut(model, stages, example, loss_fn, options)
         else:
-            _refuse_beside_stages(model, example=example, planning=made.planning)
-            source, planned = StageSource.of(model, stages), None
-        super().__init__(source, loss_fn, optimizer_fn, options, planned, device=device)
+            refuse_beside_stages(model, example=example, planning=made.planning)
+            source = StageSource.of(model, stages)
+            layout = options.layout(source.count)
+            schedule = options.schedule_for(source.count, len(layout.pipeline))
+        check_record(run.record)
+        self.shared_parameters = union_of_groups(source.shared, made.shared_parameters)
+        self._ends: list[Callable[[], None]] = []
+        self._max_norm = max_grad_norm
+        self._norm: float | None = None
+        self._losses: Tensor | None = None
+        layout = options.layout(source.count)
+        self.device, self.mesh = choose_device(device, layout), mesh
+        self._begin(source, loss_fn, optimizer_fn, options, schedule, layout)
+
+    def _begin(
+        self,
+        source: StageSource,
+        loss_fn: LossFunction,
+        optimizer_fn: OptimizerFunction,
+        options: TrainerOptions,
+        schedule: Schedule,
+        layout: RankLayout,
+    ) -> None:
+        """Connect the ranks, and put together what trains; collective."""
+        factory = options.factory(cut=source.cut)
+        check_unanimous(self._said(source, options, schedule, factory), layout)
+        self._connect(layout, options)
+        settled = partial(await_device, self.device, self._guard, options.run.timeout)
+        with self._guard("building the model"):
+            store = store_for(options, schedule, self.device)
+            self._held = held = RankState(
+                source, self.shared_parameters, schedule, self._groups, self.device, settled
+            )
+            if held.sharded is not None and not isinstance(factory, SplitStage):
+                held.sharded.refuse_factory(factory)
+            self.modules = held.modules
+            held.take_optimizer(optimizer_fn)
+            self.optimizer = held.optimizer
+            # Whoever gets here knows that every other rank did.
+            everybody = self._groups.everybody
+            everybody.meet()
+        self._meet = everybody.meet if everybody.ranks > 1 else None
+        self._runner = Runner(
+            source, loss_fn, schedule, options, held, self._groups, self._guard, self.device, store
+        )
+
+    def __repr__(self) -> str:
+        """What it trains, in one line."""
+        schedule, place = self.schedule, f"rank {self.rank} of {len(self.schedule.ranks)}"
+        return (
+            f"{type(self).__name__}({place}, stages {[*self.modules]} of {schedule.stages}, "
+            f"schedule {schedule.name!r}, {schedule.microbatches} microbatches)"
+        )
+
+    def _connect(self, layout: RankLayout, options: TrainerOptions) -> None:
+        """Connect the ranks, and have them watch over each other."""
+        self._groups = Groups(layout, self.device, options.run.timeout)
+        if options.mesh is not None and layout.inner:
+            self._groups.watch_lent(options.mesh.get_group(layout.inner))
+        everybody = self._groups.everybody
+        board = Board(everybody.store) if everybody.ranks > 1 else None
+        self._watch = watch_over(self._groups) if everybody.ranks > 1 else None
+        if self._watch is not None:
+            dropped = weakref.finalize(self, self._watch.leave, "dropped its trainer")
+            dropped.atexit = False  # how the process ends says more
+        self._guard = Guard(everybody.rank, board, self._end, self._groups.place, self._watch)
+
+    def _said(
+        self,
+        stages: StageSource,
+        options: TrainerOptions,
+        schedule: Schedule,
+        factory: StageFactory,
+    ) -> dict[str, Any]:
+        """What all ranks must be told alike."""
+        return {
+            "stages": stages.count,
+            "microbatches": options.schedule.microbatches,
+            "schedule": schedule,
+            "memory_limit": options.memory_limit,  # first: what has one measures as "auto" does
+            "schedule='auto'": options.tunes,
+            "autocast": options.stages.autocast,
+            "max_grad_norm": options.max_grad_norm,
+            "shared_parameters": [*map(list, self.shared_parameters)],
+            "wiring": stages.wiring,
+            **factory_options(factory, shared=options.exchanges),
+        }
+
+    @property
+    def record(self) -> Record:
+        """What is recorded of each step, as in ``RunOptions``; may be changed between steps."""
+        return self._runner.record
+
+    @record.setter
+    def record(self, record: Record) -> None:
+        check_record(record)
+        self._runner.record = record
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in its pipeline: its coordinate along "pp", if there is a mesh."""
+        return self._groups.rank
+
+    @property
+    def schedule(self) -> Schedule:
+        """What training runs; with ``"auto"``, another one once the first steps are measured."""
+        return self._runner.schedule
+
+    @property
+    def settled(self) -> bool:
+        """Whether ``schedule`` stays as it is: no steps are measured for another one."""
+        return self._runner.settled
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the model's gradient in the last step; None without ``max_grad_norm``."""
+        return self._norm
+
+    @property
+    def stages(self) -> Mapping[int, TrainableStage]:
+        """This process's stages by index, those of the last step; empty before the first."""
+        return self._runner.stages
+
+    def step(
+        self,
+        batch: Batch | Inputs | None = None,
+        target: Part | None = None,
+        **named: Tensor,
+    ) -> Tensor:
+        """Run one training step: all microbatches, clipping, optimizer, gradients cleared.
+
+        No optimizer moves before every rank has all its gradients. If one fails, the trainer ends
+        on all ranks.
+
+        Args:
+            batch: (inputs, targets), each a tensor or a tuple of tensors with the samples along
+                dimension 0, of a replica of the pipeline its own share; inputs also a dictionary,
+                for a model that was cut with named ones. A rank uses the inputs that its stages
+                take (in a chain, the first stage all of them), and of the targets those on the
+                last stage's rank. ``()`` are no targets. With ``target``, the inputs alone.
+            target: the targets, where ``batch`` is not a pair, as in torch's pipelines:
+                ``step(x, target=y)``; a rank may leave out either.
+            named: the inputs, of a model that was cut with named ones: ``step(input_ids=ids,
+                target=y)``.
+
+        Returns:
+            The loss of each microbatch, shape [M], on the CPU, the same on every rank of the
+            pipeline. The loss of the step, which the gradients belong to, is their mean, and that
+            over replicas of the pipeline.
+
+        Raises:
+            BatchError: a rank refuses the batch, as it cannot be cut, its tensors have different
+                numbers of samples, or ranks were given different ones. Nothing was run on any
+                rank, and the next batch may do.
+            PipelineError: an error on any rank, a lost peer, or a timeout.
+        """
+        start = perf_counter()
+        losses = self.forward_backward(batch, target, **named)
+        with self._guard("the optimizer step"):
+            self._held.step(self._max_norm, self._norm, self._meet)
+        self._seconds = perf_counter() - start
+        return losses
+
+    def step_async(
+        self,
+        batch: Batch | Inputs | None = None,
+        target: Part | None = None,
+        **named: Tensor,
+    ) -> Agreement:
+        """Run one training step without waiting for the other ranks at its end.
+
+        A rank that is done goes on to the next step, so that one step's start fills the idle end
+        of the one before; losses and weights are bit for bit those of ``step``. But an optimizer
+        moves as soon as its own rank has its gradients: after a failure, ranks may have come
+        one step apart, and only a checkpoint gets them together again.
+
+        With ``max_grad_norm`` a rank waits for the norm, which the last one to have its gradients
+        completes, but not for the optimizers of others.
+
+        Args:
+            batch: as for ``step``.
+            target: as for ``step``.
+            named: as for ``step``.
+
+        Returns:
+            The losses on their way; ``wait()`` gives what ``step`` returns.
+
+        Raises:
+            PipelineError: as for ``step``. What a rank refuses of a batch whose inputs have a shape
+                that they had before is one, too: others have not waited.
+        """
+        with self._guard("the forward and backward"):
+            self._losses = None
+            agreement = self._runner.train(paired(batch, target, named), waits=False)
+        with self._guard("the optimizer step"):
+            if self._max_norm is not None:
+                self._norm = agreement.norm()
+            self._held.step(self._max_norm, self._norm)
+        return agreement
+
+    def forward_backward(
+        self,
+        batch: Batch | Inputs | None = None,
+        target: Part | None = None,
+        **named: Tensor,
+    ) -> Tensor:
+        """Run the schedule and add the gradients of the mean loss to the parameters' ``.grad``.
+
+        Arguments, result and errors are those of ``step``. Returns only once all ranks are done.
+        """
+        start = perf_counter()
+        with self._guard("the forward and backward"):
+            agreement = self._runner.train(paired(batch, target, named))
+        self._losses = losses = agreement.wait()
+        if self._max_norm is not None:
+            self._norm = agreement.norm()
+        self._computing = self._seconds = perf_counter() - start
+        return losses
+
+    def evaluate(
+        self,
+        batch: Batch | Inputs | None = None,
+        target: Part | None = None,
+        **named: Tensor,
+    ) -> Tensor:
+        """The loss of each microbatch in eval mode, without gradients.
+
+        Batches may be of another shape than in training, but not for stages that the trainer cut.
+        Arguments, result and errors are those of ``step``.
+        """
+        with self._guard("the evaluation"), eval_mode(self.modules.values()):
+            agreement = self._runner.evaluate(paired(batch, target, named))
+        return agreement.wait()
+
+    def measure(self, batch: Batch | None, metric_fn: MetricFunction) -> dict[str, Tensor]:
+        """What a metric finds in the model's outputs in eval mode, without gradients.
+
+        Args:
+            batch: as for ``evaluate``.
+            metric_fn: ``metric_fn(output, targets)`` gives numbers by name for one microbatch, or
+                tensors of one. It is called where the last stage is, on its device, with what the
+                loss is given.
+
+        Returns:
+            For each name the numbers of all microbatches, float64 of shape [M], and the losses as
+            "loss"; the same on every rank of the pipeline.
+
+        Raises:
+            PipelineError: as for ``step``; or the metric gives something else.
+        """
+        rows: list[dict[str, float]] = []
+        with self._guard("the evaluation"), eval_mode(self.modules.values()):
+            agreement = self._runner.evaluate(
+                batch, lambda output, targets: rows.append(numbers(metric_fn(output, targets)))
+            )
+            found = by_name(self._groups.gather(rows))
+        return {"loss": agreement.wait(), **found}
+
+    def gradients(self) -> dict[int, dict[str, Tensor]]:
+        """This process's gradients, by stage and by parameter name within the stage."""
+        return {
+            index: {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+            for index, module in self.modules.items()
+        }
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """The state of this process's modules, by stage, with the names within the stage."""
+        return {index: module.state_dict() for index, module in self.modules.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """What the last ``step`` (or ``forward_backward``) took, for a logger. Asks no other rank,
+        so that one may call it alone, and costs a step nothing.
+
+        Returns:
+            By name: ``loss``, the mean over the batch; ``seconds``, with the optimizer;
+            ``samples_per_s`` of this pipeline; ``grad_norm``, with ``max_grad_norm``; ``bubble``,
+            the share of forward and backward in which this rank ran nothing, with ``record``;
+            ``peak_memory``, the most bytes that it held, with ``record="memory"``.
+
+        Raises:
+            PipelineError: there was no step, or the last one was a ``step_async``.
+        """
+        step, memory = self._runner.memory.step, self._runner.memory.recorder
+        if self._losses is None or step is None:
+            raise PipelineError(
+                "there are no metrics of the last step: call step(...) first. A step_async(...) "
+                "has none, as nobody waited for its end"
+            )
+        found = {"loss": self._losses.mean().item(), "seconds": self._seconds}
+        for samples in [each.shape[0] for each in step.parts["inputs"] if each and each.shape][:1]:
+            found["samples_per_s"] = samples / self._seconds
+        if self._norm is not None:
+            found["grad_norm"] = self._norm
+        if computed := [each for each in self._runner.spans if each.action.kind.is_compute]:
+            busy = sum(span.end - span.start for span in computed)
+            found["bubble"] = max(0.0, 1.0 - busy / self._computing)
+        if memory is not None:
+            found["peak_memory"] = float(max(each.total for each in memory.bands()))
+        return found
+
+    def timeline(self) -> Timeline:
+        """What all ranks ran in the last step, which must have been recorded; call on all ranks.
+
+        Ranks share a clock only if they run on one machine.
+
+        Raises:
+            PipelineError: nothing was recorded.
+        """
+        with self._guard("gathering the timeline"):
+            if not self._runner.spans:
+                raise PipelineError(
+                    "there is no recorded step: set record=True before a step, then ask"
+                )
+            rows = self._groups.gather(self._runner.spans)
+        return Timeline(len(rows), tuple(span for row in rows for span in row))
+
+    def store_link(self) -> Link:
+        """The slowest rank's link to its store, as measured now: ``Transfer.host`` of a simulation.
+        Call on all ranks, between steps.
+
+        Raises:
+            PipelineError: no rank has a store.
+        """
+        with self._guard("measuring stores"):
+            return self._runner.memory.host_link()
+
+    def memory(self) -> StepMemory:
+        """What all ranks held in the forward and backward of the last step, and the peak that was
+        predicted for each; the step must have been run with ``record="memory"``. Call on all ranks.
+
+        Raises:
+            PipelineError: memory was not recorded.
+        """
+        with self._guard("gathering the memory"):
+            memory = self._runner.memory
+            if memory.recorder is None:
+                raise PipelineError(
+                    "the memory of the last step was not recorded: set record='memory' before a "
+                    "step, then ask; predict_memory(batch) tells what a step will hold"
+                )
+            rows = self._groups.gather((memory.recorder.bands(), memory.predicted()))
+        return StepMemory.of(rows)
+
+    def predict_memory(self, batch: Batch | None) -> StepMemory:
+        """What all ranks will hold in a step with this batch, before it runs. Call on all ranks.
+
+        Stages are built for the batch, as the first step with it would, and kept; of the model
+        nothing is run. Nothing is measured: ``peak_activations`` and ``bands`` are empty.
+
+        Args:
+            batch: as for ``step``.
+
+        Raises:
+            PipelineError: as for ``step``.
+        """
+        with self._guard("predicting the memory"):
+            memory = self._runner.predict(batch)
+            rows = self._groups.gather((memory.predicted(), memory.fixed_bytes()))
+        peaks, fixed_by_rank = zip(*rows, strict=True)
+        return StepMemory((), peaks, fixed_by_rank, ())
+
+    @contextlib.contextmanager
+    def together(self, where: str) -> Iterator[Groups]:
+        """Let all ranks do something between two steps; gives what they talk through.
+
+        Whatever is raised inside ends the trainer on every rank.
+
+        Args:
+            where: what that is, for errors: "saving a checkpoint".
+
+        Raises:
+            PipelineError: an error on any rank, a lost peer, or a timeout.
+        """
+        with self._guard(where):
+            yield self._groups
+
+    def finish(self, end: Callable[[], None] | None = None) -> None:
+        """Wait for what was begun beside the steps, such as a save, and raise what went wrong.
+
+        Args:
+            end: waits for something that begins now, which is to be waited for in the next call.
+        """
+        ends, self._ends = self._ends, []
+        with contextlib.ExitStack() as stack:  # all of them, whichever fails
+            for each in ends:
+                stack.callback(each)
+        if end is not None:
+            self._ends.append(end)
+
+    def close(self) -> None:
+        """Give back the process groups. All ranks should be done.
+
+        Raises:
+            CheckpointError: a save that was begun beside the steps has failed, and nobody waited.
+        """
+        try:
+            self.finish()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._watch is not None:
+            self._watch.leave("closed its trainer")
+        self._held.close()
+        self._groups.destroy()
+        self._guard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._guard.left(error)
+            with contextlib.suppress(AutosplitError):  # of a save; the first cause is on its way
+                self.finish()
+        self.close()
+
+    def _end(self) -> None:
+        """What a fault leads to."""
+        made = self.__dict__  # the fault may have come before
+        if self._watch is not None:
+            self._watch.stop()
+        if "_held" in made:
+            self._held.close()
+        self._groups.close()
 
 
 def _check_function(name: str, given: object, example: str) -> None:
@@ -149,77 +586,3 @@ def _check_function(name: str, given: object, example: str) -> None:
             f"{name} is a function, such as {example}, which this process calls; "
             f"got a {type(given).__name__}"
         )
-
-
-def _is_whole(model: Model) -> TypeGuard[nn.Module]:
-    return isinstance(model, nn.Module) and not isinstance(model, (nn.ModuleList, Partitioned))
-
-
-def _refuse_beside_stages(model: Model, **options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            what = "a model that is already cut" if isinstance(model, Partitioned) else "stages"
-            raise PipelineError(f"{name} has no effect beside {what}; it is for a whole nn.Module")
-
-
-def _cut(
-    model: nn.Module,
-    count: int | None,
-    example: Example | None,
-    loss_fn: LossFunction,
-    options: TrainerOptions,
-) -> tuple[StageSource, Schedule]:
-    """Cut a whole model into stages for what they are to run: these, and that.
-
-    Raises:
-        CaptureError: the model cannot be captured in one graph; names the user's line.
-        PlanError: it cannot be cut so; says why.
-        ShardedError: its stages would have to be sharded.
-    """
-    # Training stages that are there needs no planner, which takes long to import.
-    from autosplit.planner.costs import BlockOptions
-    from autosplit.planner.cutting import Planning, cut_model
-    from autosplit.planner.stages import cut
-
-    if count is None or example is None:
-        raise PipelineError(
-            f"a {type(model).__name__} is one module, to be cut into stages: say how many, "
-            "stages=N, and give the inputs of one microbatch as example=...; a module whose "
-            "children are the stages is given as a list, [*module]"
-        )
-    if options.of_mesh is not None and options.of_mesh.shards > 1:
-        raise ShardedError(
-            "the mesh has 'dp_shard', and a whole model that is cut here is not sharded: give a "
-            "function that builds stage number index and calls fully_shard(stage, "
-            "mesh=mesh['dp_shard']), or take a mesh with 'dp_replicate' instead"
-        )
-    how = Planning.of(options.stages.planning or {})
-    request = options.schedule
-    built = options.schedule_for(count, len(options.layout(count).pipeline))
-    factory = options.factory(cut=True)
-    split = factory.split if isinstance(factory, SplitStage) else SplitOptions()
-    whole, found = cut_model(
-        model,
-        example,
-        None,
-        count,
-        _planned_for(request, built),
-        how,
-        BlockOptions(split, options.stages.autocast, loss_fn),
-    )
-    parts = cut(whole, found.firsts)
-    stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True)
-    return stages, found.schedule
-
-
-def _planned_for(request: ScheduleRequest, built: Schedule) -> ScheduleRequest:
-    """What stages are cut for: a schedule by name is built anew for their times.
-
-    Args:
-        request: what the user asked for.
-        built: the schedule before it is known what stages take.
-    """
-    ranks = len(built.ranks)
-    if request.name == AUTO:
-        return ScheduleRequest(built, request.microbatches, ranks)
-    return replace(request, ranks=ranks)

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline.builders.fusing import fuse_adjacent
-from autosplit.pipeline.engine.first_error import Board, Fault, RankError
+from autosplit.pipeline.engine.board import Board, Fault
+from autosplit.pipeline.engine.first_error import RankError
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule

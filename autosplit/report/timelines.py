@@ -53,8 +53,7 @@ def write_chrome_trace(rows: Rows, path: str | Path, memory: StepMemory | None =
     Args:
         rows: timelines and their names.
         path: the file.
-        memory: what ranks held in the first of them; a track a rank, with the bytes of each owner
-            on top of each other.
+        memory: what ranks held in the first of them; a track a rank.
 
     Raises:
         AutosplitError: no timeline.
@@ -83,7 +82,7 @@ def _held(memory: StepMemory, origin: float) -> Iterator[Event]:
                 "name": f"rank {rank}: bytes",
                 "pid": 0,
                 "ts": _microseconds(band.start - origin),
-                "args": dict(band.held),
+                "args": {"fixed": band.fixed, "activations": band.activations},
             }
 
 

@@ -33,10 +33,10 @@ class ShardedModule:
     into ``.grad`` of the sharded parameters: as with FSDP and
     ``set_requires_gradient_sync(False)`` for all microbatches but the last.
 
-    In a pipeline, a schedule that knows of sharding gathers parameters (UNSHARD) ahead of a stage's
-    first microbatch, and frees them (RESHARD) behind its last. Under one that does not, graphs
-    gather those that are to be freed after a forward, block by block (ZeRO-3); the others are
-    gathered at the first microbatch and freed when gradients are reduced (ZeRO-2).
+    ``PipelineTrainer`` gathers parameters before a step and frees them behind it; torch's schedules
+    may say when (UNSHARD, RESHARD). Under one that does not, graphs gather those that are to be
+    freed after a forward, block by block (ZeRO-3); the others are gathered at the first microbatch
+    and freed when gradients are reduced (ZeRO-2).
 
     Args:
         module: what ``fully_shard`` was called with, whole or in parts, or will be.

@@ -24,14 +24,11 @@ target.
 PARTS: dict[str, Part[Settings]] = {
     "prediction": Part(
         "Predicted peaks",
-        f"""\
-![{prediction.DRAWN["schedule"]} of the first family: what two ranks hold]({prediction.PICTURE})
-
+        """\
 The families train in two stages on two ranks. *Activations*: the most that a rank holds beside
 parameters, gradients and optimizer state at any time of a step, from the allocator
 (`record="memory"`). *Predicted*: the same from graphs, messages and schedule
-(`trainer.predict_memory(batch)`), before anything runs. *Working* is what the action at the peak
-takes, makes and needs itself.""",
+(`trainer.predict_memory(batch)`), before anything runs.""",
         prediction.measure,
         prediction.render,
     ),

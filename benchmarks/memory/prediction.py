@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,34 +10,27 @@ import torch
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.ledger.bands import StepMemory
 from examples.families import FAMILIES
 
 from ..paper.settings import SIZES
 from ..results import Rows, Target, table, verdicts
-from .picture import draw_memory
 from .settings import Settings
 
 RANKS = 2
-PICTURE = "bands.png"
 CASES: tuple[dict[str, Any], ...] = (
     {"schedule": "1f1b", "split_backward": False},
     {"schedule": "1f1b"},
     {"schedule": "zb-h1", "memory": "lean"},
     {"schedule": "gpipe"},
 )
-FIRST, DRAWN = "llama", CASES[2]
 OFF = Target("predicted - measured", at_most=0.05, style=".1%")
 
 
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
-    """A row for each family and case; draws the bands of one."""
+    """A row for each family and case."""
     for family in settings.families:
         args = (family, SIZES[settings.size][family], settings.microbatches[-1], CASES)
-        for row, memory in launch(_on_rank, RANKS, args, timeout=1200.0)[0]:
-            if settings.size == "small" and row["name"] == _named(FIRST, DRAWN):
-                draw_memory(memory, pathlib.Path(__file__).parent / PICTURE, row["name"])
-            yield row
+        yield from launch(_on_rank, RANKS, args, timeout=1200.0)[0]
 
 
 def _named(family: str, case: dict[str, Any]) -> str:
@@ -52,14 +44,14 @@ def _on_rank(
     overrides: Mapping[str, object],
     microbatches: int,
     cases: Sequence[dict[str, Any]],
-) -> list[tuple[dict[str, Any], StepMemory]]:
+) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     return [_run(family, overrides, microbatches, case) for case in cases]
 
 
 def _run(
     family: str, overrides: Mapping[str, object], microbatches: int, case: dict[str, Any]
-) -> tuple[dict[str, Any], StepMemory]:
+) -> dict[str, Any]:
     subject = FAMILIES[family](**overrides)
     batch = subject.batch_fn(0, microbatches * subject.microbatch_size)
     with PipelineTrainer(
@@ -79,15 +71,13 @@ def _run(
         trainer.step(batch)
         found = trainer.memory()
     highest = [max(bands, key=lambda each: each.activations) for bands in found.bands]
-    row = {
+    return {
         "name": _named(family, case),
         "measured": found.peak_activations,
         "predicted": [_known(each) for each in early],
         "fixed": found.fixed,
         "during": [band.during for band in highest],
-        "working": [band.held["working"] for band in highest],
     }
-    return row, found
 
 
 def _known(predicted: int | None) -> int:
@@ -108,10 +98,9 @@ def render(rows: Rows) -> str:
                 row["name"],
                 " / ".join(f"{each / 2**20:.1f}" for each in row["measured"]),
                 " / ".join(each or "between" for each in row["during"]),
-                " / ".join(f"{each / 2**20:.1f}" for each in row["working"]),
                 " / ".join(f"{each:.3f}" for each in ratios),
                 OFF.cell(off[row["name"]]),
             ]
         )
-    headers = ["", "activations MiB by rank", "highest in", "of it working", "predicted / measured"]
+    headers = ["", "activations MiB by rank", "highest in", "predicted / measured"]
     return f"{table([*headers, OFF.title], cells)}\n\n{verdicts([(OFF, off)])}"

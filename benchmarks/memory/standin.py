@@ -171,7 +171,7 @@ def _run(case: Case, steps: int) -> Found:
         trainer.record = "memory"
         trainer.step(batch)
         memory = trainer.memory()
-    given = [bands[0].held["batch"] for bands in memory.bands]  # which the user holds anyway
+    given = [bands[0].activations for bands in memory.bands]  # which the user holds anyway
     peaks = [peak - held for peak, held in zip(memory.peak_activations, given, strict=True)]
     predicted = [(peak or held) - held for peak, held in zip(memory.predicted, given, strict=True)]
     return Found(case.name, tuple(peaks), tuple(predicted), seconds, losses)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,9 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-from autosplit.pipeline import build
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
 from tests.mesh.workers import (
     REFERENCE,
     WIDTH,
@@ -97,39 +93,24 @@ def collectives() -> Iterator[Counter[str]]:
         yield found
 
 
-def gathering_always() -> Schedule:
-    """1F1B in which a stage is whole for one action at a time."""
-    schedule = build("1f1b", 2, M)
-
-    def around(action: Action) -> Iterator[Action]:
-        yield Action(action.stage, ActionKind.UNSHARD, 0)
-        yield action
-        yield Action(action.stage, ActionKind.RESHARD, 0)
-
-    rows = tuple(tuple(each for a in row for each in around(a)) for row in schedule.ranks)
-    return replace(schedule, ranks=rows)
-
-
 MESH = {"pp": 2, "dp_shard": 2}
 KEPT, FREED = ({"reshard_after_forward": each} for each in (False, True))
 
 
 @ranks(4)
 @pytest.mark.parametrize(
-    ("sizes", "stages", "sharding", "gathers", "options"),
+    ("sizes", "stages", "sharding", "options"),
     [
-        ({"dp_shard": 2, "pp": 2}, 2, KEPT, 1, {"split_backward": False}),
-        (MESH, 4, FREED, 1, {"schedule": "zb-v", "memory": "lean"}),
-        (MESH, 2, {}, 3 * M, {"schedule": gathering_always()}),
+        ({"dp_shard": 2, "pp": 2}, 2, KEPT, {"split_backward": False}),
+        (MESH, 4, FREED, {"schedule": "zb-v", "memory": "lean"}),
     ],
-    ids=["fused", "zb-v", "always"],
+    ids=["fused", "zb-v"],
 )
 def test_a_step_is_that_of_one_process(
-    sizes: dict[str, int], stages: int, sharding: Any, gathers: int, options: dict[str, Any]
+    sizes: dict[str, int], stages: int, sharding: Any, options: dict[str, Any]
 ) -> None:
     """Bit for bit that of autograd, which averages the shares of two, with one reduction for each
-    parameter group; also where parameters cannot be divided, and under a schedule that gathers and
-    frees them around each action.
+    parameter group; also where parameters cannot be divided.
     """
     mesh = mesh_of(**sizes)
     losses, *rest = by_hand(uneven, stages, 2)
@@ -143,7 +124,7 @@ def test_a_step_is_that_of_one_process(
         assert len(gradients_of(made)) == len(local)
     assert counted["DefaultReduceScatter"] == groups
     # Of the stage's first group, and of its root: to be captured, and to be run.
-    assert counted["DefaultAllGather"] == (1 + gathers) * groups
+    assert counted["DefaultAllGather"] == 2 * groups
 
 
 @ranks(4)
@@ -217,12 +198,12 @@ def test_clipped_training() -> None:
 
 @ranks(4)
 def test_what_stages_do_between_steps() -> None:
-    """Steps accumulate; buffers and the timeline; parameters are freed between steps; what is not a
+    """Steps accumulate; buffers; parameters are freed between steps; what is not a
     number on one rank is none on all; and the modules can be used without the trainer, too.
     """
     mesh = mesh_of(**MESH)
     own = share_of(mesh)
-    with trainer(mesh, sharded(mesh), record=True, max_grad_norm=1.0) as made:
+    with trainer(mesh, sharded(mesh), max_grad_norm=1.0) as made:
         made.forward_backward(own)
         once = gradients_of(made)
         made.forward_backward(own)
@@ -230,8 +211,6 @@ def test_what_stages_do_between_steps() -> None:
         modules = dict(made.modules)
         data = [p.data for module in modules.values() for p in module.parameters()]
         assert {type(each).__name__ for each in data} == {"DTensor"}
-        ran = [span.action for span in made.timeline().spans if span.action.kind.is_whole]
-        assert sorted(map(str, ran)) == ["0UNSHARD", "1UNSHARD"]
         made.step(own)
         more = tuple(torch.cat([each, each[:M]]) for each in own)
         assert made.forward_backward(more).equal(made.evaluate(more))

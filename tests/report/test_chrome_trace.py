@@ -11,7 +11,7 @@ import pytest
 import autosplit
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.ledger.bands import OWNERS, Band, StepMemory
+from autosplit.pipeline.ledger.bands import Band, StepMemory
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
@@ -142,9 +142,9 @@ def test_no_timeline_is_refused(tmp_path: Path) -> None:
         write_chrome_trace([], tmp_path / "trace.json")
 
 
-def test_memory_is_a_track_a_rank_by_owner(tmp_path: Path) -> None:
-    held = dict.fromkeys(OWNERS, 0) | {"saved": 5}
-    memory = StepMemory.of([([Band(7.5, 8.0, "0F0", held)], None)] * 3)
+def test_memory_is_a_track_a_rank(tmp_path: Path) -> None:
+    held = {"fixed": 3, "activations": 5}
+    memory = StepMemory.of([([Band(7.5, 8.0, "0F0", **held)], None)] * 3)
     path = tmp_path / "trace.json"
     autosplit.write_timeline(SPLIT, path, memory=memory)
     tracks = phase(json.loads(path.read_text())["traceEvents"], "C")

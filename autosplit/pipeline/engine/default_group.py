@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from autosplit.errors import PipelineError
 
+from .board import RETURNED, Board, Process, describe_error
 from .control import gather_in
-from .first_error import describe_error
-from .watch import RETURNED, Process, Register, await_ending
 
 # Whoever loses a peer looks this long for what became of it.
 _PATIENCE = 1.0
@@ -41,12 +40,12 @@ def gather(value: object) -> list[Any]:
         return gather_in(value, None)
 
 
-def register_of_world() -> Register:
+def board_of_world() -> Board:
     """What the ranks of the default process group leave for each other."""
     world = dist.group.WORLD
     if world is None:
         raise PipelineError("there is no default process group")
-    return Register(world.get_group_store())
+    return Board(world.get_group_store())
 
 
 @contextlib.contextmanager
@@ -55,9 +54,21 @@ def _naming_the_lost() -> Iterator[None]:
         yield
     except RuntimeError as error:
         ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        found = next(await_ending(register_of_world(), ranks, _PATIENCE), "lost the other ranks")
+        found = next(await_ending(board_of_world(), ranks, _PATIENCE), "lost the other ranks")
         reason = str(error).partition(". ")[0].partition("\n")[0]
         raise PipelineError(f"{found}, and rank {dist.get_rank()} needs it: {reason}") from error
+
+
+def await_ending(board: Board, ranks: Iterable[int], seconds: float) -> Iterator[str]:
+    """Which of some ranks has ended and how, as soon as one has; nothing if none does in time."""
+    others = list(ranks)
+    deadline = time.monotonic() + seconds
+    while True:
+        found = [f"rank {rank} {how}" for rank in others if (how := board.ending(rank))]
+        if found or time.monotonic() > deadline:
+            yield from found
+            return
+        time.sleep(_LOOK_EVERY)
 
 
 def process_count(ranks: int | None, stages: int) -> int:
@@ -160,17 +171,17 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
     alone = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
     with on_loopback() if alone else contextlib.nullcontext():
         _initialise(backend, timedelta(seconds=timeout))
-        register = register_of_world()
+        board = board_of_world()
         rank = dist.get_rank()
-        register.enter(rank, Process.of(os.getpid()))
-        register.put("words", rank, "")  # an earlier group may have ended
+        board.enter(rank, Process.of(os.getpid()))
+        board.put("words", rank, "")  # an earlier group may have ended
         try:
             yield
         except BaseException as error:
-            register.put("words", rank, f"raised {describe_error(error)}")
+            board.put("words", rank, f"raised {describe_error(error)}")
             raise
         else:
-            register.put("words", rank, RETURNED)
+            board.put("words", rank, RETURNED)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

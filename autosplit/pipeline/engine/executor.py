@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from .first_error import ActionError, LostPeerError, RankActivity
 from .moves import Moves
 from .timing import Recorder
 from .transport import Transport, arguments, output_gradients
-
-if TYPE_CHECKING:
-    from autosplit.pipeline.training.sharded_stages import ShardedStages
 
 # --- what is asked of stages ----------------------------------------------------------------------
 
@@ -105,7 +102,6 @@ class Executor:
             only runs forward.
         place: is told what the rank is doing.
         moves: carries out the schedule's moves, where there are any.
-        shards: gathers and frees the parameters of stages that are sharded.
 
     Attributes:
         schedule: see above.
@@ -127,9 +123,7 @@ class Executor:
         loss_grad: Tensor | None,
         place: RankActivity | None = None,
         moves: Moves | None = None,
-        shards: ShardedStages | None = None,
     ) -> None:
-        self._shards = shards
         self._stages = stages
         self._last = schedule.stages - 1
         self._rank = rank
@@ -148,9 +142,7 @@ class Executor:
         self._places: dict[Action, deque[int]] = defaultdict(deque)
         for at, action in enumerate(row):  # moves may stand there more than once
             self._places[action].append(at)
-        made = map(self._step, row)
-        steps = [step for step in made if step is not None]
-        self._row = steps
+        self._row = [*map(self._step, row)]
 
     @torch.no_grad()
     def run(
@@ -221,22 +213,13 @@ class Executor:
 
     # --- preparing them ---------------------------------------------------------------------------
 
-    def _step(self, action: Action) -> Step | None:
-        """What an action is, behind what it has to wait for of moves; None: nothing."""
-        moves, kind = self.moves, action.kind
+    def _step(self, action: Action) -> Step:
+        """What an action is, behind what it has to wait for of moves."""
+        moves, kind, at = self.moves, action.kind, self._places[action].popleft()
         if kind.is_move:
             if moves is None:
                 raise PipelineError(f"{action} is scheduled, and nothing carries out moves")
-            at = self._places[action].popleft()
             return Step(action, partial(moves.start, at), recorded=False)
-        if kind.is_sharding:
-            shards = self._shards
-            if shards is None or action.stage not in shards.stages:
-                return None
-            gathers = kind is ActionKind.UNSHARD
-            call = partial(shards.gather if gathers else shards.free, action.stage)
-            return Step(action, call, recorded=gathers)
-        at = self._places[action].popleft()
         need = None if moves is None else moves.needed(at)
         waits = [*([need] if need else []), *self.messages.posts(action)]
         if kind is ActionKind.AWAIT:

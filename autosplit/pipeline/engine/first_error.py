@@ -8,18 +8,14 @@ cause. They close their own connections too, so the news reaches ranks that wait
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
-
-from torch.distributed.distributed_c10d import Store
 
 from autosplit.errors import AutosplitError, BatchError, PipelineError
 from autosplit.pipeline.schedule.action import Action
+
+from .board import Board, Fault
 
 if TYPE_CHECKING:
     from .watch import PeerWatch
@@ -80,7 +76,6 @@ class RankActivity:
             self.be(before[0], waiting=before[1])
 
 
-_KEY = "autosplit/fault"
 # What Gloo says of a connection that has ended, and NCCL where the watch has cut it.
 _LOST = (
     "gloo/transport",
@@ -114,78 +109,12 @@ class ActionError(PipelineError):
         self.action = action
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What ended a run.
-
-    Attributes:
-        rank: the rank that it happened to.
-        where: what that rank was doing: an action such as ``1F2``, or a phase in words.
-        error: type and message.
-        trace: that rank's traceback; empty for a lost peer.
-        lost: True when the rank only lost a peer and nobody said why.
-        ended: True when others say it of the rank, which died, left or hangs.
-        left: True when it ended as if all were well.
-    """
-
-    rank: int
-    where: str
-    error: str
-    trace: str = ""
-    lost: bool = False
-    ended: bool = False
-    left: bool = False
-
-    @classmethod
-    def of(cls, rank: int, where: str, error: BaseException, trace: TracebackType | None) -> Fault:
-        """A rank's own error, with its traceback from some frame on."""
-        text = "".join(traceback.format_exception(type(error), error, trace))
-        return cls(rank, where, describe_error(error), text)
-
-    @property
-    def headline(self) -> str:
-        """One line: who, where, what."""
-        if self.lost or self.ended:
-            return f"rank {self.rank} {self.error}"
-        return f"rank {self.rank} failed in {self.where}: {self.error}"
-
-    @property
-    def report(self) -> str:
-        """The headline and the traceback of the rank that failed."""
-        return f"{self.headline}\n{self.trace}".rstrip()
-
-
 class RankError(PipelineError):
     """A run ended by a fault on this rank (``fault.rank``) or another one."""
 
     def __init__(self, message: str, fault: Fault) -> None:
         super().__init__(message)
         self.fault = fault
-
-
-class Board:
-    """Where ranks post faults; only the first one stays."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def post(self, fault: Fault) -> Fault:
-        """Post ``fault`` unless there is one already; returns the one that stands."""
-        try:
-            return _decode(self._store.compare_set(_KEY, "", json.dumps(asdict(fault))))
-        except RuntimeError:  # the process that served the store is gone
-            return fault
-
-    def first(self) -> Fault | None:
-        """The fault that stands, if any."""
-        try:
-            return _decode(self._store.get(_KEY)) if self._store.check([_KEY]) else None
-        except RuntimeError:
-            return None
-
-
-def _decode(text: bytes) -> Fault:
-    return Fault(**json.loads(text))
 
 
 class Guard:
@@ -241,7 +170,7 @@ class Guard:
         except LostPeerError as error:
             self._end_lost(error)
         except RankError as error:
-            if error.fault is not self._ended:  # else a guard inside has seen to it
+            if self._ended is None:  # else a guard inside has seen to it
                 self._end_failed(error)
             raise
         except BaseException as error:
@@ -288,20 +217,16 @@ class Guard:
                 time.sleep(_NAP)
 
     def _end_lost(self, error: LostPeerError) -> NoReturn:
-        fault = self._cause_of(error)
-        if fault is None:
-            fault = self._post(Fault(self._rank, self._place.phase, str(error), lost=True))
-        self._finish(fault)
+        cause = None
+        if self._watch is not None:
+            cause = self._watch.explain(error)
+        elif self._board is not None:  # a rank posts before it closes a connection
+            cause = self._board.first()
+        fault = self._end(cause or Fault(self._rank, self._place.phase, str(error), lost=True))
         # The closed connection is a consequence: the cause stands in the message. Nobody could ask
         # a rank that died what it was at, but what it was to send is known here.
         seen = f"\nRank {self._rank} {error}" if fault.ended else ""
         raise RankError(f"{fault.report}{seen}", fault) from None
-
-    def _cause_of(self, error: LostPeerError) -> Fault | None:
-        if self._watch is not None:
-            return self._watch.explain(error)
-        # A rank posts before it closes a connection.
-        return None if self._board is None else self._board.first()
 
     def _end_failed(self, error: BaseException) -> NoReturn:
         cause, trace, where = error, error.__traceback__, self._place.phase
@@ -317,16 +242,11 @@ class Guard:
             raise cause
         raise RankError(fault.headline, fault) from cause
 
-    def _end(self, fault: Fault) -> None:
-        self._post(fault)
-        self._finish(fault)
-
-    def _post(self, fault: Fault) -> Fault:
-        return fault if self._board is None else self._board.post(fault)
-
-    def _finish(self, fault: Fault) -> None:
-        self._ended = fault
+    def _end(self, fault: Fault) -> Fault:
+        """End the run; the fault that stands for all."""
+        self._ended = fault if self._board is None else self._board.post(fault)
         self._close()
+        return self._ended
 
 
 def _lost_inside(error: BaseException) -> LostPeerError | None:
@@ -342,8 +262,3 @@ def _lost_inside(error: BaseException) -> LostPeerError | None:
         f"lost a rank of a collective of its own{action}: {reason}. If a trainer whose ranks share "
         "tensors has failed before, start the processes again: torch takes equal meshes for one"
     )
-
-
-def describe_error(error: BaseException) -> str:
-    """Type and message of an error, as the last line of its traceback has them."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -179,18 +179,17 @@ class Groups(Control):
         """A new group of some ranks of this pipeline; collective over all ranks, of all pipelines.
         None if this rank is not in.
         """
-        groups = [
-            self._new([pipeline[rank] for rank in ranks], backend)
-            for pipeline in self.layout.pipelines
-        ]
-        return groups[self.layout.own] if self.rank in ranks else None
+        pipelines = self.layout.pipelines
+        return self.of([[pipeline[rank] for rank in ranks] for pipeline in pipelines], backend)
 
-    def of(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """New groups of sets of ranks, as the default process group numbers them, of which this
-        rank is in one: that one; collective over all ranks.
+    def of(
+        self, sets: Sequence[Sequence[int]], backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """New groups of sets of ranks, as the default process group numbers them: that of this
+        rank, None if it is in none; collective over all ranks.
         """
-        groups = [self._new(ranks) for ranks in sets]
-        return next(group for group, ranks in zip(groups, sets, strict=True) if self._own in ranks)
+        groups = [(self._new(ranks, backend), ranks) for ranks in sets]
+        return next((group for group, ranks in groups if self._own in ranks), None)
 
     def of_several(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """``of``; None where every rank is alone in its set."""
@@ -231,33 +230,30 @@ class Groups(Control):
 
     def cut(self) -> None:
         """End every wait of this rank, and those of its peers for it; in any thread."""
-        queued = []
-        for group in [*self._owned, *self._lent]:
-            # The groups may be let go of meanwhile.
-            with contextlib.suppress(RuntimeError, ValueError):
-                self._disconnect(group)
-                queued += [group] if _is_queued(group) else []
-        with contextlib.suppress(RuntimeError, ValueError):
-            abort(queued)
+        self._end_waits([*self._owned, *self._lent])
 
     def close(self) -> None:
         """Let go of the groups and end every wait on them at once, here and on the peers."""
         groups = self._release()
+        # On those of others, too: a collective that hangs there holds the device.
+        self._end_waits([*groups, *self._lent] if dist.is_initialized() else [])
         for group in groups:
-            self._disconnect(group)
-        # Of those of others, too: a collective that hangs there holds the device.
-        lent = self._lent if dist.is_initialized() else []
-        queued = [group for group in (*groups, *lent) if _is_queued(group)]
-        for group in groups:
-            if group not in queued:
+            if not _is_queued(group):
                 dist.destroy_process_group(group)
-        abort(queued)
 
-    def _disconnect(self, group: dist.ProcessGroup) -> None:
-        if not _is_queued(group):
-            for peer in dist.get_process_group_ranks(group):
-                if peer != self._own:
-                    disconnect(group, peer)
+    def _end_waits(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        queued = []
+        for group in groups:
+            # They may be let go of meanwhile.
+            with contextlib.suppress(RuntimeError, ValueError):
+                if _is_queued(group):
+                    queued.append(group)
+                    continue
+                for peer in dist.get_process_group_ranks(group):
+                    if peer != self._own:
+                        disconnect(group, peer)
+        with contextlib.suppress(RuntimeError, ValueError):
+            abort(queued)
 
     def destroy(self) -> None:
         """Let go of the groups after a run that went well.

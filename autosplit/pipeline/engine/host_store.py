@@ -53,7 +53,6 @@ class HostFileStore:
             ) from error
         weakref.finalize(self, os.close, self._file)
         self._end = 0
-        self._held = 0
         self._free: dict[int, list[int]] = defaultdict(list)
 
     def put(self, data: Tensor) -> _Region:
@@ -83,21 +82,14 @@ class HostFileStore:
                 f"what was offloaded to a file in {self.folder} is lost: {error.strerror}. Go on "
                 "from the last checkpoint, with another folder (store=) if the disk is at fault"
             ) from error
-        self._held -= 1
-        self._free[ticket.size].append(ticket.start)
+        self._free[ticket.size.bit_length()].append(ticket.start)
 
     def _region(self, size: int) -> _Region:
-        """Room of this size: where something of the same size lay, or at the end. Steps that are
-        alike so use the same rooms, and an empty store starts over.
-        """
-        if not self._held:
-            self._end = 0
-            self._free.clear()
-        self._held += 1
-        free = self._free.get(size)
-        if free:
+        """Room where something of about the same size lay, or at the end."""
+        kind = size.bit_length()
+        if free := self._free[kind]:
             return _Region(free.pop(), size)
-        start, self._end = self._end, self._end + size
+        start, self._end = self._end, self._end + (1 << kind)
         return _Region(start, size)
 
 
@@ -109,7 +101,8 @@ def _memory_of(data: Tensor) -> memoryview:
 
 
 class PinnedStore:
-    """For stages on an accelerator: pinned memory of the host, used again for the same sizes.
+    """For stages on an accelerator: pinned memory of the host, which torch keeps for the next of
+    about the same size.
 
     Copies run on the streams of those who call, who wait for them.
 
@@ -119,23 +112,15 @@ class PinnedStore:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def put(self, data: Tensor) -> Tensor:
-        free = self._free[data.numel()]
-        host = free.pop() if free else _pinned(data)
-        host.copy_(data, non_blocking=True)
-        settle(self.device)
+        host = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)
+        self.take(data, host)
         return host
 
     def take(self, ticket: Any, data: Tensor) -> None:
         data.copy_(ticket, non_blocking=True)
         settle(self.device)
-        self._free[ticket.numel()].append(ticket)
-
-
-def _pinned(data: Tensor) -> Tensor:
-    return torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)
 
 
 HostStore: TypeAlias = HostFileStore | PinnedStore
@@ -176,38 +161,23 @@ def measure_store(store: HostStore, piece: int = _LARGE) -> Link:
         piece: bytes of a storage, of which several go out before they come back, as in a step. Of
             small ones the bandwidth is less, for each is a call of its own.
     """
-    small = torch.zeros(1, dtype=torch.uint8, device=store.device)
-    latency = min(_out_and_back(store, [small]) for _ in range(_REPEATS))
     piece = min(max(piece, 1), _LARGE)
     count = min(_LARGE // piece, _PIECES)
-    seconds = []
-    sweeping = torch.zeros(_SWEPT, dtype=torch.uint8, device="cpu")
-    for _ in range(_REPEATS):
-        data = [torch.ones(piece, dtype=torch.uint8, device=store.device) for _ in range(count)]
-        seconds.append(_out_and_back(store, data, sweeping))
-    return Link(latency, count * piece / max(statistics.median(seconds), 1e-9))
+    latency = min(_out_and_back(store, 1, 1) for _ in range(_REPEATS))
+    seconds = statistics.median(_out_and_back(store, piece, count) for _ in range(_REPEATS))
+    return Link(latency, count * piece / max(seconds, 1e-9))
 
 
-def _out_and_back(store: HostStore, data: list[Tensor], sweeping: Tensor | None = None) -> float:
-    """Seconds of the slower of the two; what comes back comes into new memory. What is to be swept
-    is written to before either.
-    """
-    seconds = []
-    tickets: list[Any] = []
-    found: list[Tensor] = []
-
-    def out() -> None:
-        tickets.extend(store.put(each) for each in data)
-
-    def back() -> None:
-        for each, ticket in zip(data, tickets, strict=True):
-            found.append(torch.empty_like(each))
-            store.take(ticket, found[-1])
-
-    for way in (out, back):
-        if sweeping is not None:
-            sweeping.add_(1)
-        start = perf_counter()
-        way()
-        seconds.append(perf_counter() - start)
-    return max(seconds)
+def _out_and_back(store: HostStore, piece: int, count: int) -> float:
+    """Seconds of the slower of the two; what comes back comes into new memory."""
+    data = [torch.ones(piece, dtype=torch.uint8, device=store.device) for _ in range(count)]
+    sweeping = torch.zeros(_SWEPT, dtype=torch.uint8, device="cpu").add_(1)
+    start = perf_counter()
+    tickets = [store.put(each) for each in data]
+    out = perf_counter() - start
+    sweeping.add_(1)
+    found = [torch.empty_like(each) for each in data]
+    start = perf_counter()
+    for each, ticket in zip(found, tickets, strict=True):
+        store.take(ticket, each)
+    return max(out, perf_counter() - start)

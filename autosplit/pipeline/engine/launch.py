@@ -22,9 +22,9 @@ import torch
 
 from autosplit.errors import AutosplitError, PipelineError
 
+from .board import describe_error, ended
 from .default_group import process_group, serve_store
-from .first_error import RankError, describe_error
-from .watch import ended
+from .first_error import RankError
 
 # What Gloo says when the other end is gone; a rank that says so suffers from another's failure.
 _CONSEQUENCES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -63,17 +63,9 @@ class ModuleStage:
         module: the stage's module.
         index: the stage's place in the pipeline.
         shared: places of arguments that other stages may take as well.
-        gather: gathers its parameters, where they are sharded.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        index: int,
-        shared: Sequence[int] = (),
-        gather: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._gather = gather
+    def __init__(self, module: nn.Module, index: int, shared: Sequence[int] = ()) -> None:
         self._module = module
         self._index = index
         self._shared = shared
@@ -88,7 +80,6 @@ class ModuleStage:
         args = tuple(inputs)
         inputs.clear()
         before = versions(args[place] for place in self._shared)
-        self._gather()
         outputs = self._module(*args)
         if versions(args[place] for place in self._shared) != before:
             raise PipelineError(

@@ -96,7 +96,6 @@ Pair = tuple[int, int]
 _LARGE = 2**23  # bytes
 _ROUNDS = 20
 _WARMUP = 3
-_SUMS = 5
 
 
 def ring(ranks: int) -> set[Pair]:
@@ -137,36 +136,23 @@ def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pai
 
 
 def _between(groups: Groups, device: torch.device, pair: Pair) -> Link:
-    """By half of the quickest way there and back."""
+    """By half of the quickest way there and back, of 1 byte and of many."""
     (peer,) = {*pair} - {groups.rank}
 
     def seconds(size: int) -> float:
         tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-
-        def there_and_back() -> None:
+        found = []
+        for _ in range(_WARMUP + _ROUNDS):
+            start = perf_counter()
             for sender in pair:
                 work = (groups.isend if groups.rank == sender else groups.irecv)(tensor, peer)
                 if work is not None:
                     with groups.losing(groups.named(peer)):
                         work.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found.append(perf_counter() - start)
+        return min(found[_WARMUP:]) / 2.0
 
-        return _least(there_and_back, _ROUNDS, device) / 2.0
-
-    return _link_of(seconds)
-
-
-def _link_of(seconds: Callable[[int], float]) -> Link:
-    """By the seconds that 1 byte and many take."""
     small, large = seconds(1), seconds(_LARGE)
     return Link(small, _LARGE / max(large - small, 1e-9))
-
-
-def _least(call: Callable[[], None], rounds: int, device: torch.device) -> float:
-    seconds = []
-    for _ in range(_WARMUP + rounds):
-        start = perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(perf_counter() - start)
-    return min(seconds[_WARMUP:])

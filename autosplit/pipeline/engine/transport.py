@@ -1,17 +1,20 @@
 """Tensors between stages, over point-to-point messages or by hand on one rank.
 
-Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead (see
-``mailbox``); sends are not waited for, and what they send is kept until a later message proves that
-it arrived (see ``routes``) or the step ends. What several stages take is sent to each.
+Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead; sends are
+not waited for, and what they send is kept until a later message proves that it arrived (see
+``routes``) or the step ends. What several stages take is sent to each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
@@ -20,18 +23,154 @@ from autosplit.pipeline.schedule.routes import Parcel, Routes, parcels_of
 from autosplit.pipeline.schedule.wiring import Feeds
 
 from .boundaries import Boundary, Negotiation, TensorMeta
-from .groups import Groups
-from .mailbox import Inbox, Outbox
+from .first_error import LostPeerError
+from .groups import Groups, lost
 
 Receive = Callable[[], "list[Tensor | None]"]
 Send = Callable[[Sequence[Any]], None]
 
 
-class Transport:
-    """One rank's messages under one schedule; the same calls every step.
+class _Message(NamedTuple):
+    """Tensors being sent or filled. They live here until every operation on them is complete.
 
     Attributes:
-        feeds: who feeds whom.
+        parcel: which.
+        does: what the peer does with it, in words.
+        tensors: None for a gradient that is not.
+        works: under way.
+    """
+
+    parcel: Parcel
+    does: str
+    tensors: list[Tensor | None]
+    works: list[dist.Work]
+
+
+class Mailbox:
+    """The messages of one step between this rank and one peer: receives are posted in its order and
+    taken in this rank's.
+
+    Nothing here asks whether a send is complete: Gloo only knows after a wait, and a wait that
+    times out closes the connection. So waits happen where they are known to return at once.
+
+    What is received has memory of its own, which lives as long as somebody holds a tensor in it:
+    the stage that took it until its backward, a user's list, a message that passes it on. On CUDA
+    it is made under the stream that computes, behind all that this stream was given before, so that
+    a receive cannot overtake a kernel that still reads what lay there.
+
+    Args:
+        link: carries the messages.
+        peer: the other rank.
+        routes: what it sends, in its order, and which tensors those are.
+        negotiation: where shapes are agreed on.
+        device: where tensors are received.
+    """
+
+    def __init__(
+        self,
+        link: Groups,
+        peer: int,
+        routes: Routes,
+        negotiation: Negotiation,
+        device: torch.device,
+    ) -> None:
+        self._link, self._peer, self._device = link, peer, device
+        self._negotiation, self._feeds = negotiation, routes.feeds
+        self._parcels = routes.receives.get(peer, ())
+        self._posted = self._retired = 0
+        self._coming: dict[Parcel, _Message] = {}
+        self._sent: deque[_Message] = deque()
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """What is posted and was not taken, and what is sent and may be under way."""
+        for message in (*self._coming.values(), *self._sent):
+            yield from (each for each in message.tensors if each is not None)
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._posted = self._retired = 0
+
+    def put(self, parcel: Parcel, tensors: Sequence[Tensor | None]) -> None:
+        """Start sending those that there are."""
+        message = _Message(parcel, "needs", [], [])
+        self._sent.append(message)
+        for tensor in tensors:
+            if tensor is not None:
+                self._start(message, self._link.isend, tensor.contiguous())
+
+    def retire(self, count: int) -> None:
+        """Let go of the first ``count`` messages of this step; waits for any still under way."""
+        while self._retired < count:
+            self._retired += 1
+            self._wait(self._sent.popleft())
+
+    def finish(self) -> None:
+        """End a step: wait for everything under way."""
+        self.retire(self._retired + len(self._sent))
+
+    def post_next(self) -> None:
+        """Post one receive more, if its shapes are known."""
+        known, left = self._negotiation.known, self._parcels[self._posted :]
+        if left and left[0].boundary in known:
+            self._post()
+
+    def take(self, parcel: Parcel, place: int, proven: int) -> list[Tensor | None]:
+        """Wait for a parcel; its tensors.
+
+        Args:
+            parcel: which.
+            place: in the order of the peer.
+            proven: how many of the messages sent to it have arrived if anything travelled.
+        """
+        while self._posted <= place:
+            self._negotiation.learn(self._parcels[self._posted].boundary)
+            self._post()
+        message = self._coming.pop(parcel)
+        self._wait(message)
+        if message.works:
+            self.retire(proven)
+        return message.tensors
+
+    def _post(self) -> None:
+        parcel = self._parcels[self._posted]
+        self._posted += 1
+        message = self._coming[parcel] = _Message(parcel, "makes", [], [])
+        for meta in self._negotiation.crossing(parcel, self._feeds):
+            if meta is None:
+                message.tensors.append(None)
+            else:
+                made = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+                self._start(message, self._link.irecv, made)
+
+    def _start(
+        self, message: _Message, start: Callable[[Tensor, int], dist.Work | None], tensor: Tensor
+    ) -> None:
+        message.tensors.append(tensor)
+        begun = perf_counter()
+        try:
+            work = start(tensor, self._peer)
+        except RuntimeError as error:
+            raise self._lost(message, begun, error) from error
+        if work is not None:
+            message.works.append(work)
+
+    def _wait(self, message: _Message) -> None:
+        """Wait until every operation is complete."""
+        begun = perf_counter()
+        try:
+            for work in message.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._lost(message, begun, error) from error
+
+    def _lost(self, message: _Message, begun: float, error: RuntimeError) -> LostPeerError:
+        what = f"{self._link.named(self._peer)}, which {message.does} {message.parcel}"
+        return lost(what, perf_counter() - begun, self._link.timeout, error)
+
+
+class Transport:
+    """One rank's messages under one schedule; the same calls every step.
 
     Args:
         routes: what travels where.
@@ -42,6 +181,9 @@ class Transport:
         posts: from whom the next receives are posted before an action, see ``posts_of``: over NCCL,
             each that is posted is a kernel that waits on the device, and may hold up what is
             launched behind it.
+
+    Attributes:
+        feeds: who feeds whom.
     """
 
     def __init__(
@@ -53,27 +195,24 @@ class Transport:
         device: torch.device,
         posts: Mapping[Action, Sequence[int]],
     ) -> None:
-        self._posts = posts
-        self._negotiation = negotiation
-        self._device = device
-        self.feeds = routes.feeds
-        self._routes = routes
-        self._outboxes = {peer: Outbox(link, peer) for peer in routes.sends}
-        self._inboxes = {
-            peer: Inbox(link, peer, routes, negotiation, device) for peer in routes.receives
+        self._posts, self._negotiation, self._device = posts, negotiation, device
+        self._routes, self.feeds = routes, routes.feeds
+        self._boxes = {
+            peer: Mailbox(link, peer, routes, negotiation, device)
+            for peer in {**routes.sends, **routes.receives}
         }
         self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
         self._source = {each: peer for peer, parcels in routes.receives.items() for each in parcels}
         self._here: dict[Parcel, list[Tensor | None]] = {}
 
     def begin(self) -> None:
-        """Start a step: post the first receives."""
-        for inbox in self._inboxes.values():
-            inbox.begin()
+        """Start a step."""
+        for box in self._boxes.values():
+            box.begin()
 
     def posts(self, action: Action) -> list[Callable[[], None]]:
         """The calls that post receives before an action."""
-        return [self._inboxes[peer].post_next for peer in self._posts.get(action, ())]
+        return [self._boxes[peer].post_next for peer in self._posts.get(action, ())]
 
     def finish(self) -> None:
         """End a step: wait until everything sent has arrived.
@@ -81,15 +220,14 @@ class Transport:
         Raises:
             LostPeerError: a peer died or did not take a message in time.
         """
-        for outbox in self._outboxes.values():
-            outbox.drain()
+        for box in self._boxes.values():
+            box.finish()
 
     @property
     def tensors(self) -> list[Tensor]:
         """What messages hold: what comes, what goes, results on their way to stages here."""
-        boxes: tuple[Inbox | Outbox, ...] = (*self._inboxes.values(), *self._outboxes.values())
         here = [each for part in self._here.values() for each in part if each is not None]
-        return [*here, *(tensor for box in boxes for tensor in box.tensors)]
+        return [*here, *(tensor for box in self._boxes.values() for tensor in box.tensors)]
 
     def sender(self, result: Action) -> Send | None:
         """The call that hands ``result`` (an F's or I's, named by its action) to other stages; None
@@ -120,17 +258,9 @@ class Transport:
         """
         if parcel not in self._source:
             return partial(self._here.pop, parcel)
-        peer = self._source[parcel]
-        inbox, outbox = self._inboxes[peer], self._outboxes.get(peer)
-        proven = self._routes.proven[parcel]
-
-        def receive() -> list[Tensor | None]:
-            tensors, travelled = inbox.take(parcel)
-            if travelled and outbox is not None:
-                outbox.retire(proven)
-            return tensors
-
-        return receive
+        peer, routes = self._source[parcel], self._routes
+        place = routes.receives[peer].index(parcel)
+        return partial(self._boxes[peer].take, parcel, place, routes.proven[parcel])
 
     def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
         feeds = self.feeds
@@ -188,12 +318,7 @@ class Transport:
     def _put(self, parcel: Parcel) -> Send:
         if parcel not in self._target:
             return partial(self._here.__setitem__, parcel)
-        outbox = self._outboxes[self._target[parcel]]
-
-        def put(tensors: Sequence[Tensor | None]) -> None:
-            outbox.put(parcel, [tensor.contiguous() for tensor in tensors if tensor is not None])
-
-        return put
+        return partial(self._boxes[self._target[parcel]].put, parcel)
 
     def _agree(self, stage: int, given: Sequence[Tensor]) -> Boundary:
         """The first outputs are what later ones are held to."""

@@ -61,19 +61,14 @@ class ActionKind(enum.Enum):
         return self in _WHOLE
 
     @property
-    def is_sharding(self) -> bool:
-        """True for UNSHARD and RESHARD: a stage's sharded parameters are gathered, and freed."""
-        return self in _SHARDING
-
-    @property
     def is_message(self) -> bool:
         """True for sends and receives."""
         return self in _MESSAGES
 
     @property
     def is_scheduled(self) -> bool:
-        """True for all kinds that a schedule lists; sends, receives and reductions follow."""
-        return self in _COMPUTE or self in _MEMORY or self in _SHARDING
+        """True for all kinds that a schedule lists; what ranks communicate follows."""
+        return self in _COMPUTE or self in _MEMORY
 
 
 _MOVES = frozenset({ActionKind.OFFLOAD, ActionKind.RELOAD})
@@ -87,8 +82,14 @@ _COMPUTE = frozenset(
     }
 )
 _MEMORY = _MOVES | {ActionKind.AWAIT, ActionKind.RECOMPUTE}
-_SHARDING = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD})
-_WHOLE = _SHARDING | {ActionKind.REDUCE_GRAD, ActionKind.WAIT_REDUCE_GRAD}
+_WHOLE = frozenset(
+    {
+        ActionKind.UNSHARD,
+        ActionKind.RESHARD,
+        ActionKind.REDUCE_GRAD,
+        ActionKind.WAIT_REDUCE_GRAD,
+    }
+)
 _MESSAGES = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
 _KINDS = {kind.value: kind for kind in ActionKind}
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})?")

@@ -23,51 +23,47 @@ _OF_STAGES = ("backend", "grad_dtype")
 _OF_GRAPHS = ("memory", "overlap")
 
 
-def check_unanimous(said: Mapping[str, Any], groups: Groups) -> None:
-    """Hold what this rank was told against what the others were; collective.
+def check_unanimous(said: Mapping[str, Any], layout: RankLayout) -> None:
+    """Hold what this rank was told against what the others were, over the default process group;
+    collective. Does nothing for a trainer of one rank.
 
     Without it, some would clip and others not, or wait for a message that nobody sends.
 
     Args:
         said: by name; the same names on every rank.
-        groups: the trainer's process groups.
+        layout: by the rank's mesh; the trainer's groups are made by it.
 
     Raises:
         PipelineError: names the first difference and the ranks.
     """
-    heard = groups.everybody.gather({name: _text(value) for name, value in said.items()})
-    for name in said:
-        first = heard[0][name]
-        for rank, other in enumerate(part[name] for part in heard):
-            if other != first:
-                raise PipelineError(
-                    f"every rank must build the same trainer, but {name} is {first} on rank 0 and "
-                    f"{other} on rank {rank}"
-                )
-
-
-def check_layout(layout: RankLayout) -> None:
-    """Refuse meshes that differ, and one that only some ranks have, over the default process group:
-    the trainer's are made by them. Does nothing for a trainer of one rank.
-
-    Raises:
-        PipelineError: names two ranks and what they were given.
-    """
     if len(layout.ranks) == 1:
         return
-    heard = gather((layout.device_type, layout.pipelines, tuple(map(tuple, layout.places))))
-    kind, pipelines, places = heard[0]
-    for rank, (other_kind, others, other_places) in enumerate(heard):
-        if (others, other_places) != (pipelines, places):
-            what = f"its pipelines are {pipelines} on rank 0 and {others} on rank {rank}"
-            if others == pipelines:
-                what = (
-                    f"its pipelines are at the places {places} along {', '.join(Place._fields)} "
-                    f"on rank 0 and {other_places} on rank {rank}"
-                )
-            if not (kind and other_kind):
-                what = f"rank {rank if kind else 0} has none: {what}"
+    mesh = layout.device_type, layout.pipelines, tuple(map(tuple, layout.places))
+    heard = gather((mesh, {name: _text(value) for name, value in said.items()}))
+    meshes, texts = zip(*heard, strict=True)
+    for rank, other in enumerate(meshes):
+        if other[1:] != meshes[0][1:]:
+            what = _differing(meshes[0], other, rank)
             raise PipelineError(f"every rank must be given the same mesh, but {what}")
+    for name in said:
+        for rank, part in enumerate(texts):
+            if part[name] != texts[0][name]:
+                raise PipelineError(
+                    f"every rank must build the same trainer, but {name} is {texts[0][name]} on "
+                    f"rank 0 and {part[name]} on rank {rank}"
+                )
+
+
+def _differing(first: tuple[Any, ...], other: tuple[Any, ...], rank: int) -> str:
+    """How the meshes of rank 0 and another differ."""
+    (kind, pipelines, places), (other_kind, others, other_places) = first, other
+    what = f"its pipelines are {pipelines} on rank 0 and {others} on rank {rank}"
+    if others == pipelines:
+        what = (
+            f"its pipelines are at the places {places} along {', '.join(Place._fields)} "
+            f"on rank 0 and {other_places} on rank {rank}"
+        )
+    return what if kind and other_kind else f"rank {rank if kind else 0} has none: {what}"
 
 
 def _text(value: object) -> str:

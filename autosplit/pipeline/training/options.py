@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -93,54 +93,42 @@ class RunOptions:
     record: Record = False
 
 
-_Refused: TypeAlias = "Callable[[TrainerOptions, Schedule | None], object]"
-
-_REFUSED: tuple[tuple[_Refused, str], ...] = (
-    (
-        lambda o, s: o.stages.autocast not in (None, torch.bfloat16),
-        "autocast is None or torch.bfloat16; got {o.stages.autocast}",
-    ),
-    (
-        lambda o, s: o.max_grad_norm is not None and not o.max_grad_norm > 0,
-        "max_grad_norm is a positive number or None; got {o.max_grad_norm}",
-    ),
-    (
-        lambda o, s: not (o.run.store is None or _is_path(o.run.store)),
-        "store is the folder for what is offloaded, a path such as '/mnt/fast', or None for "
-        "that of temporary files; got {o.run.store!r}",
-    ),
-    (
-        lambda o, s: not o.run.timeout > 0,
-        "timeout is a positive number of seconds; got {o.run.timeout}",
-    ),
-    (
-        lambda o, s: o.stages.stage_factory is not None and o.stages.of_stage,
-        "{given} has no effect beside stage_factory; pass one of the two",
-    ),
-    (
-        lambda o, s: o.mesh is not None and o.schedule.ranks is not None,
-        "ranks={o.schedule.ranks} has no effect beside mesh, which says who takes part",
-    ),
-    (
-        lambda o, s: o.memory_limit is not None and o.of_mesh is not None and o.of_mesh.shards > 1,
-        "memory_limit counts parameters as each rank holds them between steps, and those that are "
-        "sharded along 'dp_shard' are gathered in a step: leave one of the two out",
-    ),
-    (
-        lambda o, s: s is not None and o.memory_limit is not None and not _is_searched(s),
-        "memory_limit searches a schedule of I and W, for which it chooses the moves itself; "
-        "{s.name!r} is another: name one such as '1f1b'",
-    ),
-)
-"""What no trainer is made with, and what is said of it. The schedule is None before it is built."""
-
-
 def _is_path(store: object) -> bool:
     return isinstance(store, str | os.PathLike) and bool(os.fspath(store))
 
 
-def _is_searched(schedule: Schedule) -> bool:
-    return schedule.split_backward and not offloads(schedule)
+def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
+    """What no trainer is made with, and what is said of it; the schedule is None before it is
+    built.
+    """
+    if o.stages.autocast not in (None, torch.bfloat16):
+        yield f"autocast is None or torch.bfloat16; got {o.stages.autocast}"
+    if o.max_grad_norm is not None and not o.max_grad_norm > 0:
+        yield f"max_grad_norm is a positive number or None; got {o.max_grad_norm}"
+    if not (o.run.store is None or _is_path(o.run.store)):
+        yield (
+            "store is the folder for what is offloaded, a path such as '/mnt/fast', or None for "
+            f"that of temporary files; got {o.run.store!r}"
+        )
+    if not o.run.timeout > 0:
+        yield f"timeout is a positive number of seconds; got {o.run.timeout}"
+    if o.stages.stage_factory is not None and (given := o.stages.of_stage):
+        names = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        yield f"{names} has no effect beside stage_factory; pass one of the two"
+    if o.mesh is not None and o.schedule.ranks is not None:
+        yield f"ranks={o.schedule.ranks} has no effect beside mesh, which says who takes part"
+    if o.memory_limit is None:
+        return
+    if o.of_mesh is not None and o.of_mesh.shards > 1:
+        yield (
+            "memory_limit counts parameters as each rank holds them between steps, and those that "
+            "are sharded along 'dp_shard' are gathered in a step: leave one of the two out"
+        )
+    if schedule is not None and (not schedule.split_backward or offloads(schedule)):
+        yield (
+            "memory_limit searches a schedule of I and W, for which it chooses the moves itself; "
+            f"{schedule.name!r} is another: name one such as '1f1b'"
+        )
 
 
 @dataclass(frozen=True)
@@ -166,10 +154,8 @@ class TrainerOptions:
         self._refuse(None)
 
     def _refuse(self, schedule: Schedule | None) -> None:
-        for refused, text in _REFUSED:
-            if refused(self, schedule):
-                given = (f"{name}={value!r}" for name, value in self.stages.of_stage.items())
-                raise PipelineError(text.format(o=self, s=schedule, given=", ".join(given)))
+        for text in _refusals(self, schedule):
+            raise PipelineError(text)
 
     @cached_property
     def of_mesh(self) -> RankLayout | None:
@@ -191,6 +177,11 @@ class TrainerOptions:
                 "one stage; take a shorter 'pp' or cut the model into more stages"
             )
         return self.of_mesh
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether graphs of several ranks exchange what they compute."""
+        return self.of_mesh is not None and self.of_mesh.exchanges
 
     @property
     def tunes(self) -> bool:

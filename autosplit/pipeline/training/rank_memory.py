@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +18,14 @@ from autosplit.pipeline.engine.moves import Moves
 from autosplit.pipeline.engine.stages import saved_storages, traced
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.ledger.bands import BytesByOwner, MemoryRecorder, state_of
+from autosplit.pipeline.ledger.bands import MemoryRecorder, state_of
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import StageBytes, message_levels, received_bytes
-from autosplit.pipeline.schedule.schedule import Schedule, without_sharding
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_of
 from autosplit.torch_internals.dtensor import local_tensor
-from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes
+from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes, storage_sizes
 
 from .rank_state import RankState
 
@@ -125,7 +125,7 @@ class RankMemory:
         """
         if self._schedule is None:
             return None
-        levels = self.levels(without_sharding(self._schedule))
+        levels = self.levels(self._schedule)
         return None if levels is None else max(levels, default=0) + self.batch_bytes
 
     # --- recorded ---------------------------------------------------------------------------------
@@ -144,47 +144,33 @@ class RankMemory:
         self.know(step, batch)
         (messages, moves), held = self._traffic, self._held
         stages = traced(step.stages).values()
-        optimizer = held.optimizer_state
-        holdings = BytesByOwner(
-            {
-                "parameters": lambda: state_of(held.modules.values()),
-                "gradients": lambda: [
-                    *(parameter.grad for parameter in held.parameters),
-                    *(sum_ for stage in stages for sum_ in stage.gradients.values()),
-                ],
-                "optimizer state": lambda: optimizer,
-                "batch": lambda: batch,
-                "saved": lambda: [each for stage in stages for each in stage.saved_tensors],
-                "deferred": lambda: [each for stage in stages for each in stage.deferred_tensors],
-                "in transit": lambda: [
-                    *([] if messages is None else messages.tensors),
-                    *([] if moves is None else moves.moving),
-                ],
-            },
-            constant=("parameters", "optimizer state", "batch"),
-        )
+        state = storage_sizes([*state_of(held.modules.values()), *held.optimizer_state])
+
+        def holdings() -> tuple[int, int]:
+            sums = (each for stage in stages for each in stage.gradients.values())
+            gradients = [*(parameter.grad for parameter in held.parameters), *sums]
+            kept = [
+                *batch,
+                *(each for stage in stages for each in stage.saved_tensors),
+                *(each for stage in stages for each in stage.deferred_tensors),
+                *([] if messages is None else messages.tensors),
+                *([] if moves is None else moves.moving),
+            ]
+            fixed = state | storage_sizes(gradients)
+            return sum(fixed.values()), sum((fixed | storage_sizes(kept)).values())
+
         beside = None if moves is None else moves.transferred.most
         self.recorder = MemoryRecorder(times, holdings, self._device, beside=beside)
         counted = contextlib.nullcontext() if moves is None else moves.counted()
         with self.recorder.recording(), counted:
             yield self.recorder
 
-    def measured(self) -> Mapping[str, int]:
-        """By action, the most that the last step held beside fixed owners and the batch: while it
-        ran, or since the end of the one before it; empty where that was not recorded. Where there
-        are moves, what there was at that end counts for that one alone, as it may have left since.
+    def measured(self) -> int:
+        """The most that the last step held beside fixed owners and the batch; 0 where that was not
+        recorded.
         """
-        found: dict[str, int] = {}
-        between = last = 0
-        moves = self._traffic[1] is not None
-        for band in [] if self.recorder is None else self.recorder.bands():
-            level = band.activations - self.batch_bytes
-            if band.during:
-                found[band.during] = max(found.get(band.during, 0), level, between)
-                between, last = 0, level if moves else 0
-            elif level > last:
-                between = max(between, level)
-        return found
+        bands = [] if self.recorder is None else self.recorder.bands()
+        return max((band.activations - self.batch_bytes for band in bands), default=0)
 
     # --- the store --------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
+from autosplit.torch_internals.dtensor import is_dtensor, lay_gradient_out, local_tensor
 
-from .reductions import GradientReduction, reducing
+from .reductions import Reduction, reducing
 from .sharded_stages import ShardedStages
 from .shared_parameters import Holder, SharedParameters
 from .stage_copies import ModelReplicas, TensorParts
@@ -45,7 +45,8 @@ class RankState:
         sharded: the stages that are sharded.
         parts: of tensors that other ranks have other parts of.
         shared: the parameters of which there are several copies in the pipeline.
-        behind: what follows the actions of a step, call by call.
+        before: what comes before the actions of a step, call by call.
+        behind: what follows them.
         reduces: whether gradients are summed with those of other copies or ranks in a step.
 
     Raises:
@@ -73,7 +74,7 @@ class RankState:
             self.modules[index] = module.to(device)
         layout, modules = groups.layout, self.modules
         sharded = ShardedStages(modules, groups)
-        self.sharded = sharded if sharded.stages else None
+        self.sharded = sharded if sharded.parameters else None
         if self.sharded is not None and shared:
             raise PipelineError(
                 "parameters that fully_shard has sharded are shared by several stages "
@@ -82,13 +83,16 @@ class RankState:
             )
         self.parts: TensorParts | None = None
         if layout.exchanges or self.sharded is not None or any(_dtensors(modules.values())):
-            self.parts = TensorParts(modules, groups, sharded.parameters)
+            self.parts = TensorParts(modules, groups, sharded.lying)
         self.shared: SharedParameters | None = None
         if shared:
             self.shared = SharedParameters(shared, modules, schedule, groups)
         replicas: ModelReplicas | None = None
         if layout.shares > 1:
-            replicas = ModelReplicas(modules, groups, sharded.parameters)
+            replicas = ModelReplicas(modules, groups, sharded.lying)
+        self.before: tuple[Callable[[], None], ...] = ()
+        if self.sharded is not None:
+            self.before = (self.sharded.gather_all,)
         self.behind: tuple[Callable[[], None], ...] = (
             *((settled,) if device.type == "cuda" else ()),
             *((self.sharded.free_all,) if self.sharded is not None else ()),
@@ -96,11 +100,10 @@ class RankState:
         )
         self._settled = settled
         # What several stages of a replica hold is summed before replicas have the mean.
-        rounds: tuple[Sequence[GradientReduction], ...] = (
-            [] if self.shared is None else self.shared.reductions,
-            [*([] if replicas is None else replicas.reductions), *sharded.reductions],
-        )
-        self._rounds = [each for each in rounds if each]
+        tied: list[Reduction] = [] if self.shared is None else [*self.shared.reductions]
+        copied: list[Reduction] = [] if replicas is None else [*replicas.reductions]
+        copied += [] if self.sharded is None else [self.sharded]
+        self._rounds = [each for each in (tied, copied) if each]
         self.reduces = bool(self._rounds) or self.parts is not None
         self.parameters = _trainable(modules.values())
         # Of replicas, the first one's are counted.
@@ -192,12 +195,16 @@ class RankState:
         """Give every copy of a parameter the sum of the gradients that come inside, and all
         replicas of the pipeline their mean, see ``reducing``.
         """
-        with contextlib.ExitStack() as stack:
-            for each in reversed(self._rounds):
-                stack.enter_context(reducing(each, self._settled))
-            yield
+        try:
+            with reducing(self._rounds, self._settled):
+                yield
+        except BaseException:
+            if self.sharded is not None:
+                self.sharded.forget()
+            raise
         if self.parts is not None:
-            self.parts.lay_gradients_out(self.parameters)
+            for parameter in self.parameters:
+                lay_gradient_out(parameter)
 
 
 def sum_of_squares(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -34,7 +33,7 @@ from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.moves import offloads
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
-from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.pipeline.simulation.timeline import Span
@@ -62,13 +61,12 @@ from .rank_memory import RankMemory
 from .rank_state import RankState
 from .stage_modules import (
     LossFunction,
-    MetricFunction,
+    Observer,
     StageSource,
     WithAutocast,
     WithLoss,
     check_trained,
     explain_loss,
-    numbers,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -159,8 +157,7 @@ class Runner:
         self._steps: dict[int, ShapedStep] = {}  # by bit, in the order in which they were used
         self._fitting: dict[Hashable, int] = {}  # the bits of those that may run such a batch
         self._begun = 0
-        self._metric: MetricFunction | None = None
-        self._found: list[dict[str, float]] = []
+        self._observer: Observer | None = None
         self._faces: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
         self._known: dict[int, Stage] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
@@ -202,6 +199,8 @@ class Runner:
                 recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
             if held.reduces:
                 stack.enter_context(held.reduced())
+            for call in held.before:
+                call()
             losses = executor.run(inputs, targets, recorder)
             if memory.recorder is not None:
                 memory.recorder.finish(losses.values())
@@ -265,12 +264,10 @@ class Runner:
         self, step: ShapedStep, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
         """Have a schedule run a step's stages; collective over all ranks."""
-        groups, shards = self._groups, self._held.sharded
+        groups = self._groups
         groups.connect(pairs_of(schedule, self._feeds))
         routes = routes_of(schedule, self._feeds)[groups.rank]
         posts = posts_of(schedule, self._feeds)[groups.rank]
-        if shards is not None:
-            schedule = with_sharding(schedule, shards.stages)
         moves = None
         if offloads(schedule):
             moves = Moves(stages, schedule, groups, self._device, self._store)
@@ -286,13 +283,13 @@ class Runner:
             loss_grad=loss_grad,
             place=groups.place,
             moves=moves,
-            shards=shards,
         )
         return step.executor
 
     def _loss_dtype(self, step: ShapedStep) -> torch.dtype:
         """Waits until the last stage's rank has said."""
-        return step.negotiation.learn(self._last)[0].dtype
+        known = step.negotiation
+        return (known.known.get(self._last) or known.learn(self._last))[0].dtype
 
     def _stage(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
         """A stage for ``module(*args)``: that of another step where it can take them, whose graphs
@@ -338,26 +335,24 @@ class Runner:
         return self._faces[face]
 
     def _observe(self, output: Any, targets: Any) -> None:
-        """What the loss is given in evaluation, while there is a metric."""
-        if self._metric is not None:
-            self._found.append(numbers(self._metric(output, targets)))
+        """What the loss is given in evaluation, to whoever asks."""
+        if self._observer is not None:
+            self._observer(output, targets)
 
-    def measure(
-        self, batch: Batch | None, metric_fn: MetricFunction
-    ) -> tuple[Agreement, dict[int, dict[str, float]]]:
-        """``evaluate``, with what the metric finds in the microbatches whose losses are here."""
-        self._metric, self._found = metric_fn, []
-        try:
-            agreement = self.evaluate(batch)
-        finally:
-            self._metric = None
-        return agreement, dict(enumerate(self._found))
+    def evaluate(self, batch: Batch | None, observer: Observer | None = None) -> Agreement:
+        """Run the forwards only, on the modules as they are; the losses on their way.
 
-    def evaluate(self, batch: Batch | None) -> Agreement:
-        """Run the forwards only, on the modules as they are; the losses on their way."""
+        Args:
+            batch: see ``PipelineTrainer.step``.
+            observer: is shown what the loss is given, where that is computed.
+        """
         step, inputs, targets = self._take(batch, evaluates=True)
         executor = step.executor or self._build_evaluation(step, batch)
+        for call in self._held.before:
+            call()
+        self._observer = observer
         losses = executor.run(inputs, targets)
+        self._observer = None
         for call in self._held.behind:
             call()
         if losses and self._last not in step.negotiation.known:
@@ -366,14 +361,8 @@ class Runner:
 
     def _build_evaluation(self, step: ShapedStep, batch: Batch | None) -> Executor:
         """Have a step evaluate the modules themselves."""
-        sharded = self._held.sharded
         stages = {
-            index: ModuleStage(
-                module,
-                index,
-                self._feeds.shared_places(index),
-                *(() if sharded is None else (partial(sharded.gather, index),)),
-            )
+            index: ModuleStage(module, index, self._feeds.shared_places(index))
             for index, module in self._complete(batch, evaluates=True).items()
         }
         return self._prepare(step, self._forwards, stages)
@@ -405,6 +394,8 @@ class Runner:
         for others, as the rank of the first stage that takes an input of the batch says.
         """
         groups = self._groups
+        if groups.everybody.ranks == 1:
+            return own
         if waits or len(groups.layout.pipelines) > 1:
             return groups.everybody.common_bits(own)
         return int(groups.announce(str(own), self._source))
@@ -436,7 +427,8 @@ class Runner:
         if not free:  # all ranks drop the same
             free = next(iter(self._steps))
             del self._steps[free]
-            self._fitting = {key: bits & ~free for key, bits in self._fitting.items()}
+            left = ((key, bits & ~free) for key, bits in self._fitting.items())
+            self._fitting = {key: bits for key, bits in left if bits}
         self._begun += 1
         negotiation = Negotiation(f"step {self._begun}", self._groups, self._guard.check)
         self._steps[free] = ShapedStep(agreed, evaluates, negotiation)

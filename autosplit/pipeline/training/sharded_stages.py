@@ -10,11 +10,10 @@ from torch import nn
 
 from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
-from autosplit.pipeline.engine.control import Losing
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.torch_internals.distributed import fsdp_part
 
-from .reductions import GradientReduction
+from .reductions import Wait
 from .stage_copies import adopt, is_expert
 
 if TYPE_CHECKING:
@@ -24,48 +23,22 @@ if TYPE_CHECKING:
 _SHARDS = "the ranks that have the other shards of its parameters"
 
 
-class StageReduction(GradientReduction):
-    """The reduction of a stage's gradients into those of the sharded parameters: a reduce-scatter
-    for each parameter group, last modules first.
-
-    Args:
-        stage: sharded.
-        losing: waits for other ranks.
-    """
-
-    def __init__(self, stage: ShardedModule, losing: Losing) -> None:
-        super().__init__([each for group in stage.groups for each in group.parameters])
-        self._stage, self._losing = stage, losing
-
-    def give_back(self) -> None:
-        self._stage.forget([*map(id, self._parameters)])
-        super().give_back()
-
-    def start(self) -> None:
-        with self._losing(_SHARDS):
-            self._stage.accumulate()
-            self._stage.start_reduce()
-
-    def wait(self, settled: Callable[[], None]) -> None:
-        with self._losing(_SHARDS):
-            self._stage.finish_reduce()
-        settled()
-
-
 class ShardedStages:
     """This rank's stages whose parameters are sharded over the ranks along "dp_shard", beside "cp"
     along both; beside "ep" along that and "efsdp", but experts along the latter.
 
-    All that they communicate goes over groups of the trainer, whose waits end when a rank fails.
-    Replicas of the shards start with the values of the first. Creating one is collective over all
-    ranks.
+    Their gradients are reduced into those of the sharded parameters by a reduce-scatter for each
+    parameter group, last modules first. All that they communicate goes over groups of the trainer,
+    whose waits end when a rank fails. Replicas of the shards start with the values of the first.
+    Creating one is collective over all ranks.
 
     Args:
         modules: this rank's stages by index.
         groups: the trainer's process groups.
 
     Attributes:
-        parameters: by ``id``, all sharded ones, each with how it lies over ranks when it is
+        parameters: all sharded ones, see ``Reduction``.
+        lying: by ``id``, the same, each with how it lies over ranks when it is
             gathered: None where this rank has the whole then.
 
     Raises:
@@ -81,17 +54,14 @@ class ShardedStages:
             for index, module in modules.items()
             if fsdp_part(module) is not None
         }
-        self.parameters = {
-            id(parameter): lies
-            for stage in self._stages.values()
-            for group in stage.groups
-            for parameter, lies in group.gathered_shardings
-        }
+        groups_of = [group for stage in self._stages.values() for group in stage.groups]
+        self.parameters = [each for group in groups_of for each in group.parameters]
+        self.lying = {id(p): lies for group in groups_of for p, lies in group.gathered_shardings}
         for index, stage in self._stages.items():
             for group in stage.groups:
                 _check_lies(index, group, groups)
         if groups.layout.shards > 1:
-            _check_all_sharded(modules, self.parameters)
+            _check_all_sharded(modules, self.lying)
         self._restore = contextlib.ExitStack()
         if any(groups.everybody.gather(bool(self._stages))):
             try:
@@ -99,11 +69,6 @@ class ShardedStages:
             except BaseException:
                 self._restore.close()
                 raise
-
-    @property
-    def stages(self) -> frozenset[int]:
-        """Which of this rank's are."""
-        return frozenset(self._stages)
 
     def _connect(self) -> None:
         """Communicate over groups of the trainer, and take over the first replica's values."""
@@ -127,22 +92,19 @@ class ShardedStages:
         """Let the modules communicate as before."""
         self._restore.close()
 
-    def gather(self, stage: int) -> None:
-        """Gather the parameters of a stage that are not.
+    def gather_all(self) -> None:
+        """Gather all parameters.
 
         Raises:
             LostPeerError: a rank that has a shard did not take part.
         """
-        sharded = self._stages.get(stage)
-        if sharded is not None and not sharded.is_unsharded:
+        for sharded in self._stages.values():
+            self._gather(sharded)
+
+    def _gather(self, sharded: ShardedModule) -> None:
+        if not sharded.is_unsharded:
             with self._groups.losing(_SHARDS):
                 sharded.unshard(whole=True)
-
-    def free(self, stage: int) -> None:
-        """Free the gathered parameters of a stage."""
-        sharded = self._stages.get(stage)
-        if sharded is not None:
-            sharded.reshard()
 
     def check(self) -> None:
         """Refuse stages whose gradients a step would not reduce, so that no optimizer would move
@@ -169,11 +131,14 @@ class ShardedStages:
     @contextlib.contextmanager
     def gathered(self, stage: int) -> Iterator[None]:
         """Gathered inside, and free afterwards."""
-        self.gather(stage)
+        sharded = self._stages.get(stage)
+        if sharded is not None:
+            self._gather(sharded)
         try:
             yield
         finally:
-            self.free(stage)
+            if sharded is not None:
+                sharded.reshard()
 
     def refuse_factory(self, factory: object) -> None:
         """Refuse stages that a factory of the user's makes, where some are sharded.
@@ -188,11 +153,25 @@ class ShardedStages:
                 "autosplit.Stage gathers parameters for its graphs. Leave stage_factory out"
             )
 
-    @property
-    def reductions(self) -> list[StageReduction]:
-        """One for each stage."""
-        losing = self._groups.losing
-        return [StageReduction(stage, losing) for stage in self._stages.values()]
+    def start(self) -> Wait:
+        """Start to reduce their gradients, see ``Reduction``."""
+        for stage in self._stages.values():
+            with self._groups.losing(_SHARDS):
+                stage.accumulate()
+                stage.start_reduce()
+
+        def wait(settled: Callable[[], None]) -> None:
+            for stage in self._stages.values():
+                with self._groups.losing(_SHARDS):
+                    stage.finish_reduce()
+            settled()
+
+        return wait
+
+    def forget(self) -> None:
+        """Drop the gradients that have come and were not reduced."""
+        for stage in self._stages.values():
+            stage.forget([*map(id, self.parameters)])
 
 
 def _sharded(module: nn.Module) -> ShardedModule:

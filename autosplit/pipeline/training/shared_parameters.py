@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.groups import Groups
@@ -20,8 +20,6 @@ from .stage_copies import adopt, form_of
 
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of the parameter within it."""
-
-_Link: TypeAlias = "dist.ProcessGroup | None"
 
 
 class SharedParameters:
@@ -51,22 +49,28 @@ class SharedParameters:
         groups: Groups,
     ) -> None:
         _check_holders(shared, schedule.stages)
-        self._groups = groups
-        self._rank = groups.rank
-        found = self._named = _find(shared, modules)
+        self._named = found = _find(shared, modules)
         _check_alike(shared, found, groups)
-        links = _links(shared, schedule, groups)
         self._duplicates: set[int] = set()
+        # The same calls on all ranks: one link for all that the same ranks hold together.
+        links: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         trained = []
         for holders in shared:
-            own = [found[stage, name] for stage, name in holders if (stage, name) in found]
-            if own:
-                link = links.get(_ranks_of(holders, schedule))
-                owner = schedule.placement[holders[0][0]]
-                copies = list({id(copy): copy for copy in own}.values())
-                self._duplicates.update(map(id, copies[1 if self._rank == owner else 0 :]))
-                self._equalise(copies, owner, link)
-                trained += [Member(copies, link)] if copies[0].requires_grad else []
+            owner = schedule.placement[holders[0][0]]
+            ranks = tuple(sorted({schedule.placement[stage] for stage, _ in holders}))
+            if ranks not in links:
+                links[ranks] = groups.among(ranks) if len(ranks) > 1 else None
+            here = [found[stage, name] for stage, name in holders if (stage, name) in found]
+            own = {id(each): each for each in here}
+            if not own:
+                continue
+            first, *others = own.values()
+            adopt([first], groups.members[owner], links[ranks], groups, _OTHERS)
+            with torch.no_grad():
+                for copy in others:
+                    local_tensor(copy).copy_(local_tensor(first))
+            self._duplicates.update(map(id, others if groups.rank == owner else own.values()))
+            trained += [Member([first, *others], links[ranks])] if first.requires_grad else []
         self.reductions = buckets_of(trained, groups.losing)
 
     def is_duplicate(self, parameter: nn.Parameter) -> bool:
@@ -88,12 +92,8 @@ class SharedParameters:
                     "it"
                 )
 
-    @torch.no_grad()
-    def _equalise(self, copies: Sequence[Tensor], owner: int, link: _Link) -> None:
-        others = "a rank that shares a parameter"
-        adopt(copies[:1], self._groups.members[owner], link, self._groups, others)
-        for copy in copies[1:]:
-            local_tensor(copy).copy_(local_tensor(copies[0]))
+
+_OTHERS = "a rank that shares a parameter"
 
 
 def union_of_groups(
@@ -102,18 +102,6 @@ def union_of_groups(
     """The groups that were found in the model and those that the user gave, equal ones once."""
     said = [set(map(tuple, holders)) for holders in given]
     return (*(holders for holders in found if set(holders) not in said), *given)
-
-
-def _ranks_of(holders: Sequence[Holder], schedule: Schedule) -> tuple[int, ...]:
-    return tuple(sorted({schedule.placement[stage] for stage, _ in holders}))
-
-
-def _links(
-    shared: Sequence[Sequence[Holder]], schedule: Schedule, groups: Groups
-) -> dict[tuple[int, ...], _Link]:
-    """Connects every set of ranks that hold something together; the same calls on all ranks."""
-    together = dict.fromkeys(_ranks_of(holders, schedule) for holders in shared)
-    return {ranks: groups.among(ranks) for ranks in together if len(ranks) > 1}
 
 
 def _check_holders(shared: Sequence[Sequence[Holder]], stages: int) -> None:

@@ -15,13 +15,12 @@ from autosplit.pipeline.engine.control import Control
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.torch_internals.dtensor import (
     Sharding,
-    lay_gradient_out,
     local_tensor,
     sharding_of,
 )
 from autosplit.torch_internals.state import versions
 
-from .reductions import Bucket, Member, buckets_of
+from .reductions import Member, buckets_of
 
 Modules = Mapping[int, nn.Module]
 """A rank's stages by index."""
@@ -180,11 +179,6 @@ class TensorParts:
         }
         return all(own or not getattr(place, name) for name, own in apart.items())
 
-    def lay_gradients_out(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Have the gradients of DTensors lie as these do; collective over their ranks."""
-        for parameter in parameters:
-            lay_gradient_out(parameter)
-
 
 def is_expert(lies: Sharding | None) -> bool:
     """Whether a tensor that lies so has experts, of which ranks along "ep" have their own."""
@@ -250,15 +244,25 @@ class ModelReplicas:
         groups: Groups,
         shards: Collection[int],
     ) -> None:
-        self._modules, self._groups, self._shards = modules, groups, shards
+        self._modules, self._groups = modules, groups
         layout = groups.layout
         # Whoever has another share of the batch; and of those whoever has the same experts.
         self._peers = groups.of_several(layout.peers)
         self._copies = groups.of_several(layout.copies) if layout.experts else None
         check_alike(modules, groups.everybody, layout.peers, "replicas of the same stages")
-        self._adopt([t for t in _tensors(modules) if id(t) not in self._shards])
+        self._adopt([t for t in _tensors(modules) if id(t) not in shards])
         self._marks = self._buffer_marks()
-        self.reductions = self._buckets()
+        trained = {
+            id(each): each
+            for module in modules.values()
+            for each in module.parameters()
+            if each.requires_grad and id(each) not in shards
+        }
+        members = [
+            Member([each], self._copies if is_expert(sharding_of(each)) else self._peers)
+            for each in trained.values()
+        ]
+        self.reductions = buckets_of(members, groups.losing, parts=layout.shares)
 
     def equalise_buffers(self) -> None:
         """Give all replicas the buffers of the first that were written since.
@@ -282,20 +286,6 @@ class ModelReplicas:
         found = [buffer for buffer, flag in zip(buffers.values(), flags, strict=True) if flag]
         self._adopt(found)
         self._marks = self._buffer_marks() if found else marks
-
-    def _buckets(self) -> list[Bucket]:
-        """Of all gradients but those of shards."""
-        known = {
-            id(parameter): parameter
-            for module in self._modules.values()
-            for parameter in module.parameters()
-            if parameter.requires_grad and id(parameter) not in self._shards
-        }
-        members = [
-            Member([each], self._copies if is_expert(sharding_of(each)) else self._peers)
-            for each in known.values()
-        ]
-        return buckets_of(members, self._groups.losing, parts=self._groups.layout.shares)
 
     def _buffer_marks(self) -> dict[tuple[int, str], tuple[int, int]]:
         buffers = buffers_of(self._modules)

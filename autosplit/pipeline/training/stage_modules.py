@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from autosplit.capture.diagnosis import is_torch_file
 from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.board import describe_error
 from autosplit.pipeline.engine.boundaries import TensorMeta
-from autosplit.pipeline.engine.first_error import describe_error
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.torch_internals.dtensor import dtensor_class
 
@@ -220,25 +220,24 @@ class WithAutocast(nn.Module):
             return self.module(*args)
 
 
-def by_name(found: Sequence[Mapping[int, Mapping[str, float]]]) -> dict[str, Tensor]:
-    """What each rank has found in its microbatches, as a tensor of shape [M] a name.
+def by_name(found: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, Tensor]:
+    """What each rank has found in its microbatches, which one rank has, as a tensor of shape [M] a
+    name.
 
     Raises:
         PipelineError: other names in one microbatch than in another.
     """
-    rows = {microbatch: each for part in found for microbatch, each in part.items()}
+    rows = next(filter(None, found))
     names = list(rows[0])
-    for microbatch in sorted(rows):
-        if list(rows[microbatch]) != names:
+    for microbatch, row in enumerate(rows):
+        if list(row) != names:
             raise PipelineError(
                 f"metric_fn gave {', '.join(names) or 'nothing'} for microbatch 0 and "
-                f"{', '.join(rows[microbatch]) or 'nothing'} for microbatch {microbatch}: let it "
+                f"{', '.join(row) or 'nothing'} for microbatch {microbatch}: let it "
                 "give the same names for all"
             )
     return {
-        name: torch.tensor(
-            [rows[at][name] for at in sorted(rows)], dtype=torch.float64, device="cpu"
-        )
+        name: torch.tensor([row[name] for row in rows], dtype=torch.float64, device="cpu")
         for name in names
     }
 

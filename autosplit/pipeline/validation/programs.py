@@ -25,7 +25,7 @@ from autosplit.pipeline.schedule.routes import (
     result_of,
     routes_of,
 )
-from autosplit.pipeline.schedule.schedule import Schedule, with_sharding
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import posts_of
 
@@ -206,8 +206,6 @@ def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
         schedule: a legal one.
         dimensions: of the mesh, those that have several ranks.
     """
-    if {SHARD, EXPERT_SHARD}.intersection(dimensions):
-        schedule = with_sharding(schedule)
     feeds = Feeds(schedule.stages)
     journeys = journeys_of(schedule)
     return {
@@ -219,7 +217,7 @@ def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
 
 
 class _EngineRank(Host):
-    """One rank, as executor, transport, mailbox and moves have it."""
+    """One rank, as executor, transport and moves have it."""
 
     def __init__(
         self,
@@ -244,6 +242,9 @@ class _EngineRank(Host):
     def run(self) -> list[Operation]:
         everyone = range(len(self._schedule.ranks))
         self.hold("batch", (), everyone)
+        if {SHARD, EXPERT_SHARD}.intersection(self._dimensions):
+            for stage in self._schedule.held(self._rank):
+                self.enqueue(Action(stage, ActionKind.UNSHARD, 0))
         for place, action in enumerate(self._schedule.ranks[self._rank]):
             over = [self._moves[each] for each in self._needs[place]]
             if action.kind.is_move:
@@ -254,8 +255,6 @@ class _EngineRank(Host):
                 self.hold(f"{action} waits", over)
             if action.kind.is_compute:
                 self._act(action)
-            elif action.kind.is_sharding:
-                self.enqueue(action)
         self.hold("moves", self._moves.values())
         self.settle()
         if {*self._dimensions} - {TENSOR}:  # means of replicas, in one order on all ranks

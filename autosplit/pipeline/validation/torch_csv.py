@@ -29,7 +29,7 @@ from pathlib import Path
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import ends_of, parcels_of, result_of
-from autosplit.pipeline.schedule.schedule import LARGEST, Schedule, without_sharding
+from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import in_one_order
 from autosplit.text.figures import few
@@ -139,13 +139,13 @@ def check_memory(schedule: Schedule) -> None:
 
 
 def rows_for_torch(schedule: Schedule) -> list[list[str]]:
-    """Per rank its actions as torch reads them, which gathers and frees by itself.
+    """Per rank its actions as torch reads them.
 
     Raises:
         ScheduleError: see ``check_memory``.
     """
     check_memory(schedule)
-    return [[*map(str, row)] for row in without_sharding(schedule).ranks]
+    return [[*map(str, row)] for row in schedule.ranks]
 
 
 def _with_waits(row: Sequence[Action]) -> Iterator[Action]:
@@ -169,7 +169,7 @@ def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
 
     A forward and a backward that torch may overlap run one after the other. Sends and receives, if
     there are any, must be those that the actions need; they follow from the actions anyway and are
-    left out, as are reductions, and waits for sends.
+    left out, as are gathers and reductions, and waits for sends.
 
     Args:
         path: the file.

@@ -1,7 +1,4 @@
-"""Is a schedule legal? All faults at once, shown on the grid.
-
-Whether a schedule gathers sharded parameters before it reads them.
-"""
+"""Is a schedule legal? All faults at once, shown on the grid."""
 
 from __future__ import annotations
 
@@ -18,27 +15,6 @@ from autosplit.pipeline.simulation.playing import Wait, replay
 
 from .grid import Cell, describe, format_grid, lay_out
 from .moves import move_faults
-
-Found = tuple[str, Cell]
-
-
-def sharding_faults(schedule: Schedule) -> Iterator[Found]:
-    """Whatever is wrong with UNSHARD and RESHARD, of the stages in whose rows they are."""
-    for rank, row in enumerate(schedule.ranks):
-        gathered = {action.stage: False for action in row if action.kind.is_sharding}
-        for place, action in enumerate(row):
-            kind, there = action.kind, gathered.get(action.stage)
-            # A W may read parameters: that of a first stage is its whole backward.
-            if there is None or not (kind.is_sharding or kind.is_compute):
-                continue
-            gathers = kind is ActionKind.UNSHARD
-            if there is gathers:
-                found, wanted = ("gathered", "sharded")[:: 1 if there else -1]
-                text = f"{action} on rank {rank} finds parameters {found}, expected {wanted}"
-                yield text, (rank, place)
-            if kind.is_sharding:
-                gathered[action.stage] = gathers
-
 
 _WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
 _CIRCLE = "deadlock: "
@@ -59,9 +35,8 @@ def validate(schedule: Schedule) -> None:
     Legal means: every stage runs every F once, and for every microbatch either one B or one I and
     one W, on the rank that holds the stage; and running the lists in order cannot deadlock, F
     before I (or B) before W. What a microbatch holds is moved away at most once at a time and is
-    back before it is used; a microbatch is
-    run again at most once, before its backward, and is not moved before that; and a stage that is
-    gathered (UNSHARD) anywhere is gathered wherever its parameters are read.
+    back before it is used; and a microbatch is run again at most once, before its backward, and is
+    not moved before that.
 
     Raises:
         ScheduleError: lists the faults (of more than 50 the first) and shows them on the grid; a
@@ -80,7 +55,6 @@ def validate(schedule: Schedule) -> None:
             _counts(schedule),
             _deadlocks(schedule),
             (_Fault(*found) for found in move_faults(schedule)),
-            (_Fault(text, (cell,)) for text, cell in sharding_faults(schedule)),
         ]
         faults = list(islice(chain(*checks), _MOST + 1))
     if faults:
@@ -111,8 +85,8 @@ def _misfit(action: Action, schedule: Schedule) -> str | None:
     """Why ``action`` does not exist in this pipeline, or None when it does."""
     if not action.kind.is_scheduled:
         return (
-            f"{action} is none of the actions that a schedule lists: F, I, W, B, UNSHARD, RESHARD, "
-            "and those of memory"
+            f"{action} is none of the actions that a schedule lists: F, I, W, B, and those of "
+            "memory"
         )
     for what, value, count in (
         ("stage", action.stage, schedule.stages),

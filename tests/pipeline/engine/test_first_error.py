@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, SplitError
-from autosplit.pipeline.engine.first_error import Board, Fault, Guard, LostPeerError, RankError
+from autosplit.pipeline.engine.board import Board, Fault
+from autosplit.pipeline.engine.first_error import Guard, LostPeerError, RankError
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.workers import ENDS, WIDTH, Tied, block, data, equal, outcomes, sgd, trainer
 from tests.ranks import Ranks

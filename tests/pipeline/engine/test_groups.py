@@ -12,7 +12,8 @@ import torch.distributed as dist
 from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.first_error import Board, Fault, Guard, LostPeerError
+from autosplit.pipeline.engine.board import Board, Fault
+from autosplit.pipeline.engine.first_error import Guard, LostPeerError
 from autosplit.pipeline.engine.groups import Groups, abort, await_device
 from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.wiring import Feeds

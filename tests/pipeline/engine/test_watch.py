@@ -14,23 +14,16 @@ import pytest
 import torch.distributed as dist
 
 from autosplit.pipeline.engine import watch as watch_module
+from autosplit.pipeline.engine.board import RETURNED, Board, Process, ended
+from autosplit.pipeline.engine.default_group import await_ending
 from autosplit.pipeline.engine.first_error import (
     AROUND,
-    Board,
     Guard,
     LostPeerError,
     RankActivity,
     RankError,
 )
-from autosplit.pipeline.engine.watch import (
-    RETURNED,
-    PeerWatch,
-    Process,
-    Pulse,
-    Register,
-    await_ending,
-    ended,
-)
+from autosplit.pipeline.engine.watch import PeerWatch, Pulse
 from autosplit.pipeline.schedule.action import Action
 
 CLOSED = LostPeerError("lost the other ranks: Connection closed by peer")
@@ -57,12 +50,12 @@ class Ranks:
 
     def pretend(self, process: Process) -> None:
         """Another process is rank 1."""
-        Register(self.store).enter(1, process)
+        Board(self.store).enter(1, process)
 
     def last_in(self, phase: str) -> None:
         """It said so before."""
         pulse = Pulse(1, time.time(), phase, phase, 0.0, waiting=False)
-        Register(self.store).put("pulse", 1, json.dumps(pulse))
+        Board(self.store).put("pulse", 1, json.dumps(pulse))
 
 
 @pytest.fixture
@@ -159,7 +152,7 @@ def test_last_words_say_more_than_the_exit(
 ) -> None:
     ranks.pretend(Process.of(child.pid))
     ranks.last_in(AROUND)
-    Register(ranks.words).put("words", 1, words)
+    Board(ranks.words).put("words", 1, words)
     watch = ranks.watch(0)
     _end(child)
     fault = watch.explain(CLOSED)
@@ -240,12 +233,12 @@ def test_a_rank_that_was_stopped_before_it_said_anything_is_named(ranks: Ranks) 
     assert fault.headline.startswith(expected)
 
 
-def test_a_register_tells_which_of_the_others_has_ended(child: subprocess.Popen[bytes]) -> None:
-    register = Register(dist.HashStore())  # type: ignore[attr-defined]
-    register.enter(0, Process.of(os.getpid()))
-    register.enter(1, Process.of(child.pid))
-    assert [*await_ending(register, [0, 1], 0.05)] == []
+def test_a_board_tells_which_of_the_others_has_ended(child: subprocess.Popen[bytes]) -> None:
+    board = Board(dist.HashStore())  # type: ignore[attr-defined]
+    board.enter(0, Process.of(os.getpid()))
+    board.enter(1, Process.of(child.pid))
+    assert [*await_ending(board, [0, 1], 0.05)] == []
     child.kill()
-    assert [*await_ending(register, [0, 1], 30.0)] == ["rank 1 was killed by SIGKILL"]
-    register.put("words", 1, "raised KeyError: 'lr'")
-    assert [*await_ending(register, [0, 1], 30.0)] == ["rank 1 raised KeyError: 'lr'"]
+    assert [*await_ending(board, [0, 1], 30.0)] == ["rank 1 was killed by SIGKILL"]
+    board.put("words", 1, "raised KeyError: 'lr'")
+    assert [*await_ending(board, [0, 1], 30.0)] == ["rank 1 raised KeyError: 'lr'"]

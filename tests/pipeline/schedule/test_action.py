@@ -7,11 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import with_sharding, without_sharding
-from autosplit.pipeline.validation.validate import validate
-from tests.pipeline.tables import rows_of, schedule_of
 
 # --- actions as text ------------------------------------------------------------------------------
 
@@ -80,38 +76,3 @@ def test_bad_text_is_refused(text: str) -> None:
 def test_a_kind_that_is_much_like_one_is_named() -> None:
     with pytest.raises(ScheduleError, match=r"RESHARD; did you mean 'SEND_F'"):
         Action.parse("0SENDF1")
-
-
-# --- UNSHARD and RESHARD in schedules -------------------------------------------------------------
-
-
-def test_a_stage_is_gathered_from_its_first_action_to_its_last() -> None:
-    plain = build("1f1b", 2, 2)
-    schedule = with_sharding(plain)
-    validate(schedule)
-    first, last = rows_of(schedule)
-    assert (first.split()[0], first.split()[-1]) == ("0UNSHARD", "0RESHARD")
-    assert (last.split()[0], last.split()[-1]) == ("1UNSHARD", "1RESHARD")
-    assert first.count("UNSHARD") == last.count("UNSHARD") == 1
-    assert without_sharding(schedule) == plain
-    assert with_sharding(plain, [1]).ranks == (plain.ranks[0], schedule.ranks[1])
-    assert with_sharding(schedule) is schedule
-
-
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
-        ("0F0 0UNSHARD 0I0 0W0", "0F0 on rank 0 finds parameters sharded, expected gathered"),
-        ("0UNSHARD 0F0 0RESHARD 0I0 0W0", "0I0 on rank 0 finds parameters sharded, expected"),
-        (
-            "0UNSHARD 0UNSHARD 0F0 0I0 0W0",
-            "0UNSHARD on rank 0 finds parameters gathered, exp",
-        ),
-        ("0RESHARD 0F0 0I0 0W0", "0RESHARD on rank 0 finds parameters sharded, expected gathered"),
-        ("1UNSHARD 0F0 0I0 0W0", "1UNSHARD is on rank 0, but rank 1 holds stage 1"),
-        ("2UNSHARD 0F0 0I0 0W0", "2UNSHARD: no stage 2; expected 0 to 1"),
-    ],
-)
-def test_what_is_read_while_it_is_sharded(row: str, fault: str) -> None:
-    with pytest.raises(ScheduleError, match=fault):
-        validate(schedule_of(row, "1F0 1I0 1W0", microbatches=1))
