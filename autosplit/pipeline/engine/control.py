@@ -140,21 +140,18 @@ class Control:
             dist.all_reduce(found, dist.ReduceOp.BAND, group=self.group)
         return int(found)
 
-    def announce(self, value: str | None, source: int) -> str:
-        """``value`` of rank ``source``, on every rank.
+    def announce(self, bits: int, source: int) -> int:
+        """The bits of rank ``source``, on every rank; that one does not wait for the others.
 
         Raises:
             LostPeerError: some rank did not take part.
-            PipelineError: a rank is in another call.
         """
-        if self.ranks > 1:
-            origin = self.members[source]
-            with self.losing(OTHERS if source == self.rank else f"rank {origin}"):
-                told = [(self._doing(), value)]
-                dist.broadcast_object_list(told, origin, self.group, torch.device("cpu"))
-            ((theirs, value),) = told
-            _check_calls({self.members[self.rank]: self._doing(), origin: theirs})
-        return value or ""
+        if self.ranks == 1:
+            return bits
+        found, origin = torch.tensor([bits], dtype=torch.int64, device="cpu"), self.members[source]
+        with self.losing(OTHERS if source == self.rank else f"rank {origin}"):
+            dist.broadcast(found, origin, group=self.group)
+        return int(found)
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank, by rank.

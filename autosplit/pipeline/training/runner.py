@@ -398,7 +398,7 @@ class Runner:
             return own
         if waits or len(groups.layout.pipelines) > 1:
             return groups.everybody.common_bits(own)
-        return int(groups.announce(str(own), self._source))
+        return groups.announce(own, self._source)
 
     def _introduce(self, batch: Batch | None, *, evaluates: bool) -> int:
         """Find or make the step for a batch whose shape is new to some rank: its bit; collective.
