@@ -54,20 +54,20 @@ def _naming_the_lost() -> Iterator[None]:
         yield
     except RuntimeError as error:
         ranks = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        found = next(await_ending(board_of_world(), ranks, _PATIENCE), "lost the other ranks")
+        found = await_ending(board_of_world(), ranks, _PATIENCE) or "lost the other ranks"
         reason = str(error).partition(". ")[0].partition("\n")[0]
         raise PipelineError(f"{found}, and rank {dist.get_rank()} needs it: {reason}") from error
 
 
-def await_ending(board: Board, ranks: Iterable[int], seconds: float) -> Iterator[str]:
-    """Which of some ranks has ended and how, as soon as one has; nothing if none does in time."""
-    others = list(ranks)
-    deadline = time.monotonic() + seconds
+def await_ending(board: Board, ranks: Iterable[int], seconds: float) -> str:
+    """Which of some ranks has ended and how, as soon as one has; empty if none does in time."""
+    others, deadline = list(ranks), time.monotonic() + seconds
     while True:
-        found = [f"rank {rank} {how}" for rank in others if (how := board.ending(rank))]
-        if found or time.monotonic() > deadline:
-            yield from found
-            return
+        for rank in others:
+            if how := board.ending(rank):
+                return f"rank {rank} {how}"
+        if time.monotonic() > deadline:
+            return ""
         time.sleep(_LOOK_EVERY)
 
 

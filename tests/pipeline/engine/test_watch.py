@@ -237,8 +237,8 @@ def test_a_board_tells_which_of_the_others_has_ended(child: subprocess.Popen[byt
     board = Board(dist.HashStore())  # type: ignore[attr-defined]
     board.enter(0, Process.of(os.getpid()))
     board.enter(1, Process.of(child.pid))
-    assert [*await_ending(board, [0, 1], 0.05)] == []
+    assert await_ending(board, [0, 1], 0.05) == ""
     child.kill()
-    assert [*await_ending(board, [0, 1], 30.0)] == ["rank 1 was killed by SIGKILL"]
+    assert await_ending(board, [0, 1], 30.0) == "rank 1 was killed by SIGKILL"
     board.put("words", 1, "raised KeyError: 'lr'")
-    assert [*await_ending(board, [0, 1], 30.0)] == ["rank 1 raised KeyError: 'lr'"]
+    assert await_ending(board, [0, 1], 30.0) == "rank 1 raised KeyError: 'lr'"
