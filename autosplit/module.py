@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autosplit.autograd.delivery import Delivery, ShardedDelivery, ShardedQueue
-from autosplit.autograd.function import WeightAnchor, hooks_text, run_forward, run_split
+from autosplit.autograd.function import WeightAnchor, hooks_text, run_split
 from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
 from autosplit.autograd.pending import PendingBound, PendingQueue
 from autosplit.dump.dump import dump
@@ -19,7 +19,7 @@ from autosplit.dynamo.fallback import Fallback
 from autosplit.passes import CollectiveCosts
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.refusals import refuse_overlap
-from autosplit.runtime.specializations import CallFlattening, Specializations
+from autosplit.runtime.specializations import Specializations, flatten
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.autograd import in_transform, untraced
 from autosplit.torch_internals.distributed import (
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
 
 # Not copied or pickled; a copy captures anew.
-_TRANSIENT = ("_fallback", "_flatten", "_graphs", "_queue", "_anchor", "_sharded")
+_TRANSIENT = ("_fallback", "_graphs", "_queue", "_anchor", "_sharded")
 
 
 class SplitModule(ModuleProxy):
@@ -100,7 +100,6 @@ class SplitModule(ModuleProxy):
     _graphs: Specializations
     _fallback: Fallback
     _queue: PendingQueue
-    _flatten: CallFlattening
     _anchor: WeightAnchor
     _sharded: ShardedModule | None
 
@@ -140,7 +139,6 @@ class SplitModule(ModuleProxy):
         own = self.__dict__
         options, insist = own["_options"], own["_fullgraph"]
         own["_sharded"] = sharded = _sharded(self.unsplit, dynamic=own["_dynamic"])
-        own["_flatten"] = CallFlattening()
         own["_bound"] = dataclasses.replace(own["_bound"], early=0)
         deliver: Delivery
         if sharded is None:
@@ -157,9 +155,9 @@ class SplitModule(ModuleProxy):
         own["_graphs"] = Specializations(
             self.unsplit,
             options,
-            own["_max_graphs"],
-            insist,
-            own["_queue"].hidden,
+            limit=own["_max_graphs"],
+            insist=insist,
+            traced=own["_queue"].hidden,
             sharding=sharded,
             dynamic=dynamic,
         )
@@ -205,7 +203,7 @@ class SplitModule(ModuleProxy):
         fallback = self._fallback
         if fallback.partial is not None and not fallback.captures_again:
             return fallback.run_by_graphs(fallback.partial, args, kwargs)
-        leaves, structure = self._flatten(args, kwargs)
+        leaves, structure = flatten(args, kwargs)
         failing = None
         try:
             functions = self._graphs.fitting(args, kwargs, leaves, structure, called=True)
@@ -228,11 +226,7 @@ class SplitModule(ModuleProxy):
         """F of a captured graph, as autograd sees it; with ``unsplit`` its backward is I and W.
         ``parallel``: the data parallelism around it.
         """
-        if self._sharded is None:
-            state = self._graphs.state()
-        else:
-            with self._sharded.standing_in():
-                state = self._graphs.state()
+        state = self._graphs.state()
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
@@ -241,7 +235,7 @@ class SplitModule(ModuleProxy):
             )
         else:
             with torch.no_grad():
-                outputs = run_forward(functions, state, list(leaves)).outputs
+                outputs = functions.run(state, list(leaves)).outputs
         capture = functions.capture
         for name in reversed(functions.updated_inputs):
             leaves[capture.inputs.index(name)].copy_(outputs.pop())
@@ -293,7 +287,7 @@ class SplitModule(ModuleProxy):
 
     @property
     def functions(self) -> tuple[SplitFunctions, ...]:
-        """F, I, W and B of every graph that is kept, oldest first."""
+        """F, I, W and B of every graph that is kept, the latest used last."""
         return self._graphs.captured
 
     def capture(self, *args: Any, **kwargs: Any) -> SplitFunctions:
@@ -310,7 +304,7 @@ class SplitModule(ModuleProxy):
     def _capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, called: bool = True
     ) -> SplitFunctions:
-        leaves, structure = self._flatten(args, kwargs)
+        leaves, structure = flatten(args, kwargs)
         functions = self._graphs.fitting(args, kwargs, leaves, structure, called=called)
         functions.compile()
         return functions

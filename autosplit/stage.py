@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.autograd.function import run_forward
 from autosplit.passes import CollectiveCosts
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
@@ -99,7 +98,7 @@ class Stage:
             owner, module, args, options, self.sharding if self._sharded else None
         )
         self._outputs = self._graphs.outputs
-        self._found: _Fitting | None = None
+        self._found: tuple[object, SplitFunctions, State] | None = None
         self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
         self._weights = PendingWeightGradients(owner, grad_dtype)
@@ -112,11 +111,11 @@ class Stage:
     @property
     def functions(self) -> SplitFunctions:
         """The graphs and their callables, those of the latest forward."""
-        return self._graphs.latest
+        return self._graphs.current
 
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:
-        """All graphs that are kept, oldest first."""
+        """All graphs that are kept, the latest used last."""
         return self._graphs.captured
 
     @property
@@ -164,7 +163,7 @@ class Stage:
             CaptureError: the module cannot be traced for them.
         """
         self._graphs.check_inputs(list(args))
-        self._graphs.fitting()
+        self._graphs.for_inputs()
 
     def takes(self, args: Sequence[Tensor]) -> bool:
         """Whether these are inputs for this stage, whatever their sizes."""
@@ -199,8 +198,13 @@ class Stage:
         if waits or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
         sizes, found = self._graphs.check_inputs(inputs), self._found
-        if not steady or found is None or found.sizes is not sizes:
-            found = self._fitting(sizes)
+        if not steady or found is None or found[0] is not sizes:
+            if self._sharded:
+                self.sharding.unshard()
+            found = sizes, self._graphs.for_inputs(), self._graphs.state()
+            # Which graphs fit may be decided by what F leaves.
+            steady = not (self._sharded or found[1].updated_state)
+            self._found = found if steady else None
         _, functions, state = found
         kept = None
         if keep == "inputs" and functions.has_backward:
@@ -209,25 +213,13 @@ class Stage:
         with _without_grad():
             taken = [*inputs]
             inputs.clear()
-            result = run_forward(functions, state, taken)
+            result = functions.run(state, taken)
         if kept is not None:
             self._inputs[microbatch] = kept
         else:
             arrived = InFlightMicrobatch(functions, result.saved, state, lent)
             self._saved.put(microbatch, arrived)
         return result.outputs[: len(self._outputs)]
-
-    def _fitting(self, sizes: object) -> _Fitting:
-        """What fits the inputs that were checked last, and the module as it is now."""
-        if not self._sharded:
-            found = _Fitting(sizes, self._graphs.fitting(), self._graphs.state())
-            # Which graphs fit may be decided by what F leaves.
-            self._found = None if found.functions.updated_state else found
-            return found
-        self.sharding.unshard()
-        functions = self._graphs.fitting()
-        with self.sharding.standing_in():
-            return _Fitting(sizes, functions, self._graphs.state())
 
     def recompute(self, microbatch: int) -> None:
         """F again, of a microbatch that kept its inputs only; nothing but what it saves comes of
@@ -441,17 +433,3 @@ class Stage:
 def _without_grad() -> AbstractContextManager[None]:
     """``torch.no_grad()``; where nothing is tracked anyway, a context that costs nothing."""
     return torch.no_grad() if torch.is_grad_enabled() else without_autocast()
-
-
-class _Fitting(NamedTuple):
-    """What a forward runs.
-
-    Attributes:
-        sizes: of the inputs.
-        functions: the graphs.
-        state: parameters and buffers.
-    """
-
-    sizes: object
-    functions: SplitFunctions
-    state: State

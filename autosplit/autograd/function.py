@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from autosplit.errors import SplitError
-from autosplit.runtime.functions import ForwardResult, SplitFunctions
+from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.text.figures import few
 from autosplit.torch_internals.autograd import (
@@ -35,7 +35,6 @@ from autosplit.torch_internals.autograd import (
     untraced,
     will_run,
     without_autocast,
-    write_buffers,
 )
 from autosplit.torch_internals.distributed import asked_by_pipelining
 
@@ -52,15 +51,6 @@ _SOME = 4
 
 _IS_LEAF = attrgetter("is_leaf")
 _NEEDS_GRAD = attrgetter("requires_grad")
-
-
-def run_forward(functions: SplitFunctions, state: State, leaves: list[Any]) -> ForwardResult:
-    """F on this state; empties ``leaves``. New buffer values are written back."""
-    with without_autocast():
-        result = functions.forward(state, leaves)
-    if functions.updated_state:
-        write_buffers([state[name] for name in functions.updated_state], result.updates)
-    return result
 
 
 class WeightAnchor:
@@ -147,7 +137,7 @@ class Split(torch.autograd.Function):
             {at for _, at in lent if at is not None and _is_batch(leaves[at])} if lent else ()
         )
         del values
-        outputs, _, ctx.saved = run_forward(functions, state, leaves)
+        outputs, _, ctx.saved = functions.run(state, leaves)
         ctx.packed = has_saved_tensors_hooks()
         if ctx.packed:
             ctx.save_for_backward(*ctx.saved.tensors)

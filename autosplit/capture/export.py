@@ -115,7 +115,7 @@ def _export(
             ):
                 captured = fullgraph_capture(module, args, kwargs)
             if regions is not None:
-                regions.forget_stand_ins(captured, ForwardScope(module).of(args, kwargs) or {})
+                regions.forget_stand_ins(captured, ForwardScope(module).of(args, kwargs))
             guards = Guards.of(module, args, kwargs, captured)
         _return_something(captured)
         with graph_put_aside(module, captured.backend_input):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -38,10 +38,8 @@ _HOOKS: tuple[dict[int, Any], ...] = (
 _TRACKERS = {ModuleTracker._fw_pre_hook, ModuleTracker._fw_post_hook}
 
 
-def is_observed() -> bool:
-    """Whether a dispatch mode or a module tracker is on."""
-    if torch._C._len_torch_dispatch_stack():
-        return True
+def _tracked() -> bool:
+    """Whether a module tracker is on."""
     return any(_is_tracker(hook) for hooks in _HOOKS for hook in hooks.values())
 
 
@@ -98,20 +96,17 @@ class Binding:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Every parameter's value; None where the function cannot be called like this."""
         if not self._is_plain or len(args) > len(self._positional):
-            return self._slowly(args, kwargs)
+            try:
+                slowly = self._signature.bind(*args, **kwargs)
+            except TypeError:
+                return None
+            slowly.apply_defaults()
+            return slowly.arguments
         given = dict(zip(self._positional, args, strict=False))
         given.update(kwargs)
         bound = self._defaults | given
         twice = len(given) < len(args) + len(kwargs)
         return None if twice or bound.keys() != self._names else bound
-
-    def _slowly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError:
-            return None
-        bound.apply_defaults()
-        return bound.arguments
 
 
 class ForwardScope:
@@ -127,23 +122,21 @@ class ForwardScope:
         self.function: FunctionType = get_traced_fn(module)[0]
         self._binding = Binding(self.function)
 
-    @property
-    def is_current(self) -> bool:
-        """Whether Dynamo would trace this function now."""
-        return get_traced_fn(self._module)[0] is self.function
-
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Variables of one call; None where this is no call of the function."""
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """What it finds locally in one call; None where this is no call of the function."""
         function, root = get_traced_fn(self._module)
         if function is not self.function:
             return None
         bound = self._binding(args if root is None else (root, *args), kwargs)
-        if bound is None:
-            return None
-        if function.__closure__:
+        if bound is not None and function.__closure__:
             cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
             bound.update({name: cell.cell_contents for name, cell in cells})
-        return {"L": bound, "G": function.__globals__, "___from_numpy": _same}
+        return bound
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Variables of one call."""
+        bound = self.bound(args, kwargs) or {}
+        return {"L": bound, "G": self.function.__globals__, "___from_numpy": _same}
 
 
 def _same(array: Any) -> Any:
@@ -159,6 +152,8 @@ DYNAMO = {
     "trace_autograd_ops": True,
     # What the forward does to Python is looked at afterwards; the graph does not repeat it.
     "replay_side_effects": False,
+    # Asked in C++, as from torch 2.15 on.
+    "use_lamba_guard_for_object_aliasing": False,
     "side_effect_replay_policy": "warn",
     **AS_IN_EAGER,
 }
@@ -180,13 +175,15 @@ class BlockGuards:
     def __init__(
         self, guards: Guards, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.guards = guards
-        self._scope = ForwardScope(module)
-        self._variables = (self._scope.of(args, kwargs) or {}).get("L")
+        self.guards, self._module = guards, module
+        self._function = guards.scope.function
+        self._variables = ForwardScope(module).bound(args, kwargs)
 
     def hold(self) -> bool:
         """Whether the graphs may be called for the block as it is now."""
-        return self._scope.is_current and self.guards.hold_for(self._scope, self._variables)
+        if get_traced_fn(self._module)[0] is not self._function or self._variables is None:
+            return False
+        return bool(self.guards.check(self._variables))
 
 
 class Guards:
@@ -201,12 +198,17 @@ class Guards:
         module: that was captured.
         captured: what Dynamo made of it.
         varies: whether sizes are left open.
+
+    Attributes:
+        scope: variables of its forward.
+        check: asks Dynamo's own guards of the variables of one call; there once this is settled.
     """
+
+    check: Callable[[dict[str, Any]], bool]
 
     def __init__(self, module: nn.Module, captured: CaptureOutput, varies: bool) -> None:
         self.module = module
-        self._scope = ForwardScope(module)
-        self._manager: Any = None
+        self.scope = ForwardScope(module)
         # When this code is collected, Dynamo removes globals that the guards read.
         self._kept = captured.graph_capture_output.bytecode
         self._unsettled: CaptureOutput | None = captured
@@ -241,15 +243,6 @@ class Guards:
         """Whether nothing is asked but Dynamo's own guards."""
         return not (self._constants or self.setters)
 
-    def hold_for(self, scope: ForwardScope, variables: dict[str, Any] | None) -> bool:
-        """Whether Dynamo's own guards hold for another module, by the variables of its forward."""
-        same = scope.function is self._scope.function and variables is not None
-        return same and bool(self._manager.check(variables))
-
-    def variables(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Variables of the forward in one call, as guards name them."""
-        return self._scope.of(args, kwargs)
-
     def settle(self) -> None:
         """Take up what was assumed about sizes so far. Where sizes are open, tracing and passes
         assume more after Dynamo's capture, so this comes behind them; what would be assumed later
@@ -266,17 +259,30 @@ class Guards:
             dynamo_timed("build_guards"),
             torch._dynamo.config.patch(DYNAMO),
         ):
-            self._manager = output.build_guards(self._scope.function.__code__).guard_manager
+            manager = output.build_guards(self.scope.function.__code__).guard_manager
+        self.check = manager.root.check
         sizes = output.output_graph.shape_env
         if self._open and sizes is not None:
             vars(sizes)["_error_on_new_guards"] = True
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the graph may run for these inputs, with the module as it is now."""
-        if not is_observed():
-            return self._hold(args, kwargs)
-        with unobserved():
-            return self._hold(args, kwargs)
+        if torch._C._len_torch_dispatch_stack() or (any(_HOOKS) and _tracked()):
+            with unobserved():
+                return self.hold(args, kwargs)
+        bound = self.scope.bound(args, kwargs)
+        if bound is None or not self.check(bound):
+            return False
+        if self._constants or self.setters:
+            scope = self.scope.of(args, kwargs)
+            if not all(eval(code, scope) is tensor for code, tensor in self._constants):
+                return False
+            if not all(setter.holds() for setter in self.setters):
+                return False
+        for block in self.blocks:  # noqa: SIM110 (in line, as every call comes here)
+            if not block.hold():
+                return False
+        return True
 
     def name_of(self, constant: Tensor) -> str | None:
         """Path of a constant of the graph from the forward; None for one that tracing made."""
@@ -286,20 +292,10 @@ class Guards:
                 return re.sub(r"_modules\['([^']*)'\]", r"\1", path)
         return None
 
-    def _hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        scope = self._scope.of(args, kwargs)
-        return (
-            scope is not None
-            and bool(self._manager.check(scope["L"]))
-            and all(eval(code, scope) is tensor for code, tensor in self._constants)
-            and all(setter.holds() for setter in self.setters)
-            and all(block.hold() for block in self.blocks)
-        )
-
     def _find_constants(
         self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[CodeType, Any]]:
-        scope = self._scope.of(args, kwargs)
+        scope = self.scope.of(args, kwargs)
         known = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
         _, root = get_traced_fn(self.module)
         if root is self.module:

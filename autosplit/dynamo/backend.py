@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from autosplit.autograd.function import WeightAnchor, run_forward, run_split
+from autosplit.autograd.function import WeightAnchor, run_split
 from autosplit.autograd.pending import PendingBound
 from autosplit.capture.compiled_model import (
     frozen_parameters,
@@ -192,7 +192,7 @@ class SplitCall:
         else:
             owner.entered(self._part, ())
             with torch.no_grad():
-                outputs = run_forward(functions, state, leaves).outputs
+                outputs = functions.run(state, leaves).outputs
         return [outputs[at] for at in self._order]
 
 

@@ -5,9 +5,8 @@ Errors of a stage's forward as the user meets them: the forward's own, and those
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -64,12 +63,6 @@ def check_group(group: Any) -> None:
             f"group must be a ProcessGroup of this rank or None, got {type(group).__name__}; give "
             "arguments from the seventh on by name, torch's stage has others there in some versions"
         )
-
-
-@contextlib.contextmanager
-def no_context(_: Iterable[Tensor]) -> Iterator[None]:
-    """Nothing around a capture: no lazy gradient is in ``.grad`` of these parameters."""
-    yield
 
 
 def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:

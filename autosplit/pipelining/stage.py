@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autosplit.autograd.function import run_forward
 from autosplit.autograd.pending import PendingWork
 from autosplit.errors import CaptureError, SplitError
 from autosplit.passes import CollectiveCosts
@@ -17,12 +16,7 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import InFlightMicrobatch
 from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
 from autosplit.runtime.residuals import State
-from autosplit.runtime.specializations import (
-    CallFlattening,
-    CallSignature,
-    CallStructure,
-    Specializations,
-)
+from autosplit.runtime.specializations import CallSignature, Specializations, flatten
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.sharded.module import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
@@ -32,7 +26,6 @@ from autosplit.torch_internals.pytree import tree_unflatten
 from .refusals import (
     check_group,
     failed_call,
-    no_context,
     refuse_arguments,
     refuse_unfit_call,
     refused_capture,
@@ -113,7 +106,6 @@ class SplitPipelineStage(RuntimeStage):
         self._options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
         super().__init__(submodule, stage_index, num_stages, device, group=group)
         self._weights = WeightGradients()
-        self._flatten = CallFlattening()
         self._results: dict[SplitFunctions, Results] = {}
         self._step = StageStep(self)
         self._forget()
@@ -137,9 +129,6 @@ class SplitPipelineStage(RuntimeStage):
         self._graphs = Specializations(
             self._module,
             self._options,
-            _MAX_GRAPHS,
-            True,
-            no_context,
             computed=self.stage_index > 0,
             sharding=self.sharding,
         )
@@ -177,7 +166,7 @@ class SplitPipelineStage(RuntimeStage):
         if first:
             refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
         self.sharding.look()
-        functions = self._fitting(args, kwargs, *self._flatten(args, kwargs))
+        functions = self._fitting(args, kwargs, *flatten(args, kwargs))
         made = self._results_of(functions)
         if not self.is_last:
             refuse_dtensors(self._owner, self._module, functions)
@@ -196,7 +185,7 @@ class SplitPipelineStage(RuntimeStage):
     ) -> Any:
         """F: the result."""
         chunk, args, kwargs = fwd_chunk_id, self.arguments(fwd_chunk_id, args), kwargs or {}
-        leaves, structure = self._flatten(args, kwargs)
+        leaves, structure = flatten(args, kwargs)
         gathered = self.sharding.unshard()
         functions, made, state = self._step_graphs(args, kwargs, leaves, structure)
         del args
@@ -206,7 +195,7 @@ class SplitPipelineStage(RuntimeStage):
             refuse_overlap(functions, leaves, state)
         kept = self._kept_roots(chunk, functions, leaves, kwargs)
         with torch.no_grad():
-            result = self._called("F", chunk, run_forward, functions, state, leaves)
+            result = self._called("F", chunk, functions.run, state, leaves)
             written = result.outputs[len(result.outputs) - len(functions.updated_inputs) :]
             for name, value in zip(functions.updated_inputs, written, strict=True):
                 if name in kept:
@@ -368,14 +357,14 @@ class SplitPipelineStage(RuntimeStage):
         return {name: leaf for _, name, leaf in mine if name in written} if written else {}
 
     def _given_by_keyword(self, kwargs: dict[str, Any]) -> int:
-        return len(self._flatten((), kwargs)[0]) if kwargs else 0
+        return len(flatten((), kwargs)[0]) if kwargs else 0
 
     def _step_graphs(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
-        structure: CallStructure,
+        structure: Hashable,
     ) -> tuple[SplitFunctions, Results, State]:
         """What runs a microbatch. Nobody changes a module between those of one step, so that it is
         looked at once for inputs of a kind; but the forward itself may write what decides.
@@ -384,8 +373,7 @@ class SplitPipelineStage(RuntimeStage):
         found = self._steady.get(signature)
         if found is None:
             functions = self._fitting(args, kwargs, leaves, structure)
-            with self.sharding.standing_in():
-                found = functions, self._results_of(functions), self._graphs.state()
+            found = functions, self._results_of(functions), self._graphs.state()
             plain = {Tensor}.issuperset(map(type, leaves)) and not self.sharding.groups
             if plain and not functions.updated_state:
                 self._steady[signature] = found
@@ -396,7 +384,7 @@ class SplitPipelineStage(RuntimeStage):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: list[Any],
-        structure: CallStructure,
+        structure: Hashable,
     ) -> SplitFunctions:
         """The graphs for these inputs and the module as it is now.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +13,9 @@ from torch.autograd.graph import increment_version
 from autosplit.autograd.pending import PendingWork
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import InFlightMicrobatch
-from autosplit.runtime.residuals import Residuals, State, TensorSpec
+from autosplit.runtime.residuals import State
 from autosplit.torch_internals.autograd import KnownLeaves, add_gradients
-from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
+from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
 
 _SMALL = 2**20  # bytes of all weight gradients of a microbatch
 
@@ -28,11 +26,13 @@ class WeightGradients:
     Hooks fire once for each microbatch, as in a loop that calls ``backward()`` for each; where a
     parameter has one, autograd's engine hands the gradients over. Elsewhere the graph adds them
     itself, so that one gradient at a time is held, or, where they are small, they are added behind
-    it all at once.
+    it all at once. A graph may write one sum before it has read what the others are made from, so
+    it adds only into sums that it made itself: these lie apart from everything else.
     """
 
     def __init__(self) -> None:
         self._leaves = KnownLeaves()
+        self._made: weakref.WeakKeyDictionary[SplitFunctions, _Sums] = weakref.WeakKeyDictionary()
         self._large: weakref.WeakKeyDictionary[SplitFunctions, bool] = weakref.WeakKeyDictionary()
 
     def input(
@@ -40,7 +40,7 @@ class WeightGradients:
     ) -> tuple[list[Tensor | None], PendingWork]:
         """I: gradients of the inputs, and what is left for W. Empties ``grads``."""
         functions, saved, state = flight.functions, flight.residuals, flight.state
-        target = self._target(functions, functions.early_parameters, state, skipped, saved)
+        target = self._target(functions, functions.early_parameters, state, skipped)
         found, deferred, early = functions.backward_input(saved, grads, target.sums)
         target.add(early)
         return found, PendingWork(functions, deferred, state, skipped)
@@ -49,7 +49,7 @@ class WeightGradients:
         """W."""
         functions, deferred = work.graph, work.deferred
         names = functions.late_parameters
-        target = self._target(functions, names, work.state, work.skipped, deferred)
+        target = self._target(functions, names, work.state, work.skipped)
         target.add(functions.backward_weight(deferred, target.sums))
 
     def whole(
@@ -57,7 +57,7 @@ class WeightGradients:
     ) -> list[Tensor | None]:
         """B: gradients of the inputs. Empties ``grads``."""
         functions, saved, state = flight.functions, flight.residuals, flight.state
-        target = self._target(functions, functions.parameter_names, state, skipped, saved)
+        target = self._target(functions, functions.parameter_names, state, skipped)
         found, weights = functions.backward(saved, grads, target.sums)
         target.add(weights)
         return found
@@ -68,7 +68,6 @@ class WeightGradients:
         names: Sequence[str],
         state: State,
         skipped: Collection[str],
-        read: Residuals,
     ) -> _Target:
         """Where the gradients of a graph go.
 
@@ -77,13 +76,13 @@ class WeightGradients:
             names: whose gradients it makes, in its order.
             state: has the parameters.
             skipped: those that get none.
-            read: what the graph reads.
         """
         direct = not skipped and self._adds_directly(functions, state)
-        sums = None
+        target = _Target(functions, names, state, skipped, direct)
         if direct and names and self._adds_inside(functions):
-            sums = _inplace_sums(functions, names, state, read.read)
-        return _Target(names, state, skipped, functions.dependence.borrowed, direct, sums)
+            target.made = self._made.setdefault(functions.base, {})
+            target.find_sums()
+        return target
 
     def calls(self, functions: SplitFunctions, calls: Sequence[str]) -> Sequence[str]:
         """Of a step's calls those whose graphs differ."""
@@ -104,105 +103,60 @@ class WeightGradients:
         return self._large[functions]
 
 
-class _Target(NamedTuple):
+_Sums = dict[str, "weakref.ref[Tensor]"]
+"""Sums in ``.grad``, by their parameters' names."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Target:
     """Where the gradients of one call of a graph go.
 
     Attributes:
+        functions: the graph's.
         names: of the parameters, in the graph's order.
         state: has them.
         skipped: those that get none.
-        borrowed: those whose gradient is not a tensor of its own.
         direct: whether adding is all that there is to do.
+        made: sums that these graphs made; None where they do not add into any.
         sums: what the graph adds them into itself; None where it makes new ones.
     """
 
+    functions: SplitFunctions
     names: Sequence[str]
     state: State
     skipped: Collection[str]
-    borrowed: Collection[str]
     direct: bool
-    sums: list[Tensor] | None
+    made: _Sums | None = None
+    sums: list[Tensor] | None = None
+
+    def find_sums(self) -> None:
+        """Take the parameters' ``.grad`` as accumulators, where the graphs made all of them."""
+        made = self.made or {}
+        grads = [(made.get(name), self.state[name].grad) for name in self.names]
+        mine = [grad for known, grad in grads if grad is not None and known and known() is grad]
+        self.sums = mine if len(mine) == len(grads) else None
 
     def add(self, found: Sequence[Tensor]) -> None:
         """Add what the graph has made."""
-        names, state, own = self.names, self.state, self.borrowed
+        names, state, own = self.names, self.state, self.functions.dependence.borrowed
         if self.sums is not None:
-            _note_written(self.sums)
+            # What added to them may be compiled, which counts no writes.
+            increment_version([*self.sums, *(local_tensor(s) for s in self.sums if is_dtensor(s))])
         elif self.direct:
+            new = [name for name in names if state[name].grad is None]
             add_gradients([state[n] for n in names], found, [n in own for n in names])
+            if self.made is not None:
+                self._note(self.made, new)
         else:
             pairs = [(n, g) for n, g in zip(names, found, strict=True) if n not in self.skipped]
             pairs = [(n, g.clone() if n in own else g) for n, g in pairs if state[n].requires_grad]
             if pairs:
                 torch.autograd.backward([state[n] for n, _ in pairs], [g for _, g in pairs])
 
-
-def _inplace_sums(
-    graph: SplitFunctions,
-    names: Sequence[str],
-    state: State,
-    read: Iterable[Tensor | None],
-) -> list[Tensor] | None:
-    """The parameters' ``.grad`` as accumulators; None where W must not add into them.
-
-    A graph is compiled for sums of its gradients' own dtype, and may write one sum before it has
-    read what the others are made from. So every ``.grad`` must be there, be an ordinary tensor
-    that lies as its parameter does, and share no memory with another or with what the graph reads.
-    One that is a DTensor must lie over ranks as the graph's gradient does.
-
-    Args:
-        graph: that adds.
-        names: of the parameters; dense ones, that do not overlap themselves.
-        state: has them.
-        read: what the graph reads; storages are compared whole.
-    """
-    sums: list[Tensor] = []
-    specs, lying = graph.dependence.gradient_specs, graph.gradient_shardings
-    for name in names:
-        parameter = state[name]
-        total = parameter.grad
-        if total is None or not _lies(total, lying.get(name)):
-            return None
-        if not _fits(local_tensor(total), local_tensor(parameter), specs[name]):
-            return None
-        sums.append(total)
-    return sums if sums and _apart([*map(local_tensor, sums)], read) else None
-
-
-def _note_written(sums: Sequence[Tensor]) -> None:
-    """Count a write into each sum, as what added to it may be compiled, which does not."""
-    increment_version([*sums, *(local_tensor(each) for each in sums if is_dtensor(each))])
-
-
-def _lies(total: Tensor, lies: Sharding | None) -> bool:
-    """Whether a sum lies over ranks as a gradient does, or both are of this rank alone."""
-    if lies is None:
-        return not is_dtensor(total)
-    return is_dtensor(total) and Sharding.of(total) == lies
-
-
-def _fits(total: Tensor, parameter: Tensor, spec: TensorSpec) -> bool:
-    return (
-        type(total) is Tensor
-        and total.layout is torch.strided
-        and total.dtype is spec.dtype
-        and total.shape == spec.shape
-        and total.stride() == parameter.stride()
-        and total.device == spec.device
-        and not total.requires_grad
-        and not total.is_inference()
-    )
-
-
-def _apart(sums: Iterable[Tensor], read: Iterable[Tensor | None]) -> bool:
-    """Whether no sum overlaps another one, or a tensor that is read."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in sums if t.nbytes)
-    if any(end > start for (_, end), (start, _) in pairwise(spans)):
-        return False
-    starts = [start for start, _ in spans]
-    for storage in (tensor.untyped_storage() for tensor in read if tensor is not None):
-        begin = storage.data_ptr()
-        before = bisect_left(starts, begin + storage.nbytes())
-        if before and spans[before - 1][1] > begin:
-            return False
-    return True
+    def _note(self, made: _Sums, new: Sequence[str]) -> None:
+        """Note sums that are there now; a graph is compiled for those of its gradients' dtype."""
+        specs = self.functions.dependence.gradient_specs
+        for name in new:
+            total = self.state[name].grad
+            if total is not None and total.dtype is specs[name].dtype:
+                made[name] = weakref.ref(total)

@@ -19,10 +19,10 @@ from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
-from autosplit.passes.lowering.buffers import donatable, donate, lent
+from autosplit.passes.lowering.buffers import donatable, donate, lent, private
 from autosplit.passes.subgraph import inline, inlined
 from autosplit.runtime.residuals import Constants, HandOver, Residuals, State, TensorSpec
-from autosplit.torch_internals.dtensor import Sharding
+from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
 from .compiled_graph import GradientGraph, compile_graph, hand_over, positions
 from .gradient_dependence import GradientDependence
@@ -108,6 +108,7 @@ class SplitFunctions:
         self._saves = HandOver(
             tuple([role.name for role in (*saved, *self._read)]),
             self._constants_of([] if backward is None else [backward]),
+            self._exposed,
             self._donated,
         )
 
@@ -129,6 +130,8 @@ class SplitFunctions:
         self.updated_inputs = [role.name for role in updated if role.name in taken]
         self.updated_state = [role.name for role in inside]
         self.output_names = [role.name for role in results]
+        self._own = private(graphs.forward.graph, Kind.SAVED)
+        self._exposed = [at for at, role in enumerate(saved) if role not in self._own]
         self._donated = [at for at, role in enumerate(saved) if role in donated]
         read = [role for role in compiled.inputs if role.kind in STATE]
         self.forward_state = [role.name for role in read]
@@ -238,11 +241,13 @@ class SplitFunctions:
     @cached_property
     def _handed(self) -> Handed:
         weight = self._module("backward_weight")
-        deferred = outputs(self._module("backward_input").graph, Kind.DEFERRED)
+        graph = self._module("backward_input").graph
+        deferred, own = outputs(graph, Kind.DEFERRED), private(graph, Kind.DEFERRED, self._own)
         read = [*inputs(weight.graph, *STATE)]
         roles = [*(role for role, _ in deferred), *read]
         names = tuple([role.name for role in roles])
-        known = HandOver(names, self._constants_of([weight]), late=True)
+        exposed = [at for at, (role, _) in enumerate(deferred) if role not in own]
+        known = HandOver(names, self._constants_of([weight]), exposed, late=True)
         return Handed(roles, positions(read, self._read), known)
 
     @cached_property
@@ -297,12 +302,6 @@ class SplitFunctions:
         return module
 
     @cached_property
-    def gradient_shardings(self) -> dict[str, Sharding]:
-        """Parameter -> how its gradient lies over ranks when it is made, where it is a DTensor."""
-        lying = self.capture.shardings.items()
-        return {role.name: lies for role, lies in lying if role.kind is Kind.PARAMETER_GRAD}
-
-    @cached_property
     def forward_constants(self) -> Constants:
         """The constants that F reads."""
         return self._constants_of([self._graphs.forward])
@@ -337,6 +336,14 @@ class SplitFunctions:
         """Places of outputs that are not differentiable."""
         names = enumerate(self.output_names)
         return [at for at, name in names if name not in self.tangent_specs]
+
+    def run(self, state: State, leaves: list[Any]) -> ForwardResult:
+        """F on this state, whose buffers get their new values. ``leaves``: as for ``forward``."""
+        with without_autocast():
+            result = self.forward(state, leaves)
+        if self.updated_state:
+            write_buffers([state[name] for name in self.updated_state], result.updates)
+        return result
 
     def forward(self, state: State, leaves: list[Any]) -> ForwardResult:
         """F. ``leaves``: flattened ``(args, kwargs)``; emptied."""

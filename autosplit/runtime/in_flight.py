@@ -209,7 +209,8 @@ class KeptInputs:
         steady = [name for name in functions.forward_state if name not in self._buffers]
         names = (*functions.capture.inputs, *steady)
         read = tuple([state[name] for name in steady])
-        self._inputs = Residuals(HandOver(names, functions.forward_constants), list(inputs), read)
+        known = HandOver(names, functions.forward_constants, range(len(inputs)))
+        self._inputs = Residuals(known, list(inputs), read)
         self._generators = GeneratorStates.of([*inputs, *state.values()])
 
     @property

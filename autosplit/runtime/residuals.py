@@ -8,6 +8,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -217,18 +218,24 @@ class HandOver:
     Attributes:
         names: of the tensors, and then of the state that the next graph reads.
         constants: those that the next graph, or one after it, holds.
+        exposed: places of tensors that others than graphs can write into.
         donated: places of tensors that the next graph may write over.
         late: whether the next graph is W.
     """
 
     names: tuple[str, ...]
     constants: Constants = Constants()  # noqa: RUF009 (immutable)
+    exposed: Sequence[int] = ()
     donated: Sequence[int] = ()
     late: bool = False
 
     def __post_init__(self) -> None:
-        self.watched = self.names + self.constants.names
         self.on_streams = has_accelerator()
+
+    def watched(self, tensors: int) -> Sequence[str]:
+        """Names of what nobody may write into; ``tensors``: how many the names begin with."""
+        fixed = self.names[tensors:] + self.constants.names
+        return [*(self.names[at] for at in self.exposed), *fixed]
 
     @property
     def when(self) -> str:
@@ -249,7 +256,8 @@ class Residuals:
 
     A tensor written in place between the two would give wrong gradients, and so would a
     parameter whose data were exchanged (``.to()``, ``parameter.data = ...``), which autograd
-    does not count as a write. ``take`` compares and refuses.
+    does not count as a write. ``take`` compares and refuses. What only graphs have seen nobody can
+    write into.
 
     Attributes:
         state: parameters and buffers that are read.
@@ -274,8 +282,8 @@ class Residuals:
         # State and constants that must stay as they are.
         held = known.constants.tensors
         self._watched = state + held if held else state
-        self._counts = versions((*tensors, *self._watched))
-        self._places = _places(self._watched)
+        self._counts = self._count()
+        self._places = tuple(map(_POINTER, self._watched)), tuple(map(_DTYPE, self._watched))
         self._stream = stream_under(tensors) if known.on_streams else None
         self.away: list[_Away] = []
         self._storages: Mapping[StorageKey, PlacedStorage] | None = None
@@ -289,11 +297,6 @@ class Residuals:
     def fixed(self) -> tuple[Tensor, ...]:
         """State and constants that the next graph, or one after it, reads."""
         return (*self.state, *self._known.constants.tensors)
-
-    @property
-    def read(self) -> tuple[Tensor, ...]:
-        """Tensors, state and constants that the next graph, or one after it, reads."""
-        return (*self.tensors, *self.fixed)
 
     def put_away(self) -> None:
         """Release the tensors: autograd keeps them, packed by the user's hooks."""
@@ -315,11 +318,8 @@ class Residuals:
         """Copy the tensors at these places, whose memory is somebody else's to write into."""
         if not places:
             return
-        copies = own(self._tensors, places)
-        counts = list(self._counts)
-        for at in places:
-            (counts[at],) = versions((copies[at],))
-        self._tensors, self._counts, self._storages = copies, tuple(counts), None
+        self._tensors = own(self._tensors, places)
+        self._recount()
 
     def storages(self) -> Mapping[StorageKey, PlacedStorage]:
         """Storages that could be detached; looked for once, as each microbatch asks for those of
@@ -372,21 +372,23 @@ class Residuals:
         self.away = []
         self._recount()
 
+    def _count(self) -> tuple[int, ...]:
+        exposed = map(self._tensors.__getitem__, self._known.exposed)
+        return versions(chain(exposed, self._watched))
+
     def _recount(self) -> None:
-        self._storages = None
-        self._counts = versions(self._tensors) + self._counts[len(self._tensors) :]
+        """Other tensors lie at some places, and nothing was written until now."""
+        self._storages, count = None, len(self._known.exposed)
+        self._counts = self._count()[:count] + self._counts[count:]
 
     def again(self) -> Residuals:
         """A second set of the same residuals, for a backward that runs twice
         (``retain_graph=True``).
         """
+        self._check_unwritten()
         twin = copy.copy(self)
         twin._tensors = self._apart(self._tensors)
-        counts = list(self._counts)
-        for at, tensor in enumerate(twin._tensors):
-            if tensor is not self._tensors[at]:
-                (counts[at],) = versions((tensor,))
-        twin._counts, twin._storages = tuple(counts), None
+        twin._recount()
         return twin
 
     def _apart(self, tensors: Iterable[Any]) -> list[Any]:
@@ -404,8 +406,10 @@ class Residuals:
             SplitError: something was written in place since the hand-over, or a parameter or
                 constant has other data; names it.
         """
-        self._check_unwritten()
-        if _places(self._watched) != self._places:
+        watched, (places, dtypes) = self._watched, self._places
+        if self._count() != self._counts:
+            self._check_unwritten()
+        if tuple(map(_POINTER, watched)) != places or tuple(map(_DTYPE, watched)) != dtypes:
             self._check_unmoved()
         tensors, self._tensors = self._tensors, []
         self._storages = None
@@ -416,11 +420,11 @@ class Residuals:
         return tensors
 
     def _check_unwritten(self) -> None:
-        now = versions((*self._tensors, *self._watched))
+        now = self._count()
         if now == self._counts:
             return
         known = self._known
-        pairs = zip(known.watched, self._counts, now, strict=True)
+        pairs = zip(known.watched(len(self._tensors)), self._counts, now, strict=True)
         written = ", ".join(name for name, then, count in pairs if then != count)
         raise SplitError(
             f"written in place between {known.when}: {written}. {known.first} before writing, or "
@@ -429,14 +433,12 @@ class Residuals:
 
     def _check_unmoved(self) -> None:
         known = self._known
-        names = known.watched[len(self._tensors) :]
-        then, now = zip(*self._places, strict=True), zip(*_places(self._watched), strict=True)
+        names = known.watched(len(self._tensors))[len(known.exposed) :]
         moved = ", ".join(
             name
-            for name, tensor, (place, dtype), (other, kind) in zip(
-                names, self._watched, then, now, strict=True
-            )
-            if dtype is not kind or (place != other and not allows_other_memory(tensor))
+            for name, tensor, place, dtype in zip(names, self._watched, *self._places, strict=True)
+            if dtype is not tensor.dtype
+            or (place != tensor.data_ptr() and not allows_other_memory(tensor))
         )
         if moved:
             raise SplitError(
@@ -472,8 +474,3 @@ def own(values: Sequence[Any], places: Collection[int]) -> list[Any]:
             copies[key] = tensor.as_strided((span,), (1,)).clone()
         found[at] = copies[key].as_strided(size, stride, 0)
     return found
-
-
-def _places(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, ...], tuple[torch.dtype, ...]]:
-    """Data pointers and dtypes of tensors."""
-    return tuple(map(_POINTER, tensors)), tuple(map(_DTYPE, tensors))

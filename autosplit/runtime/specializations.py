@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,11 +27,9 @@ from autosplit.errors import (
 )
 from autosplit.runtime.build import Dimensions, trace, without_history
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.refusals import autocast_state
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import few
 from autosplit.text.progress import working
-from autosplit.torch_internals.autograd import is_autocast
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 from autosplit.torch_internals.state import StateReader
 
@@ -43,51 +41,32 @@ _LEAVES = {Tensor, nn.Parameter, *_VALUES}
 _GUARDED = {Tensor, *_VALUES}
 
 
-class CallStructure:
-    """How the leaves make up a call, as an object that hashes by identity: hashing a ``TreeSpec``
-    takes microseconds.
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Hashable]:
+    """Leaves of a call, and how they make it up: as ``tree_flatten((args, kwargs))`` does, in a
+    tenth of its time where every argument is a tensor or a plain value.
     """
-
-    __slots__ = ()
-
-
-class CallFlattening:
-    """Flattens calls as ``tree_flatten((args, kwargs))`` does, in a tenth of its time where every
-    argument is a tensor or a plain value.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, CallStructure] = {}
-
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], CallStructure]:
-        leaves = [*args, *kwargs.values()]
-        if not _LEAVES.issuperset(map(type, leaves)):
-            leaves, spec = tree_flatten((args, kwargs))
-            return leaves, self._one(spec)
-        key = (len(args), *kwargs)
-        return leaves, self._known.get(key) or self._one(key)
-
-    def _one(self, key: Hashable) -> CallStructure:
-        return self._known.setdefault(key, CallStructure())  # two threads get the same
+    leaves = [*args, *kwargs.values()]
+    if _LEAVES.issuperset(map(type, leaves)):
+        return leaves, (len(args), *kwargs)
+    return tree_flatten((args, kwargs))
 
 
 class CallSignature(NamedTuple):
-    """The inputs of a call as a graph is specialised for them, and the modes it runs in.
+    """The inputs of a call as a graph is specialised for them.
 
     Input structure; tensors' shape, strides, dtype, device and ``requires_grad``; numbers and
-    strings by value; other objects by type, because guards look into them. Then grad mode,
-    inference mode and autocast. What the graph read of the module itself is for its guards.
+    strings by value; other objects by type, because guards look into them. Then grad mode and
+    inference mode. Autocast, and what the graph read of the module itself, is for its guards.
     """
 
     structure: Hashable
     leaves: tuple[Hashable, ...]
-    modes: tuple[Hashable, ...]
+    modes: tuple[bool, bool]
 
     @classmethod
-    def of(cls, leaves: Iterable[Any], structure: Any) -> CallSignature:
-        return cls(structure, tuple(map(_leaf, leaves)), _modes())
+    def of(cls, leaves: Iterable[Any], structure: Hashable) -> CallSignature:
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return cls(structure, tuple(map(_leaf, leaves)), modes)
 
     @property
     def of_any_size(self) -> CallSignature:
@@ -115,11 +94,6 @@ def _without_sizes(leaf: Any) -> Hashable:
         return (len(shape), *rest)
     found: Hashable = leaf
     return found
-
-
-def _modes() -> tuple[Hashable, ...]:
-    casts = autocast_state() if is_autocast() else (False, False)
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts)
 
 
 _LONGEST = 600  # characters of a reason
@@ -208,90 +182,16 @@ class OpenSizes:
 _MAX_SIZES = 1024  # combinations of sizes whose calls find their graph at once
 
 
-class SpecializationCache:
-    """Captured graphs by signature; several may share one, and their guards tell them apart. Those
-    that leave sizes open are found for other sizes, too.
-
-    Args:
-        owner: whose graphs, for the warning.
-        limit: how many to keep; beyond it the one unused for longest is dropped.
-    """
-
-    def __init__(self, owner: str, limit: int) -> None:
-        self._owner = owner
-        self._limit = limit
-        self._known: dict[CallSignature, list[SplitFunctions]] = {}  # newest first
-        self._captured: dict[SplitFunctions, CallSignature] = {}  # oldest first
-        self._used: dict[SplitFunctions, None] = {}  # longest unused first
-        self._warned = False
-
-    @property
-    def captured(self) -> tuple[SplitFunctions, ...]:
-        """All that are kept, oldest first."""
-        return tuple(self._captured)
-
-    def find(
-        self,
-        signature: CallSignature,
-        fits: Callable[[SplitFunctions], bool],
-        leaves: Sequence[Any],
-    ) -> SplitFunctions | None:
-        """A graph of this signature that fits, for the sizes of these input leaves."""
-        for functions in self._known.get(signature, ()):
-            if fits(functions):
-                self._used[functions.base] = self._used.pop(functions.base)
-                return functions
-        for functions, known in reversed(self._captured.items()):
-            if functions.capture.sizes is None or known.of_any_size != signature.of_any_size:
-                continue
-            if fits(functions):
-                self._used[functions] = self._used.pop(functions)
-                if len(self._known) >= _MAX_SIZES:
-                    self._forget_other_sizes()
-                resized = functions.at(leaves)
-                self._known.setdefault(signature, []).insert(0, resized)
-                return resized
-        return None
-
-    def add(self, signature: CallSignature, functions: SplitFunctions) -> None:
-        """Keep a graph, and drop another where there are too many."""
-        while len(self._captured) >= self._limit:
-            unused = next(iter(self._used))
-            del self._used[unused], self._captured[unused]
-            self._forget_other_sizes()
-            self._warn()
-        self._known.setdefault(signature, []).insert(0, functions)
-        self._captured[functions] = signature
-        self._used[functions] = None
-
-    def _forget_other_sizes(self) -> None:
-        """Look captured graphs up under the sizes that they were captured for, and no others."""
-        self._known = {}
-        for functions, signature in self._captured.items():
-            # The newest is the most likely to fit next time.
-            self._known.setdefault(signature, []).insert(0, functions)
-
-    def _warn(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self._owner} needed more than {self._limit} graphs; from now on the one unused "
-                "for longest is dropped, and captured again if it is needed again, which takes "
-                "seconds. Pad inputs to fewer shapes, pass numbers that vary as tensors, or raise "
-                "max_graphs of autosplit.split",
-                stacklevel=3,
-            )
-
-
 class Specializations:
-    """Captures a module for each kind of call, and looks captured graphs up again.
+    """The graphs of a module by kind of call: captured, and looked up again.
 
-    Several threads may ask at once; one of them captures.
+    Several may share a signature, and their guards tell them apart; those that leave sizes open are
+    found for other sizes, too. Several threads may ask at once; one of them captures.
 
     Args:
         model: what is captured.
         split: how it is split and its graphs are run.
-        limit: how many graphs to keep.
+        limit: how many graphs to keep; beyond it the one unused for longest is dropped.
         insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
         traced: what is around a capture, given the parameters.
         computed: whether inputs are what an earlier module hands over, see ``without_history``.
@@ -301,40 +201,45 @@ class Specializations:
         warned: whether nobody is to be told that most weight gradients cannot be deferred.
 
     Attributes:
-        state: reads the model's parameters and buffers, those of its latest capture.
+        sharding: as given.
     """
 
     def __init__(
         self,
         model: nn.Module,
         split: SplitOptions,
-        limit: int,
-        insist: bool,
-        traced: Callable[[Iterable[Tensor]], AbstractContextManager[None]],
         *,
+        limit: int = 64,
+        insist: bool = True,
+        traced: Callable[[Iterable[Tensor]], AbstractContextManager[Any]] = nullcontext,
         computed: bool = False,
         sharding: ShardedModule | None = None,
         dynamic: bool | None = None,
         warned: bool = False,
     ) -> None:
-        self._model = model
-        self._computed = computed
-        self._split = split
-        self._graphs = SpecializationCache(type(model).__name__, limit)
-        self._insist = insist
-        self._traced = traced
-        self._sharding = sharding
+        self._model, self._split, self._computed = model, split, computed
+        self._limit, self._insist, self._traced = limit, insist, traced
+        self.sharding = sharding
+        self._known: dict[CallSignature, list[SplitFunctions]] = {}  # newest first
+        self._captured: dict[SplitFunctions, CallSignature] = {}  # longest unused first
         self._sizes = OpenSizes(split, dynamic)
         self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
-        self._busy = False
+        self._busy = self._full = False
         self._warned = warned
-        self.state = StateReader(model)
+        self._reader = StateReader(model)
 
     @property
     def captured(self) -> tuple[SplitFunctions, ...]:
-        """All that are kept, oldest first."""
-        return self._graphs.captured
+        """All that are kept, the latest used last."""
+        return tuple(self._captured)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the model; those that are sharded may be without memory."""
+        if self.sharding is None:
+            return self._reader()
+        with self.sharding.standing_in():
+            return self._reader()
 
     @property
     def static_because(self) -> tuple[str, ...]:
@@ -343,7 +248,7 @@ class Specializations:
 
     @property
     def latest(self) -> SplitFunctions:
-        """The newest that has a backward; the newest of all where none has one.
+        """The latest used that has a backward; of all where none has one.
 
         Raises:
             SplitError: nothing has been captured yet.
@@ -362,7 +267,7 @@ class Specializations:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
-        structure: CallStructure,
+        structure: Hashable,
         *,
         called: bool = False,
     ) -> SplitFunctions:
@@ -384,39 +289,84 @@ class Specializations:
         signature = CallSignature.of(leaves, structure)
         if not _GUARDED.issuperset(map(type, leaves)) and any(map(_is_subclass, leaves)):
             # A parameter as an input: guards want the plain tensor that tracing saw.
-            args, kwargs = tree_unflatten(without_history(leaves), _spec_of(args, kwargs))
+            spec = tree_flatten((args, kwargs))[1]
+            args, kwargs = tree_unflatten(without_history(leaves), spec)
+        with self._capturing, nullcontext() if self.sharding is None else self.sharding.plain():
+            for functions in self._known.get(signature, ()):
+                if functions.capture.guards.hold(args, kwargs):
+                    self._captured[functions.base] = self._captured.pop(functions.base)
+                    return functions
+            return self._resized(signature, args, kwargs, leaves) or self._capture_fitting(
+                signature, args, kwargs, leaves, called
+            )
 
-        def fits(functions: SplitFunctions) -> bool:
-            return functions.capture.guards.hold(args, kwargs)
-
-        call = signature, leaves, structure, (args, kwargs), called, fits
-        with self._capturing:
-            if self._sharding is None:
-                return self._graphs.find(signature, fits, leaves) or self._capture_fitting(*call)
-            with self._sharding.plain():
-                return self._graphs.find(signature, fits, leaves) or self._capture_fitting(*call)
+    def _resized(
+        self,
+        signature: CallSignature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+    ) -> SplitFunctions | None:
+        """A graph of other sizes that fits, for those of these leaves."""
+        for functions, known in reversed(self._captured.items()):
+            if functions.capture.sizes is None or known.of_any_size != signature.of_any_size:
+                continue
+            if functions.capture.guards.hold(args, kwargs):
+                self._captured[functions] = self._captured.pop(functions)
+                if len(self._known) >= _MAX_SIZES:
+                    self._forget_other_sizes()
+                resized = functions.at(leaves)
+                self._known.setdefault(signature, []).insert(0, resized)
+                return resized
+        return None
 
     def _capture_fitting(
         self,
         signature: CallSignature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         leaves: Sequence[Any],
-        structure: CallStructure,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
         called: bool,
-        fits: Callable[[SplitFunctions], bool],
     ) -> SplitFunctions:
         if self._busy:  # only the thread that captures comes here meanwhile
             raise calls_itself(self._model)
-        make = partial(self._capture, signature, leaves, _spec_of(*arguments), called)
-        found = self._sizes.capture(structure, leaves, make, fits)
+
+        def fits(functions: SplitFunctions) -> bool:
+            return functions.capture.guards.hold(args, kwargs)
+
+        spec = tree_flatten((args, kwargs))[1]
+        make = partial(self._capture, signature, leaves, spec, called)
+        found = self._sizes.capture(signature.structure, leaves, make, fits)
         if not fits(found):
             raise CaptureError(
                 f"the graph of {type(self._model).__name__} does not fit the very call it "
                 "was captured for: its forward reads something that is different at "
                 "every call. Pass that as a tensor or a number"
             )
-        self._graphs.add(signature, found)
+        while len(self._captured) >= self._limit:
+            del self._captured[next(iter(self._captured))]
+            self._forget_other_sizes()
+            self._warn_of_many()
+        self._known.setdefault(signature, []).insert(0, found)
+        self._captured[found] = signature
         return found
+
+    def _forget_other_sizes(self) -> None:
+        """Look captured graphs up under the sizes that they were captured for, and no others."""
+        self._known = {}
+        for functions, signature in self._captured.items():
+            self._known.setdefault(signature, []).insert(0, functions)
+
+    def _warn_of_many(self) -> None:
+        if not self._full:
+            self._full = True
+            warnings.warn(
+                f"{type(self._model).__name__} needed more than {self._limit} graphs; from now on "
+                "the one unused for longest is dropped, and captured again if it is needed again, "
+                "which takes seconds. Pad inputs to fewer shapes, pass numbers that vary as "
+                "tensors, or raise max_graphs of autosplit.split",
+                stacklevel=3,
+            )
 
     def _capture(
         self,
@@ -435,9 +385,9 @@ class Specializations:
                 "called": called and signature not in self._first,
                 "insist": self._insist or not called,
                 "regions": True,
-                "gathering": self._sharding and self._sharding.gathering,
+                "gathering": self.sharding and self.sharding.gathering,
             }
-            name, known = type(self._model).__name__, len(self._graphs.captured)
+            name, known = type(self._model).__name__, len(self._captured)
             again = f", as none of its {known} graphs holds for this call" if known else ""
             with self._traced(self._model.parameters()), working(f"capturing {name}{again}"):
                 made = trace(self._model, args, kwargs, self._split, **options)
@@ -446,7 +396,7 @@ class Specializations:
             raise
         finally:
             self._busy = False
-        self.state = StateReader(self._model)
+        self._reader = StateReader(self._model)
         self._warn_of_little(made)
         return made
 
@@ -458,11 +408,6 @@ class Specializations:
         because = f"what makes that of {few(list(known), 2)} makes input gradients, too"
         share = made.dependence.deferred_share
         self._warned = DeferralWarning.issue(type(self._model).__name__, share, because)
-
-
-def _spec_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeSpec:
-    """How leaves make up this very call, with what is no leaf and equal structures differ in."""
-    return tree_flatten((args, kwargs))[1]
 
 
 def calls_itself(model: nn.Module) -> RecursiveCallError:

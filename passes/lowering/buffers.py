@@ -357,6 +357,25 @@ def donatable(forward: fx.Graph) -> set[Role]:
     }
 
 
+def private(graph: fx.Graph, kind: Kind, given: Collection[Role] = ()) -> set[Role]:
+    """Results of a kind that nobody but graphs can write into: they are handed out under no other
+    kind, and made here, or given by the graph before under these roles.
+    """
+    pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
+    out = {storage_root(value) for role, value in pairs if role.kind is not kind}
+    return {role for role, node in pairs if role.kind is kind and _is_private(node, out, given)}
+
+
+def _is_private(node: fx.Node, out: Collection[fx.Node], given: Collection[Role]) -> bool:
+    root = storage_root(node)
+    if root.op == "placeholder":
+        return role_of(root) in given and root not in out
+    maker = producer(root)
+    # An operator says which of its results are views; any other callable does not.
+    said = overload(maker) is not None or SUBGRAPH in maker.meta or tensor_of(node) is None
+    return said and root.op == "call_function" and root not in out
+
+
 def donate(roles: Collection[Role], *takers: fx.GraphModule | None) -> None:
     """Mark the inputs with these roles as donated, in every taker that does not return them."""
     for module in takers:

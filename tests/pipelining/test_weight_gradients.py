@@ -1,4 +1,4 @@
-"""Weight gradients that graphs add into ``.grad`` themselves: when they must not."""
+"""Weight gradients that graphs add into ``.grad`` themselves: into sums that they made."""
 
 from __future__ import annotations
 
@@ -101,9 +101,11 @@ def split() -> tuple[Computed, SplitFunctions]:
 
 
 @torch.no_grad()
-def microbatch(functions: SplitFunctions, model: nn.Module, x: Tensor, disturb: Any) -> None:
+def microbatch(
+    weights: WeightGradients, functions: SplitFunctions, model: nn.Module, x: Tensor, disturb: Any
+) -> None:
     """F, I and W."""
-    weights, state = WeightGradients(), dict(model.named_parameters())
+    state = dict(model.named_parameters())
     outputs, _, saved = functions.forward(state, [x])
     disturb(model, x)
     flight = InFlightMicrobatch(functions, saved, state, frozenset())
@@ -120,20 +122,21 @@ def test_graphs_add_only_where_nothing_else_lies(
     """The bits of gradients that are added behind the graph."""
     model, functions = split
     x, held, state = torch.randn(4, 3), model.held.clone(), copy.deepcopy(model.state_dict())
-    found, inside = [], mock.Mock(wraps=weight_gradients._note_written)
-    monkeypatch.setattr(weight_gradients, "_note_written", inside)
+    found, inside = [], mock.Mock(wraps=weight_gradients.increment_version)
+    monkeypatch.setattr(weight_gradients, "increment_version", inside)
     for small in (2**20, 0):
         monkeypatch.setattr(weight_gradients, "_SMALL", small)
+        weights = WeightGradients()
         model.load_state_dict(state)
         model.held.copy_(held)
         model.zero_grad()
         if hasattr(Tensor, "grad_dtype"):
             model.one.weight.grad_dtype = None
         for _ in range(2):
-            microbatch(functions, model, x.clone(), lambda model, x: None)
+            microbatch(weights, functions, model, x.clone(), lambda model, x: None)
         assert inside.called != bool(small)
         inside.reset_mock()
-        microbatch(functions, model, x.clone(), disturb)
+        microbatch(weights, functions, model, x.clone(), disturb)
         inside.assert_not_called()
         found.append([parameter.grad.to_dense() for parameter in model.parameters()])
     for one, other in zip(*found, strict=True):

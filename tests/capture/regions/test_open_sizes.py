@@ -69,7 +69,7 @@ class OfOneLength(Residual):
         (Positions, (5, 7, 6), 2, [2]),
         (Branching, (5, 7, 6, 8, 12, 14, 11, 15), 5, [2]),
         # Where the first block found that its length cannot be open, it no longer is.
-        (OfOneLength, (5, 7, 6, 9), 3, [1, 1]),
+        (OfOneLength, (5, 7, 9, 6), 3, [1, 1]),
         (Halving, (50, 70, 64, 33), 2, [1, 1]),
     ],
 )
