@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from autosplit.text.figures import few
 from autosplit.torch_internals.autograd import (
     KnownLeaves,
     Leaves,
+    applied,
     at_end_of_backward,
     current_backward,
     graph_is_kept,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SOME = 4
+_SOME = 2
 
 _IS_LEAF = attrgetter("is_leaf")
 _NEEDS_GRAD = attrgetter("requires_grad")
@@ -101,9 +102,28 @@ def run_split(
     probes: Sequence[Tensor] = parameters
     if not unsplit:
         probes = () if counted else probe_sample(parameters)
-    return list(
-        Split.apply(functions, state, anchor, known, unsplit, anchor.leaf, *leaves, *probes)  # type: ignore[no-untyped-call]
-    )
+    call = _Call(functions, state, anchor, known, unsplit, len(probes))
+    return list(_apply(call, anchor.leaf, *leaves, *probes))
+
+
+class _Call(NamedTuple):
+    """One forward call of a split graph: what ``Split`` keeps of it for its backward.
+
+    Attributes:
+        functions: the graph's.
+        state: parameters and buffers.
+        anchor: of the graph's owner.
+        known: the parameters.
+        unsplit: whether the backward is I and W.
+        probes: how many parameters are the node's last inputs.
+    """
+
+    functions: SplitFunctions
+    state: State
+    anchor: WeightAnchor
+    known: Leaves
+    unsplit: bool
+    probes: int
 
 
 class Split(torch.autograd.Function):
@@ -116,20 +136,11 @@ class Split(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        functions: SplitFunctions,
-        state: State,
-        anchor: WeightAnchor,
-        known: Leaves,
-        unsplit: bool,
-        _leaf: Tensor,
-        *values: Any,
-    ) -> tuple[Any, ...]:
-        ctx.anchor, ctx.functions, ctx.state, ctx.known = anchor, functions, state, known
-        ctx.writes = () if anchor.sharded is None else anchor.sharded.writes()
-        leaves = list(values[: len(functions.capture.inputs)])
-        ctx.unsplit, ctx.probes = unsplit, len(values) - len(leaves)
+    def forward(ctx: Any, call: _Call, _leaf: Tensor, *values: Any) -> tuple[Any, ...]:
+        ctx.call = call
+        functions, sharded = call.functions, call.anchor.sharded
+        ctx.writes = () if sharded is None else sharded.writes()
+        leaves = list(values[: len(values) - call.probes])
         # What a loop made itself (a batch) it may write into once backward() is over. What an
         # earlier module computed it has no hold of.
         lent = functions.lent
@@ -137,7 +148,7 @@ class Split(torch.autograd.Function):
             {at for _, at in lent if at is not None and _is_batch(leaves[at])} if lent else ()
         )
         del values
-        outputs, _, ctx.saved = functions.run(state, leaves)
+        outputs, _, ctx.saved = functions.run(call.state, leaves)
         ctx.packed = has_saved_tensors_hooks()
         if ctx.packed:
             ctx.save_for_backward(*ctx.saved.tensors)
@@ -156,8 +167,8 @@ class Split(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        functions: SplitFunctions = ctx.functions
-        saved = ctx.saved
+        call: _Call = ctx.call
+        functions, anchor, saved = call.functions, call.anchor, ctx.saved
         if saved is None or torch.is_grad_enabled() or in_compiled_autograd():
             _refuse_backward()
         if ctx.watched:
@@ -171,28 +182,31 @@ class Split(torch.autograd.Function):
         ctx.saved = saved.again() if kept else None
         if ctx.packed:
             saved.bring_back(ctx.saved_tensors)
-        if ctx.anchor.sharded is not None:
-            ctx.anchor.sharded.check(ctx.writes)
+        if anchor.sharded is not None:
+            anchor.sharded.check(ctx.writes)
         with without_autocast():
             grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None
-        weights: Sequence[Tensor | None] = [None] * ctx.probes
-        ordinary = will_run(ctx.anchor.node)
+        weights: Sequence[Tensor | None] = [None] * call.probes
+        ordinary = will_run(anchor.node)
         asked = not ordinary and any(node and is_asked_for(node) for node in _probes(ctx))
-        if asked and not ctx.unsplit:
+        if asked and not call.unsplit:
             refuse_parameter_request()
         if ordinary or asked:
             weights = _weights(ctx, deferred, early, skipped) or weights
         elif kept and asked_by_pipelining():
             _refuse_pipelining()
-        return (None, None, None, None, None, None, *grads, *weights)
+        return (None, None, *grads, *weights)
+
+
+_apply = applied(Split)
 
 
 def _probes(ctx: Any) -> list[Any]:
     """Nodes of the parameters among the node's inputs."""
     edges = ctx.next_functions
-    return [node for node, _ in edges[len(edges) - ctx.probes :]]
+    return [node for node, _ in edges[len(edges) - ctx.call.probes :]]
 
 
 def _weights(
@@ -206,9 +220,8 @@ def _weights(
     Returns:
         gradients of the parameters among the node's inputs; nothing where W is queued.
     """
-    anchor: WeightAnchor = ctx.anchor
-    functions: SplitFunctions = ctx.functions
-    state, number, known = ctx.state, current_backward(), ctx.known
+    functions, state, anchor, known, unsplit, _ = ctx.call
+    number = current_backward()
     if not all(map(_NEEDS_GRAD, known.parameters)):
         # Frozen since the forward: autograd drops their gradients.
         skipped |= {n for n in functions.parameter_names if not state[n].requires_grad}
@@ -219,7 +232,7 @@ def _weights(
     sharded = anchor.sharded
     if sharded is not None:
         work.owner, work.writes = sharded.owner, ctx.writes
-    if ctx.unsplit:
+    if unsplit:
         return weight_gradients(work)
     if known.has_hooks():
         return _weights_for_late_hooks(anchor, work, [node.variable for node in _probes(ctx)])

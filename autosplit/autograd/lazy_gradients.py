@@ -8,12 +8,12 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from sys import getrefcount
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from autosplit.torch_internals.autograd import UNHELD, is_held
+from autosplit.torch_internals.autograd import any_held
 
 from .lazy_gradient import ADDING, GradientSlot, LazyGradient, pending
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .pending import PendingQueue
 
 _FEW = 64
+_GRAD = attrgetter("grad")
 
 
 class LazyGradients:
@@ -84,6 +85,12 @@ class LazyGradients:
         owner = self._owner()
         if owner is None:
             return None
+        if not self.held:
+            sums = [
+                g for g in map(_GRAD, parameters) if g is not None and type(g) is not LazyGradient
+            ]
+            self.held = any_held(sums)
+            del sums
         known, sources = self._slots.get, (owner,)
         slot: GradientSlot | None = None
         for parameter in parameters:
@@ -97,8 +104,6 @@ class LazyGradients:
                     if grad is lazy and slot.sources == sources:
                         continue
                 elif type(grad) is not LazyGradient:
-                    if grad is not None and not self.held:
-                        self.held = getrefcount(grad) > UNHELD or is_held(grad)
                     slot.sources, slot.grad, slot.armed = sources, grad, True
                     try:
                         parameter.grad = lazy
@@ -128,8 +133,6 @@ class LazyGradients:
         if not slot.armed:
             grad = parameter.grad
             if type(grad) is not LazyGradient:
-                if grad is not None and not self.held:
-                    self.held = getrefcount(grad) > UNHELD or is_held(grad)
                 slot.sources = sources
                 slot.arm(parameter, grad)
                 return slot, False

@@ -79,6 +79,12 @@ def in_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
+def applied(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``kind.apply`` outside of ``torch.func``'s transforms, without looking for them."""
+    found: Callable[..., Any] = super(torch.autograd.Function, kind).apply  # type: ignore[misc]
+    return found
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -425,33 +431,39 @@ def _dispatch_outside() -> tuple[Any, Any]:
 _OUTSIDE = _dispatch_outside()
 
 
-def is_held(gradient: Tensor) -> bool:
-    """Whether anything but ``.grad`` of one parameter refers to a gradient or its memory from C++:
-    another ``.grad``, a view, an array of NumPy, a flat buffer. Python's references the caller
-    counts itself, ``getrefcount(gradient) > UNHELD``: where torch.compile looks at frames, Python
-    counts the arguments of functions twice.
+def any_held(gradients: Sequence[Tensor]) -> bool:
+    """Whether anything but ``.grad`` of one parameter, and this list, refers to one of these or its
+    memory: a variable, another ``.grad``, a view, an array of NumPy, a flat buffer.
     """
-    if tensor_users(gradient) > _USERS:
-        return True
-    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
-        return False
-    storage = gradient.untyped_storage()
-    users, handles = torch._C._storage_Use_Count(storage._cdata), getrefcount(storage)
-    base = gradient._base if users > _STORAGE else None
-    if base is not None and tensor_users(base) <= _USERS and getrefcount(base) <= UNHELD:
-        users -= 1  # of a gradient that was made as a view nobody else has what it is a view of
-    return users > _STORAGE or handles > _HANDLES
+    for gradient in gradients:
+        if getrefcount(gradient) > _REFERENCES or tensor_users(gradient) > _USERS:
+            return True
+        if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+            continue
+        storage = gradient.untyped_storage()
+        users = torch._C._storage_Use_Count(storage._cdata)
+        if users > _STORAGE and gradient._base is not None and not _is_held_base(gradient):
+            users -= 1  # of a gradient that was made as a view nobody else has what it is a view of
+        if users > _STORAGE or getrefcount(storage) > _HANDLES:
+            return True
+    return False
+
+
+def _is_held_base(view: Tensor) -> bool:
+    base: Any = view._base
+    return tensor_users(base) > _USERS or getrefcount(base) >= _REFERENCES
 
 
 def _unheld() -> tuple[int, int, int, int]:
-    """What is counted of a gradient that only its parameter and one variable refer to."""
+    """What ``any_held`` counts of a gradient that only its parameter and the list refer to."""
     parameter = torch.zeros((), requires_grad=True)
     parameter.grad = torch.zeros(())
-    gradient = parameter.grad
-    storage = gradient.untyped_storage()
-    users = torch._C._storage_Use_Count(storage._cdata)
+    gradients = [parameter.grad]
+    for gradient in gradients:
+        storage = gradient.untyped_storage()
+        users = torch._C._storage_Use_Count(storage._cdata)
     return getrefcount(gradient), tensor_users(gradient), users, getrefcount(storage)
 
 
 with torch.inference_mode(False):
-    UNHELD, _USERS, _STORAGE, _HANDLES = _unheld()
+    _REFERENCES, _USERS, _STORAGE, _HANDLES = _unheld()
