@@ -37,7 +37,7 @@ from autosplit.capture.workarounds.operators import grouped_products_of_any_dtyp
 from autosplit.torch_internals.pytree import hold
 from autosplit.torch_internals.version import TORCH
 
-from .guards import DYNAMO, ForwardScope, Guards
+from .guards import DYNAMO, ForwardScope, Guards, traced_call
 from .side_effects import pass_on, refuse_drawn, setters
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def _export(
             ):
                 captured = fullgraph_capture(module, args, kwargs)
             if regions is not None:
-                regions.forget_stand_ins(captured, ForwardScope(module).of(args, kwargs))
+                function, given = traced_call(module, args)
+                regions.forget_stand_ins(captured, ForwardScope(function).of(given, kwargs))
             guards = Guards.of(module, args, kwargs, captured)
         _return_something(captured)
         with graph_put_aside(module, captured.backend_input):

@@ -75,12 +75,26 @@ _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 _PLAIN = {inspect.Parameter.POSITIONAL_OR_KEYWORD, _KEYWORD_ONLY}
 
 
-class Binding:
-    """``inspect.Signature.bind`` with defaults applied, without its cost (ten microseconds a
-    call) for functions that take no ``*args``, no ``**kwargs`` and nothing by position only.
+def traced_call(module: nn.Module, args: tuple[Any, ...]) -> tuple[FunctionType, tuple[Any, ...]]:
+    """The function that Dynamo traces for a call of a module, and its positional arguments."""
+    function, root = get_traced_fn(module)
+    return function, args if root is None else (root, *args)
+
+
+class ForwardScope:
+    """Variables of a function that Dynamo traces: its parameters, what it closes over, and its
+    globals.
+
+    Binds as ``inspect.Signature.bind`` with defaults applied does, without its cost (ten
+    microseconds a call) for functions that take no ``*args``, no ``**kwargs`` and nothing by
+    position only.
+
+    Attributes:
+        function: that is traced.
     """
 
     def __init__(self, function: FunctionType) -> None:
+        self.function = function
         self._signature = inspect.signature(function, follow_wrapped=False)
         parameters = self._signature.parameters
         kinds = {name: parameter.kind for name, parameter in parameters.items()}
@@ -93,43 +107,24 @@ class Binding:
             if parameter.default is not inspect.Parameter.empty
         }
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Every parameter's value; None where the function cannot be called like this."""
-        if not self._is_plain or len(args) > len(self._positional):
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """What it finds locally in one call; None where it cannot be called like this."""
+        if self._is_plain and len(args) <= len(self._positional):
+            given = dict(zip(self._positional, args, strict=False))
+            given.update(kwargs)
+            bound = self._defaults | given
+            if len(given) < len(args) + len(kwargs) or bound.keys() != self._names:
+                return None
+        else:
             try:
                 slowly = self._signature.bind(*args, **kwargs)
             except TypeError:
                 return None
             slowly.apply_defaults()
-            return slowly.arguments
-        given = dict(zip(self._positional, args, strict=False))
-        given.update(kwargs)
-        bound = self._defaults | given
-        twice = len(given) < len(args) + len(kwargs)
-        return None if twice or bound.keys() != self._names else bound
-
-
-class ForwardScope:
-    """Variables of the function that Dynamo traces for a module: its parameters, what it closes
-    over, and its globals.
-
-    Attributes:
-        function: that is traced.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.function: FunctionType = get_traced_fn(module)[0]
-        self._binding = Binding(self.function)
-
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """What it finds locally in one call; None where this is no call of the function."""
-        function, root = get_traced_fn(self._module)
-        if function is not self.function:
-            return None
-        bound = self._binding(args if root is None else (root, *args), kwargs)
-        if bound is not None and function.__closure__:
-            cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+            bound = slowly.arguments
+        if self.function.__closure__:
+            names = self.function.__code__.co_freevars
+            cells = zip(names, self.function.__closure__, strict=True)
             bound.update({name: cell.cell_contents for name, cell in cells})
         return bound
 
@@ -177,7 +172,8 @@ class BlockGuards:
     ) -> None:
         self.guards, self._module = guards, module
         self._function = guards.scope.function
-        self._variables = ForwardScope(module).bound(args, kwargs)
+        function, given = traced_call(module, args)
+        self._variables = ForwardScope(function).bound(given, kwargs)
 
     def hold(self) -> bool:
         """Whether the graphs may be called for the block as it is now."""
@@ -208,7 +204,7 @@ class Guards:
 
     def __init__(self, module: nn.Module, captured: CaptureOutput, varies: bool) -> None:
         self.module = module
-        self.scope = ForwardScope(module)
+        self.scope = ForwardScope(get_traced_fn(module)[0])
         # When this code is collected, Dynamo removes globals that the guards read.
         self._kept = captured.graph_capture_output.bytecode
         self._unsettled: CaptureOutput | None = captured
@@ -270,6 +266,9 @@ class Guards:
         if torch._C._len_torch_dispatch_stack() or (any(_HOOKS) and _tracked()):
             with unobserved():
                 return self.hold(args, kwargs)
+        function, args = traced_call(self.module, args)
+        if function is not self.scope.function:
+            return False
         bound = self.scope.bound(args, kwargs)
         if bound is None or not self.check(bound):
             return False
@@ -295,7 +294,7 @@ class Guards:
     def _find_constants(
         self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[CodeType, Any]]:
-        scope = self.scope.of(args, kwargs)
+        scope = self.scope.of(traced_call(self.module, args)[1], kwargs)
         known = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
         _, root = get_traced_fn(self.module)
         if root is self.module:

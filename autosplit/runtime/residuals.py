@@ -282,7 +282,7 @@ class Residuals:
         # State and constants that must stay as they are.
         held = known.constants.tensors
         self._watched = state + held if held else state
-        self._counts = self._count()
+        self._counts = versions(chain(map(tensors.__getitem__, known.exposed), self._watched))
         self._places = tuple(map(_POINTER, self._watched)), tuple(map(_DTYPE, self._watched))
         self._stream = stream_under(tensors) if known.on_streams else None
         self.away: list[_Away] = []
@@ -407,7 +407,8 @@ class Residuals:
                 constant has other data; names it.
         """
         watched, (places, dtypes) = self._watched, self._places
-        if self._count() != self._counts:
+        exposed = map(self._tensors.__getitem__, self._known.exposed)
+        if versions(chain(exposed, watched)) != self._counts:
             self._check_unwritten()
         if tuple(map(_POINTER, watched)) != places or tuple(map(_DTYPE, watched)) != dtypes:
             self._check_unmoved()

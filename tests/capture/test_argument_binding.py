@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.capture.guards import Binding
+from autosplit.capture.guards import ForwardScope
 
 
 def plain(a: Any, b: Any, c: Any = 3) -> None: ...
@@ -35,13 +35,13 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("function", [plain, keyword, variable, positional, nothing])
 def test_binds_as_inspect_does(function: Callable[..., None]) -> None:
-    binding = Binding(function)
+    bound_by = ForwardScope(function).bound
     signature = inspect.signature(function)
     for args, kwargs in CALLS:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            assert binding(args, kwargs) is None, (args, kwargs)
+            assert bound_by(args, kwargs) is None, (args, kwargs)
         else:
             bound.apply_defaults()
-            assert binding(args, kwargs) == bound.arguments, (args, kwargs)
+            assert bound_by(args, kwargs) == bound.arguments, (args, kwargs)
