@@ -174,6 +174,26 @@ def test_backward_meanwhile(cleared: bool, behind: bool, split: Any) -> None:
     assert_same_gradients(split.unsplit, plain)
 
 
+def test_two_models_with_a_parameter_in_common() -> None:
+    """Both threads add to one gradient, and the last to end puts it into ``.grad``."""
+    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
+    two.weight = one.weight
+    plain = copy.deepcopy(nn.ModuleList([one, two]))
+    splits = autosplit.split(one), autosplit.split(two)
+    x = torch.randn(4, 3)
+    for module in (*splits, *plain):
+        backward(module, x)
+    with computing(splits[0], behind=False) as (first, _):
+        gate = Gate(splits[1]._queue.deliver, behind=False)
+        splits[1]._queue.deliver = gate
+        second = Thread(splits[1].backward_weight)
+        assert gate.reached.wait(PATIENCE)
+        first.open()
+        gate.open()
+        second.ended()
+    assert_same_gradients(nn.ModuleList([one, two]), plain, exact=False)
+
+
 def test_step_while_another_thread_captures(split: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing has gradients that are pending out of its way; an optimizer finds them all the
     same.

@@ -14,7 +14,7 @@ from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.pipeline import PipelineTrainer
 from tests.checkpoint import checkpoint_workers
-from tests.checkpoint.checkpoint_workers import batch, dropping, train, trainer, whole
+from tests.checkpoint.checkpoint_workers import batch, trainer, whole
 
 
 def ramp(optimizer: Any) -> lr_scheduler.LRScheduler:
@@ -37,26 +37,6 @@ def steps(engine: PipelineTrainer, scheduler: Any, first: int, last: int) -> tor
         else:
             scheduler.step()
     return torch.stack(losses)
-
-
-def test_on_another_number_of_stages_generators_are_seeded_alike(tmp_path: Path) -> None:
-    with trainer(dropping(0), 2, ranks=1) as engine:
-        train(engine, 0, 1)
-        save_checkpoint(engine, tmp_path)
-    found = []
-    for seed in (4, 5):
-        torch.manual_seed(seed)
-        with trainer(dropping(0), 3, ranks=1) as engine:
-            assert load_checkpoint(engine, tmp_path).generators == "seeded"
-            found.append(train(engine, 1, 3))
-    assert torch.equal(*found)
-    torch.manual_seed(6)
-    expected = torch.rand(3)
-    torch.manual_seed(6)
-    with trainer(dropping(0), 3, ranks=1) as engine:
-        torch.manual_seed(6)
-        assert load_checkpoint(engine, tmp_path, generators=False).generators == "untouched"
-        assert torch.equal(torch.rand(3), expected)
 
 
 def test_checkpoints_of_others_leave_generators_alone(tmp_path: Path) -> None:
@@ -94,15 +74,6 @@ def test_a_scheduler_does_not_go_on_over_other_groups(tmp_path: Path) -> None:
         scheduler = by_group(engine.optimizer)
         load_checkpoint(engine, tmp_path, scheduler=scheduler)
         assert torch.equal(steps(engine, scheduler, 3, 6), expected)
-
-
-def test_what_cannot_be_read_back_is_not_saved(tmp_path: Path) -> None:
-    with (
-        trainer(whole(0), 2, ranks=1) as engine,
-        pytest.raises(CheckpointError, match="extra has something that a checkpoint cannot have"),
-    ):
-        save_checkpoint(engine, tmp_path / "it", extra={"model": nn.Linear(1, 1)})
-    assert not (tmp_path / "it").exists()
 
 
 def test_numpys_numbers_can_be_read_back(tmp_path: Path) -> None:

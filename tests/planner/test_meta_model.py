@@ -175,18 +175,6 @@ def test_values_are_distributed_as_the_constructor_has_them(
             torch.testing.assert_close(values[name].mean(), mean, rtol=0, atol=std.item() + 1e-6)
 
 
-def test_the_seed_decides() -> None:
-    model = meta_model(Scaled)
-    torch.manual_seed(1)
-    one = all_at_once(model, seed=1)
-    state = torch.get_rng_state()
-    two = all_at_once(model, seed=1)
-    other = all_at_once(model, seed=2)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(one["out.weight"], other["out.weight"])
-
-
 def test_a_model_that_came_onto_meta_otherwise_has_no_values() -> None:
     with torch.device("meta"):
         model = Scaled()

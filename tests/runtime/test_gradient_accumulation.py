@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autosplit import SplitError, Stage
 from tests.microbatches import run_microbatches
-
-
-def test_float32_sums_of_bfloat16_gradients_are_closer() -> None:
-    """To the sum in float64, over 64 microbatches, before and after the rounding at the end."""
-    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4)).bfloat16()
-    twin = copy.deepcopy(model).double()
-    batches = [torch.randn(5, 8).bfloat16() for _ in range(64)]
-    grads = [torch.randn(5, 4).bfloat16() for _ in range(64)]
-    for batch, grad in zip(batches, grads, strict=True):
-        twin(batch.double()).backward(grad.double())
-    errors = {}
-    for dtype in (None, torch.float32):
-        stage = Stage(model, [batches[0]], grad_dtype=dtype)
-        run_microbatches(stage, batches, grads)
-        assert {g.dtype for g in stage.gradients.values()} == {dtype or torch.bfloat16}
-        model.zero_grad()
-        stage.publish()
-        assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
-        errors[dtype] = [
-            (mine.grad.double() - theirs.grad).norm().item()
-            for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True)
-        ]
-    for float32, bfloat16 in zip(errors[torch.float32], errors[None], strict=True):
-        assert 2 * float32 < bfloat16
 
 
 def test_publish_keeps_float32_where_the_parameter_takes_it() -> None:

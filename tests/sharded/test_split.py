@@ -294,23 +294,6 @@ def test_run_by_fsdp_before() -> list[str]:
     return pair.train(1)
 
 
-@ranks(2)
-def test_nan_on_one_rank() -> list[str]:
-    pair, found = usual(), []
-    batches = pair.words()
-    for module in (pair.plain, pair.split):
-        for at, words in enumerate(batches):
-            set_sync(pair.plain, at == 1)
-            factor = float("nan") if dist.get_rank() == 1 and at == 0 else 1.0
-            (loss_of(module, words) * factor).backward()
-    pair.split.backward_weight()
-    pairs = zip(pair.plain.parameters(), pair.split.parameters(), strict=True)
-    for a, b in pairs:
-        same = torch.equal(local(a.grad).isnan(), local(b.grad).isnan())
-        found += [] if same and local(a.grad).isnan().any() else ["NaN did not arrive"]
-    return found
-
-
 class Products(nn.Module):
     """Its W reads parameters, and views of them."""
 

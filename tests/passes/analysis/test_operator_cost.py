@@ -10,9 +10,7 @@ import autosplit
 from autosplit.passes import Role
 from autosplit.passes.analysis.aliasing import storage_bytes
 from autosplit.passes.analysis.operator_cost import flops, weight_flops
-from autosplit.passes.graph import Kind, ancestors, calls, concrete, is_size, with_concrete_sizes
-from autosplit.passes.partition.reachability import Reachability
-from autosplit.passes.partition.regions import Division
+from autosplit.passes.graph import Kind, calls, concrete, with_concrete_sizes
 
 # --- Symbolic sizes are priced by their example and cross a boundary as numbers -------------------
 
@@ -33,20 +31,6 @@ def test_prices_come_from_the_example() -> None:
     assert isinstance(rows, torch.SymInt)
     assert concrete(rows) == 5
     assert with_concrete_sizes(product.meta["val"]).shape == (5, 9)
-
-
-def test_size_crosses_as_a_number() -> None:
-    module = symbolic(lambda x: nn.functional.relu(x).view(x.shape[0] * 2, -1), torch.randn(6, 8))
-    nodes = {node.name: node for node in module.graph.nodes}
-    (view,) = [node for node in calls(module.graph) if "view" in str(node.target)]
-    size = next(node for node in view.all_input_nodes if is_size(node))
-    forward = {node for node in module.graph.nodes if node.op == "placeholder"}
-    forward |= {nodes["relu"], *ancestors([size])}
-    late = module.graph.create_node("call_function", torch.ops.aten.cumsum.default, (view, 0))
-    late.meta["val"] = view.meta["val"]
-    reach = Reachability(forward, {view, late}, {view, late}, set(), set(), [late], [])
-    cut = Division(module.graph, reach, recompute=False, release=False).cut()
-    assert set(cut.saved) == {nodes["relu"], size}
 
 
 # --- weight_flops: which graph makes the products of weight gradients -----------------------------

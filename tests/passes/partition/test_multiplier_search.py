@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import fx
 
 from autosplit.passes import Kind, memory_setting
@@ -13,9 +12,6 @@ from autosplit.passes.graph import Regions
 from autosplit.passes.memory_policy import Memory
 from autosplit.passes.partition.multiplier_search import (
     best_division,
-    recompute_time,
-    run_counts,
-    waiting_share,
 )
 from autosplit.passes.partition.reachability import Reachability
 from tests.passes.sized import Sized
@@ -75,52 +71,3 @@ def test_budget_below_the_least_possible() -> None:
         match=r"memory=3: no division holds so little .*; the least possible is 16 bytes",
     ):
         divided(graph, memory_setting(3))
-
-
-@pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.25])
-def test_at_least_the_asked_share_of_work_is_deferred(share: float) -> None:
-    graph = products()
-    regions, reach = divided(graph, Memory("test", recompute=0.0, waiting=share))
-    assert waiting_share(regions, reach) >= share
-    less, _ = divided(graph, Memory("test", recompute=0.0, waiting=max(share - 0.25, 0)))
-    assert deferred(less) <= deferred(regions)
-
-
-def products() -> fx.Graph:
-    """Four matrix products for weight gradients, of the same FLOPs and of other bytes each."""
-
-    sized = Sized()
-    dy = sized.tangent(16)
-    for rows, columns in ((2, 8), (4, 4), (8, 2), (16, 1)):
-        x = sized.costly(1, sized.input(8))
-        sized.result(Kind.OUTPUT, x)
-        derivative = sized.costly(1, dy)
-        sized.result(Kind.INPUT_GRAD, derivative)
-        product = sized.graph.call_function(torch.ops.aten.mm.default, (derivative, x))
-        derivative.meta["val"] = torch.empty(rows, 4, device="meta")
-        x.meta["val"] = torch.empty(4, columns, device="meta")
-        product.meta["val"] = torch.empty(rows, columns, device="meta")
-        sized.result(Kind.PARAMETER_GRAD, product)
-    return sized.module().graph
-
-
-def test_recomputation_stays_within_its_share_of_the_step() -> None:
-    graph = recomputable()
-    none, reach = divided(graph, Memory("test", recompute=0.0))
-    assert recompute_time(none, reach) == 0
-    some, reach = divided(graph, Memory("test", recompute=100.0))
-    assert recompute_time(some, reach) > 0
-    assert distinct_bytes(some.saved) < distinct_bytes(none.saved)
-    assert max(run_counts(some, reach).values()) > max(run_counts(none, reach).values()) == 1
-
-
-def recomputable() -> fx.Graph:
-    """A large cheap value made of a small one, both of which the backward could read."""
-    sized = Sized()
-    x, dy = sized.input(8), sized.tangent(8)
-    small = sized.costly(8, x)
-    large = sized.cheap(1_000_000, small)
-    sized.result(Kind.OUTPUT, sized.costly(8, large))
-    derivative = sized.costly(8, dy, large)
-    sized.result(Kind.INPUT_GRAD, derivative)
-    return sized.module().graph

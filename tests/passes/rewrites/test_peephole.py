@@ -39,14 +39,6 @@ def test_divides_by_the_mask() -> None:
     assert not divide_backward_operators(program)
 
 
-def test_without_bias() -> None:
-    program = program_of(
-        nn.Conv2d(3, 4, 3, bias=False), torch.randn(2, 3, 8, 8, requires_grad=True)
-    )
-    divide_backward_operators(program)
-    assert masks(program.joint) == [[True, False, False], [False, True, False]]
-
-
 def test_leaves_alone_what_is_not_fused() -> None:
     no_input_gradient = program_of(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8))
     assert not divide_backward_operators(no_input_gradient)

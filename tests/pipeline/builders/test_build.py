@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
-from autosplit.pipeline.builders.placement import Filler, with_rows
+from autosplit.pipeline.builders.placement import Filler
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.simulate import simulate
@@ -244,36 +243,3 @@ def test_an_order_that_deadlocks_cannot_be_filled() -> None:
         "no place for the backward weights within 2 microbatches in flight: nothing can run while "
         "0I0, 1F1 wait"
     )
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.sampled_from([name for name, family in SCHEDULES.items() if "fill" in family.weights]),
-    st.integers(1, 4),
-    st.integers(1, 6),
-    st.tuples(*(st.integers(0, 4),) * 3),
-    st.sampled_from([0.0, 0.5, 1.0]),
-)
-def test_filling_tells_the_simulated_step(
-    name: str, ranks: int, microbatches: int, times: tuple[int, int, int], patience: float
-) -> None:
-    chunks = SCHEDULES[name].chunks
-    try:
-        template = SCHEDULES[name].make(ranks, microbatches, *(() if chunks else (2,)))
-    except ScheduleError:
-        reject()
-    rows = tuple(
-        tuple(
-            replace(each, kind=ActionKind.BACKWARD_INPUT)
-            if each.kind is ActionKind.BACKWARD
-            else each
-            for each in row
-        )
-        for row in template.rows
-    )
-    unfilled = with_rows(name, template, rows)
-    triples = [tuple(map(float, times))] * unfilled.stages
-    filler = Filler(unfilled, template.budgets)
-    found = filler.fill(triples, patience=patience)
-    schedule = replace(unfilled, ranks=filler.rows(found))
-    assert simulate(schedule, seconds(*map(float, times))).step_time == filler.step(found, triples)

@@ -14,7 +14,6 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.search.search import constructed, named_schedules, search
-from autosplit.pipeline.search.within_memory import adds_in_order
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.transfer import Transfer
@@ -107,17 +106,6 @@ def test_a_full_backward_where_it_keeps_less() -> None:
     assert max(peak_memory(found, memory)) <= 2.0
     fused = build("1f1b", 2, 4, split_backward=False)
     assert simulate(found, costs.seconds).makespan <= simulate(fused, costs.seconds).makespan
-
-
-def test_sums_of_gradients_keep_their_order() -> None:
-    """A W and a B of one stage do not pass each other: sums in another order round otherwise."""
-    for times, deferred, cap in (
-        ((3.0, 2.0, 3.0), 1.5, 2.5),
-        ((2.0, 3.0, 2.0), 1.5, 4.0),
-        ((1.0, 1.0, 4.0), 2.0, 3.0),
-    ):
-        costs = Costs([times] * 3, [StageMemory(1.0, deferred)] * 3, Transfer(0.25))
-        assert adds_in_order(search(costs, 5, cap=cap))
 
 
 def test_bad_arguments_are_refused() -> None:

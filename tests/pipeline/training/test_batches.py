@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.training.batches import BatchSplitter, signature
+from autosplit.pipeline.training.batches import BatchSplitter
 
 CPU = torch.device("cpu")
 
@@ -72,23 +72,3 @@ def test_bad_batches(batch: Any, text: str) -> None:
     with pytest.raises(PipelineError) as caught:
         _splitter()(batch)
     assert text in str(caught.value)
-
-
-SIZES = torch.zeros(4, 2), torch.zeros(6, 2)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        (SIZES[1], SIZES[0]),
-        (SIZES[0].double(), SIZES[0]),
-        (SIZES[0], None),
-        ((SIZES[0],), SIZES[0]),
-        ({"a": SIZES[0]}, SIZES[0]),
-        None,
-    ],
-)
-def test_batches_of_other_shapes_have_other_signatures(other: Any) -> None:
-    batch = SIZES[0], SIZES[0]
-    assert signature(batch) == signature([*map(torch.ones_like, batch)])
-    assert signature(batch) != signature(other)

@@ -20,8 +20,6 @@ from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation import communicators
 from autosplit.pipeline.validation.communicators import (
     COMPUTE,
-    RECEIVE,
-    SEND,
     Programs,
     Sharing,
     stuck,
@@ -30,7 +28,7 @@ from autosplit.pipeline.validation.programs import of_engine, of_torch
 from autosplit.pipeline.validation.torch_csv import add_communication
 from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.training.moving import awaiting, offloading
-from tests.pipeline.validation.programs import held_up, in_flight, of_items, on_mesh
+from tests.pipeline.validation.programs import held_up, of_items, on_mesh
 from tests.pipeline.validation.reported import CASES, DEFERS
 
 SHARINGS: tuple[Sharing, ...] = ("streams", "launches", "kernels")
@@ -81,15 +79,6 @@ def test_so_do_schedules_that_nobody_would_write() -> None:
     for seed in range(40):
         programs = of_engine(random_schedule(seed))
         assert [stuck(programs, each) for each in SHARINGS] == [None] * 3, seed
-
-
-def test_a_step_of_1024_ranks() -> None:
-    """16 stand for all; they keep as many messages as there are ranks, of 64 microbatches."""
-    programs = of_engine(build("zb-v", 32, 64, ranks=16), (SHARD, TENSOR))
-    assert stuck(programs) is None
-    found = [in_flight(program) for program in programs.values()]
-    assert max(each[SEND] for each in found) == 16
-    assert max(each[RECEIVE] for each in found) == 3
 
 
 @pytest.mark.parametrize("seed", range(12))
