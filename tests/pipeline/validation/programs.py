@@ -119,20 +119,6 @@ def _but(one: int, count: int) -> list[int]:
     return [at for at in range(count) if at != one]
 
 
-def in_flight(program: Sequence[Operation]) -> Counter[str]:
-    """The most sends and receives that a rank has enqueued and not waited for yet at any time, by
-    the order of its host alone.
-    """
-    most, now, waited = Counter[str](), Counter[str](), set[int]()
-    for operation in program:
-        for place in {*operation.after} - waited:
-            now.subtract(part.kind for part in program[place].parts)
-        waited.update(operation.after)
-        now.update(part.kind for part in operation.parts if part.is_message)
-        most |= now
-    return most
-
-
 def held_up(program: Sequence[Operation]) -> int:
     """How many sends stand right behind a receive in a queue: they wait for what may come late."""
     last: dict[str, str] = {}
