@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -13,37 +12,8 @@ from torch import Tensor
 
 from autosplit.device import GeneratorStates, follow, generators_kept, stream_under
 from autosplit.runtime.residuals import HandOver, Residuals
-from tests import conftest, devices
 
 # --- the option that has tests run on another device than the CPU ---------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("tpu", "--device tpu: no such device; known: cpu, cuda, fake"),
-        ("cuda", r"--device cuda: torch \S+ finds no CUDA device here; run it where nvidia-smi"),
-    ],
-)
-def test_devices_that_are_not_there_are_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, said: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    before = devices.chosen()
-    with pytest.raises(pytest.UsageError, match=said):
-        conftest.pytest_configure(Mock(getoption=lambda option: name))
-    assert devices.chosen() == before
-
-
-def test_tests_about_cpus_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Path(__file__).parent
-    named = [*devices.ABOUT_CPUS, *devices.NOT_HERE]
-    assert [name for name in named if not (here / name).exists()] == []
-    for device, there in (("cpu", None), ("cuda", None), ("fake", "Inductor has no code")):
-        monkeypatch.setenv(devices.VARIABLE, device)
-        why = devices.why_not(Path("backends/test_inductor.py"))
-        assert why is None if there is None else why is not None and there in why
-        assert (devices.why_not(Path("cli/test_cli.py")) is None) == (device == "cpu")
 
 
 # --- random generators are put back, and no more of them are touched than there are in use --------

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.dynamo.partial_model import Partial
 from tests.autograd.faces import FACES
 from tests.gradients import assert_same_gradients
 
@@ -86,17 +85,6 @@ def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
     grads.clear()
     backward(split, x)
     assert split.pending == 1
-
-
-@pytest.mark.parametrize("face", [autosplit.split, Partial], ids=["whole", "parts"])
-def test_sums_that_nobody_holds_wait(face: Callable[[nn.Module], Any]) -> None:
-    """Gradients that the engine accumulated may be views, whose bases only they hold."""
-    torch._dynamo.reset()
-    module = face(UsedTwice())
-    for _ in range(3):
-        module(torch.randn(3, 4)).square().sum().backward()
-        assert module.pending == 1
-        module.backward_weight()
 
 
 def test_computed_by_a_failing_backward_says_so() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -68,18 +67,6 @@ def test_input_written_after_backward(build: Callable[[], nn.Module], needs_grad
                 model(x).square().sum().backward()
                 write(memory, x)
         assert_same_gradients(split, plain)
-
-
-def test_token_ids_in_one_buffer() -> None:
-    plain = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4))
-    split = autosplit.split(copy.deepcopy(plain), max_pending=math.inf)
-    for model in (plain, split):
-        ids = torch.zeros(6, dtype=torch.long)
-        for step in range(3):
-            ids.copy_(torch.arange(6) + step)
-            model(ids).sum().backward()
-    assert split.pending == 3
-    assert_same_gradients(split, plain)
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Linear(8, 4), InParts])
