@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, TypeGuard
@@ -87,6 +88,7 @@ def cut(
         _planned_for(request, built),
         how,
         BlockOptions(split, options.stages.autocast, loss_fn),
+        math.inf if options.memory_limit is None else float(options.memory_limit),
     )
     parts = stages_of(whole, found.firsts)
     stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True)

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "1f1b": ({}, 2),
     "microbatches": ({"microbatches": 8}, 1),
     "schedule": ({"schedule": "gpipe"}, 1),
+    "memory_limit": ({"schedule": "gpipe", "memory_limit": 45}, 2),
     "fused": ({"split_backward": False}, 3),
     "a schedule": ({"schedule": build("1f1b", 2, 2, split_backward=False)}, 3),
     "cut_at": ({"planning": {"costs": UNEVEN, "cut_at": ["layers.3"]}}, 3),
