@@ -54,7 +54,7 @@ def split(
             ``"lean"`` goes below that: it computes in I the weight gradients that free the most
             bytes for their FLOPs; at least 55% of the FLOPs still wait. A number is a budget,
             the bytes that one microbatch may hold between I and W; what F saves, parameters
-            and gradients are not in it. ``report()`` shows what each setting would hold. A
+            and gradients are not in it. ``report()`` shows what the setting holds. A
             model that is split in parts is split as ``"balanced"``; others raise.
         overlap: what collectives of tensor parallelism take, as ``measure_collectives`` finds it;
             None goes by an estimate. I computes the weight gradients that fit into its waits for

@@ -14,7 +14,7 @@ from torch import fx
 from autosplit.passes.graph import Role, concrete
 
 if TYPE_CHECKING:
-    from autosplit.sharded.gathering import Gathering
+    from autosplit.sharded.module import Gathering
 
 Boxed = Callable[[list[Any]], list[Any]]
 Strides = tuple[int | torch.SymInt, ...]

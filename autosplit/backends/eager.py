@@ -20,7 +20,7 @@ from autosplit.torch_internals.operators import DirectOperators
 from .backend import Backend, Boxed, Code
 
 if TYPE_CHECKING:
-    from autosplit.sharded.gathering import Gathering
+    from autosplit.sharded.module import Gathering
 
 _OPERATORS = DirectOperators()
 

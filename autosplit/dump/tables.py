@@ -8,12 +8,10 @@ import os
 from tabulate import tabulate
 from torch import fx
 
-from autosplit.passes import MEMORY
 from autosplit.passes.analysis.aliasing import distinct_bytes, is_view, storage_bytes, storage_root
 from autosplit.passes.analysis.operator_cost import graph_flops, weight_flops
 from autosplit.passes.graph import Kind, calls, descendants, inputs, outputs, source_line
 from autosplit.passes.lowering.codegen import value_text
-from autosplit.passes.partition.multiplier_search import MemoryTradeoff, memory_tradeoff
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.text.figures import few, size_text
 
@@ -87,7 +85,6 @@ def report(functions: SplitFunctions, title: str) -> str:
     )
     parts.append(boundary_table(deferred, "simple"))
     parts.append(f"Deferred: {share_text(*weight_flops(graphs))}.")
-    parts.append(memory_table(functions))
     if functions.dependence.inseparable:
         parts.append("Not deferred, for an operator makes them with what input gradients need:")
         parts.append(inseparable_table(functions))
@@ -112,29 +109,6 @@ def graph_table(functions: SplitFunctions, style: str = "simple") -> str:
     rows = [[title, *_graph_row(graphs[name])] for name, title in _TITLES.items() if name in graphs]
     headers = ["graph", "ops", "views", "GFLOPs", "state in", "other in", "out"]
     align = ("left", *["right"] * 6)
-    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
-
-
-def memory_table(functions: SplitFunctions, style: str = "simple") -> str:
-    """A row a memory setting, the one in use marked: what a microbatch holds, which share of the
-    weight gradients' FLOPs I does, and how many operators are recomputed, with the estimated share
-    of the step's time that takes.
-    """
-    graphs = functions.graphs
-    late = graphs.memory.late_input
-    known = [dataclasses.replace(each, late_input=late) for each in MEMORY.values()]
-    settings = {each.name: each for each in (*known, graphs.memory)}
-    trades = [memory_tradeoff(graphs.joint.graph, setting) for setting in settings.values()]
-    rows = [_memory_row(each, each.name == graphs.memory.name) for each in trades]
-    headers = [
-        "memory",
-        "after F",
-        "I to W",
-        "weight FLOPs in I",
-        "recomputed ops",
-        "time",
-    ]
-    align = ("left", *["right"] * 5)
     return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 
@@ -200,16 +174,4 @@ def _graph_row(module: fx.GraphModule) -> list[str]:
         size_text(distinct_bytes(list(state.values()))),
         size_text(distinct_bytes(other)),
         size_text(distinct_bytes(results)),
-    ]
-
-
-def _memory_row(found: MemoryTradeoff, used: bool) -> list[str]:
-    total = found.early_flops + found.late_flops
-    return [
-        found.name + (" (used)" if used else ""),
-        size_text(found.saved),
-        size_text(found.deferred),
-        f"{found.early_flops / total:.0%}" if total else "0%",
-        str(found.recomputed),
-        f"{found.time:.1%}",
     ]

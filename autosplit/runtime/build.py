@@ -35,7 +35,7 @@ from .split_options import SplitOptions, backend_named
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
-    from autosplit.sharded.gathering import Gathering
+    from autosplit.sharded.module import Gathering
 
 # Dynamo's settings and Python's warning filters, both changed while tracing, belong to the
 # process: two threads must not trace at once.

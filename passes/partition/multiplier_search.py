@@ -4,13 +4,10 @@ At fixed multipliers, the division of a joint graph is a minimum cut. A constrai
 recomputation, on bytes between I and W, on the share of deferred work) is relaxed: its quantity
 is priced into the cut by a multiplier, and the larger the multiplier, the less of the quantity the
 cut has.
-
-The cost of a memory setting: saved and deferred bytes, deferred FLOPs, recomputed operators.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
@@ -149,49 +146,3 @@ def _search(
         else:
             below = between
     return high, above, below
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryTradeoff:
-    """The cost of one microbatch under a memory setting.
-
-    Attributes:
-        name: of the setting.
-        saved: bytes that F leaves, distinct storage.
-        deferred: bytes that I leaves for W, likewise.
-        early_flops: floating-point operations of weight gradients that I does.
-        late_flops: floating-point operations of weight gradients that W does.
-        recomputed: operators that run more than once, views not counted.
-        time: estimated time of recomputation, as a share of the step's.
-    """
-
-    name: str
-    saved: int
-    deferred: int
-    early_flops: int
-    late_flops: int
-    recomputed: int
-    time: float
-
-
-def memory_tradeoff(graph: fx.Graph, memory: Memory) -> MemoryTradeoff:
-    """The cost of dividing a joint graph under a memory setting.
-
-    Raises:
-        PassError: a budget cannot be met.
-    """
-    reach = Reachability.of(graph, late_input=memory.late_input)
-    regions = best_division(graph, reach, memory)
-    work = weight_work(reach)
-    late = sum(map(flops, work & regions.weight.runs))
-    counts = run_counts(regions, reach)
-    step = sum(map(duration, calls(graph)))
-    return MemoryTradeoff(
-        memory.name,
-        saved=distinct_bytes(regions.saved),
-        deferred=distinct_bytes(regions.deferred),
-        early_flops=sum(map(flops, work)) - late,
-        late_flops=late,
-        recomputed=sum(count - 1 for node, count in counts.items() if duration(node)),
-        time=recompute_time(regions, reach) / step if step else 0.0,
-    )

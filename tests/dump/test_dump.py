@@ -117,12 +117,6 @@ def test_report_of_a_linear_layer() -> None:
         "",
         "Deferred: 100.0 % of the weight gradients' floating-point operations (4.8e-08 of 4.8e-08 "
         "GFLOPs a microbatch).",
-        "",
-        "memory             after F    I to W    weight FLOPs in I    recomputed ops    time",
-        "---------------  ---------  --------  -------------------  ----------------  ------",
-        "fast                  48 B      80 B                   0%                 0    0.0%",
-        "balanced (used)       48 B      80 B                   0%                 0    0.0%",
-        "lean                  48 B      80 B                   0%                 0    0.0%",
     ]
 
 
@@ -153,7 +147,7 @@ class Scaled(nn.Module):
 
 def test_report_of_a_graph_with_nothing_to_do() -> None:
     model = autosplit.split(Scaled(), torch.ones(0, requires_grad=True))
-    assert model.report().splitlines()[-1].endswith("0.0%")
+    assert "none takes a matrix product" in model.report()
 
 
 def test_report_prefers_the_graph_with_a_backward() -> None:

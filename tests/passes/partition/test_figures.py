@@ -6,9 +6,17 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autosplit.passes.graph import SplitGraphs
-from autosplit.passes.memory_policy import BALANCED, FAST, LEAN
-from autosplit.passes.partition.multiplier_search import memory_tradeoff
+from autosplit.passes.analysis.aliasing import distinct_bytes
+from autosplit.passes.analysis.operator_cost import duration
+from autosplit.passes.graph import Regions, SplitGraphs, calls
+from autosplit.passes.memory_policy import BALANCED, FAST, LEAN, Memory
+from autosplit.passes.partition.multiplier_search import (
+    best_division,
+    recompute_time,
+    run_counts,
+    waiting_share,
+)
+from autosplit.passes.partition.reachability import Reachability
 from autosplit.passes.rewrites.peephole import divide_backward_operators
 from tests.passes.graphs import joint_of
 from tests.zoo import Attention, SwiGLU
@@ -52,20 +60,31 @@ def graph(request: pytest.FixtureRequest) -> fx.Graph:
     return module.graph
 
 
+def divided(graph: fx.Graph, memory: Memory) -> tuple[Regions, Reachability]:
+    reach = Reachability.of(graph)
+    return best_division(graph, reach, memory), reach
+
+
+def held(graph: fx.Graph, memory: Memory) -> tuple[int, int]:
+    """Bytes that F saves, and that I defers."""
+    regions, _ = divided(graph, memory)
+    return distinct_bytes(regions.saved), distinct_bytes(regions.deferred)
+
+
 def test_fast_does_nothing_twice(graph: fx.Graph) -> None:
-    found = memory_tradeoff(graph, FAST)
-    assert (found.recomputed, found.time, found.early_flops) == (0, 0.0, 0)
+    found = divided(graph, FAST)
+    assert (recompute_time(*found), waiting_share(*found)) == (0.0, 1.0)
+    assert not any(duration(node) for node, count in run_counts(*found).items() if count > 1)
 
 
 def test_balanced_holds_no_more_than_fast_and_defers_all(graph: fx.Graph) -> None:
-    fast, balanced = memory_tradeoff(graph, FAST), memory_tradeoff(graph, BALANCED)
-    assert balanced.saved <= fast.saved
-    assert balanced.deferred <= fast.deferred
-    assert balanced.early_flops == 0
-    assert balanced.time <= BALANCED.recompute
+    for fast, balanced in zip(held(graph, FAST), held(graph, BALANCED), strict=True):
+        assert balanced <= fast
+    found = divided(graph, BALANCED)
+    assert waiting_share(*found) == 1.0
+    assert recompute_time(*found) <= BALANCED.recompute * sum(map(duration, calls(graph)))
 
 
 def test_lean_goes_below_with_over_half_of_the_work_left(graph: fx.Graph) -> None:
-    fast, lean = memory_tradeoff(graph, FAST), memory_tradeoff(graph, LEAN)
-    assert lean.deferred <= 0.65 * fast.saved
-    assert lean.late_flops >= 0.55 * (lean.early_flops + lean.late_flops)
+    assert held(graph, LEAN)[1] <= 0.65 * held(graph, FAST)[0]
+    assert waiting_share(*divided(graph, LEAN)) >= 0.55
