@@ -61,7 +61,8 @@ PIECES += [
     "int8 products",
     "autograd in a backward",
 ]
-IN_PARTS = ("mask of documents", "autograd in a backward") if TORCH < (2, 12) else ()
+IN_PARTS = ["losses in a new list", "losses in one list", "scales on modules"]
+IN_PARTS += ["mask of documents", "autograd in a backward"] if TORCH < (2, 12) else []
 
 
 @pytest.mark.parametrize("name", PIECES)
