@@ -15,7 +15,7 @@ from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.mesh.dimensions import DIMENSIONS, PIPELINE
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.schedule.moves import offloads
+from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.communicators import Programs, Sharing, stuck
 from autosplit.pipeline.validation.grid import describe
@@ -69,7 +69,7 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
     """
     verdicts = {"streams": "ends"}
     for sharing in ("launches", "kernels"):
-        if offloads(schedule):
+        if has_moves(schedule):
             verdicts[sharing] = "not judged, as moves have threads of their own"
         else:
             verdicts[sharing] = "ends" if stuck(programs, sharing) is None else _MAY_HANG

@@ -3,7 +3,7 @@
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.memory.measures import offload, recompute
+from autosplit.pipeline.memory.measures import balance, offload, recompute
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.search.search import search
@@ -32,6 +32,7 @@ __all__ = [
     "StageOptions",
     "Timeline",
     "Transfer",
+    "balance",
     "build",
     "launch",
     "offload",

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from ..page import Page, Part
-from . import budgets, limit, offload, prediction, standin
+from . import (
+    balance,
+    budgets,
+    limit,
+    offload,
+    prediction,
+    standin,
+)
 from .settings import Settings
 
 TEMPLATE = """\
@@ -43,13 +50,24 @@ done in I.""",
         budgets.measure,
         budgets.render,
     ),
+    "balance": Part(
+        "Balance",
+        f"""\
+BPipe's evictions over stand-in stages, M = 2N: the real engine, messages and moves over stages that
+hold {standin.LAYERS} layers' tensors of {standin.ROWS} x {standin.WIDTH}, send each other
+{standin.NARROW} columns, and take F = I = W as given, so that 4 and 8 ranks run on any two cores.
+*Activations* as in the first table, without the batch. *The paper's bound*: ceil((N+2)/2) of the N
+microbatches that 1F1B's first rank holds; whole ones travel, so that none is lower. Losses are the
+same, bit for bit.""",
+        balance.measure_all,
+        balance.render,
+    ),
     "offload": Part(
         "Offload",
         f"""\
-Stand-in stages: the real engine and moves over stages that hold {standin.LAYERS} layers' tensors of
-{standin.ROWS} x {standin.WIDTH} and take F = I = W as given, on two ranks with one thread each,
-M = {offload.MICROBATCHES}, into a file; the limit is as low as the schedule can keep it by its own
-times and the store's bandwidth, which is measured first. Losses are the same, bit for bit.""",
+The same stages on two ranks with one thread each, M = {offload.MICROBATCHES}, into a
+memory-mapped file; the limit is as low as the schedule can keep it by its own times and the store's
+bandwidth, which is measured first. Losses are the same, bit for bit.""",
         offload.measure_all,
         offload.render,
     ),

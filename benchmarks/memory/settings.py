@@ -17,4 +17,5 @@ class Settings:
     microbatches: tuple[int, ...] = option((2, 4, 8), "M on two real ranks")
     steps: int = option(12, "timed steps of each contender")
     rounds: int = option(15, "timed microbatches of a stage by itself")
+    ranks: tuple[int, ...] = option((4, 8), "of stand-in stages")
     seconds: float = option(60.0, "of the exact solver for a case")

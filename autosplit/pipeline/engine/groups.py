@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .first_error import Guard
 
 
-def greet(link: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
+def greet(link: Groups, pairs: Iterable[tuple[int, int]], device: torch.device, lane: str) -> None:
     """Exchange a first message each way between pairs of ranks, in one order on all ranks.
 
     NCCL connects two ranks at their first message, and the host waits for the other end. In a
@@ -44,7 +44,7 @@ def greet(link: Groups, pairs: Iterable[tuple[int, int]], device: torch.device) 
                 continue
             tensor = torch.zeros(1, device=device)
             sends = link.rank == source
-            work = link.isend(tensor, target) if sends else link.irecv(tensor, source)
+            work = link.isend(tensor, target, lane) if sends else link.irecv(tensor, source, lane)
             if work is not None:
                 work.wait()
 
@@ -114,10 +114,10 @@ class Groups(Control):
         self._device = device
         self._backend = backend_for(device)
         self._beside: Control | None = None
-        self._connected: set[tuple[int, int]] = set()
+        self._connected: set[tuple[str, int, int]] = set()
         self._owned: list[dist.ProcessGroup] = []
         self._lent: list[dist.ProcessGroup] = []
-        self._lanes: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._lanes: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         super().__init__(layout.pipeline, self._own, None, self._lose, self._call)
         self._group = self.among(range(self.ranks), "gloo") if self.ranks > 1 else None
         self.everybody: Control = self
@@ -132,43 +132,44 @@ class Groups(Control):
         """What a rank of this pipeline is called in errors."""
         return f"rank {self.members[peer]}"
 
-    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
+    def connect(self, pairs: Collection[tuple[int, int]], lane: str = "") -> None:
         """Make ready for messages between these pairs of ranks, the lower one first.
 
         Collective over all ranks, which all name the same pairs; they may name some again.
 
         Args:
             pairs: the ranks.
+            lane: a name, of groups besides those of messages.
 
         Raises:
             LostPeerError: some rank did not take part.
         """
-        new = sorted({*pairs} - self._connected)
-        self._connected.update(new)
+        new = sorted(pair for pair in {*pairs} if (lane, *pair) not in self._connected)
+        self._connected.update((lane, *pair) for pair in new)
         with self.losing(OTHERS):
             for pair in new:
                 for source, target in (pair, pair[::-1]):
                     if (group := self.among(pair)) is not None:
-                        self._lanes[source, target] = group
+                        self._lanes[lane, source, target] = group
             if self._backend != "gloo":
-                greet(self, new, self._device)
+                greet(self, new, self._device, lane)
 
-    def between(self, source: int, target: int) -> dist.ProcessGroup:
+    def between(self, source: int, target: int, lane: str = "") -> dist.ProcessGroup:
         """The group of a pair's own for what goes one way, after ``connect``."""
-        group = self._lanes.get((source, target))
+        group = self._lanes.get((lane, source, target))
         if group is None:
             raise PipelineError("this trainer was closed: build a new one")
         return group
 
-    def isend(self, tensor: Tensor, peer: int) -> dist.Work | None:
+    def isend(self, tensor: Tensor, peer: int, lane: str = "") -> dist.Work | None:
         """Start sending a contiguous tensor; None if there is nothing to wait for."""
         # As dist.isend does, without its checks.
-        group = self.between(self.rank, peer)
+        group = self.between(self.rank, peer, lane)
         return group.send([_bytes(tensor)], self.number_in_pair(peer), _TAG)
 
-    def irecv(self, buffer: Tensor, peer: int) -> dist.Work | None:
+    def irecv(self, buffer: Tensor, peer: int, lane: str = "") -> dist.Work | None:
         """Start filling ``buffer``; None if there is nothing to wait for."""
-        group = self.between(peer, self.rank)
+        group = self.between(peer, self.rank, lane)
         return group.recv([_bytes(buffer)], self.number_in_pair(peer), _TAG)
 
     def number_in_pair(self, peer: int) -> int:

@@ -1,4 +1,5 @@
-"""Carries out the moves of a rank: what a microbatch holds is in the host's store for a while.
+"""Carries out the moves of a rank: what a microbatch holds is elsewhere for a while, in the host's
+store or in the memory of a partner rank, which is a store behind another link.
 
 What waits for what is said in ``schedule/moves.py``. A move only starts in its rank's place; the
 transfer runs in a lane of its own. Storages are given up one by one as they leave, and made one by
@@ -15,9 +16,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from autosplit.device import OwnStream, done_so_far, take_over
+from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
@@ -25,8 +27,8 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.torch_internals.allocations import sizes_known
 
-from .first_error import ActionError
-from .groups import Groups
+from .first_error import ActionError, LostPeerError
+from .groups import Groups, losing
 from .host_store import HostStore
 
 
@@ -115,8 +117,59 @@ Left = Sequence[tuple[int, Any]]
 """Of each storage that left, its bytes, and what the store gave for it."""
 
 
+class PartnerStore:
+    """The memory of a partner rank, over groups of the pair's own: each puts what the other takes.
+
+    Args:
+        groups: the trainer's process groups, in which the two are connected.
+        partner: the other rank.
+        device: where storages lie.
+    """
+
+    def __init__(self, groups: Groups, partner: int, device: torch.device) -> None:
+        self._groups, self._partner, self._device = groups, partner, device
+
+    def put(self, data: Tensor) -> None:
+        """Send a storage."""
+        self._run(self._groups.isend(data, self._partner, LANE))
+
+    def take(self, ticket: None, data: Tensor) -> None:
+        """Receive one."""
+        self._run(self._groups.irecv(data, self._partner, LANE))
+
+    def announce(self, storages: Sequence[Tensor]) -> None:
+        """Send sizes ahead, which may depend on the data."""
+        sizes = [tensor.numel() for tensor in storages]
+        for each in ([len(sizes)], sizes):
+            if each:
+                self.put(torch.tensor(each, dtype=torch.int64, device=self._device))
+
+    def announced(self) -> Left:
+        """Hear what comes."""
+        count = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self.take(None, count)
+        sizes = count.new_zeros(int(count))
+        if len(sizes):
+            self.take(None, sizes)
+        return [(size, None) for size in sizes.tolist()]
+
+    def _run(self, work: dist.Work | None) -> None:
+        # In another thread than that whose waits are watched.
+        who = f"{self._groups.named(self._partner)}, the partner"
+        with losing(contextlib.nullcontext, self._groups.timeout, who):
+            if work is not None:
+                work.wait()
+            settle(self._device)
+
+
+LANE = "memory"
+"""The groups between partners."""
+
+
 class Moves:
     """The moves of one rank under one schedule; the same every step.
+
+    Creating one is collective over all ranks.
 
     Args:
         stages: the rank's stages by index.
@@ -130,6 +183,7 @@ class Moves:
 
     Raises:
         PipelineError: there is no store, or a stage whose microbatches are moved cannot do that.
+        LostPeerError: some rank did not take part.
     """
 
     def __init__(
@@ -149,19 +203,24 @@ class Moves:
         self._arrivals: dict[int, tuple[Any, int, int]] = {}
         self._awaited = dict(waited_departures(self._row))
         self._lanes = {
-            kind: Lane(f"autosplit-{kind.value.lower()}", device)
-            for kind in (ActionKind.OFFLOAD, ActionKind.RELOAD)
+            kind: Lane(f"autosplit-{kind.value.lower()}", device) for kind in {*_LANES.values()}
         }
+        journeys = journeys_of(schedule)
+        ends = ((each.rank, each.partner) for each in journeys if each.partner is not None)
+        groups.connect({(min(pair), max(pair)) for pair in ends}, LANE)
+        self._partner = PartnerStore(groups, schedule.partner(groups.rank), device)
         self._begun: dict[int, Move] = {}
         self._moving: dict[int, list[Tensor]] = {}
         self._kept: Callable[[int], Iterable[Tensor]] = lambda microbatch: ()
-        for journey in journeys_of(schedule):
+        for journey in journeys:
             if journey.rank == groups.rank:
                 self._add(journey)
+            elif journey.partner == groups.rank:
+                self._add_guest(journey)
 
     @property
     def moving(self) -> list[Tensor]:
-        """Storages that are leaving or arriving now."""
+        """Storages that are leaving or arriving now, and those that are here for the partner."""
         return [tensor for each in [*self._moving.values()] for tensor in [*each]]
 
     @contextlib.contextmanager
@@ -186,6 +245,7 @@ class Moves:
 
         Raises:
             ActionError: a move has failed.
+            LostPeerError: the partner is gone.
         """
         for move in [*self._begun.values()]:
             if move.failed:  # the first: others fail for want of it
@@ -231,7 +291,7 @@ class Moves:
                 "cannot be moved: its class has no held(), detach_held() and attach_held(), see "
                 "autosplit.Stage"
             )
-        store = self._store
+        store = self._store if journey.partner is None else self._partner
         if store is None:
             raise PipelineError(f"{what} is scheduled, and there is no store for it")
 
@@ -239,25 +299,46 @@ class Moves:
             kept = [*self._kept(journey.microbatch), *self._held_elsewhere(journey)]
             storages = stage.detach_held(journey.microbatch, kept)
             self._moving[journey.leaves] = storages
-            return self._carry(journey.leaves, lambda: self._send(storages, store))
 
-        def come() -> Move:
-            begun = self._begun[journey.leaves]
+            def work() -> Left:
+                if isinstance(store, PartnerStore):
+                    store.announce(storages)
+                return self._send(storages, store)
 
-            def work() -> list[Tensor]:
-                for each in self._awaited.get(journey.comes, ()):  # before memory is taken
-                    # What fails there is raised where the rank waits.
-                    with contextlib.suppress(Exception):
-                        self._begun[each].future.result()
-                found = self._moving[journey.comes] = []
-                self._receive(begun.future.result(), found, store)
-                return found
-
-            return self._carry(journey.comes, work)
+            return self._carry(journey.leaves, work)
 
         self._starts[journey.leaves] = leave
-        self._starts[journey.comes] = come
+        self._starts[journey.comes] = self._arrival(
+            journey.comes, lambda: self._begun[journey.leaves].future.result(), store
+        )
         self._arrivals[journey.used] = stage, journey.microbatch, journey.comes
+
+    def _add_guest(self, journey: Journey) -> None:
+        """The two moves of what the partner's stage holds."""
+        partner, accepted = self._partner, journey.accepted
+
+        def give_back() -> Move:
+            came = self._begun[accepted].future
+            return self._carry(journey.returned, lambda: self._send(came.result(), partner))
+
+        self._starts[accepted] = self._arrival(accepted, partner.announced, partner)
+        self._starts[journey.returned] = give_back
+
+    def _arrival(
+        self, place: int, left: Callable[[], Left], store: HostStore | PartnerStore
+    ) -> Callable[[], Move]:
+        """What starts an arrival at a place of the row, of what ``left`` tells."""
+
+        def work() -> list[Tensor]:
+            for each in self._awaited.get(place, ()):  # before memory is taken
+                # What fails there is raised where the rank waits.
+                with contextlib.suppress(Exception):
+                    self._begun[each].future.result()
+            found = self._moving[place] = []
+            self._receive(left(), found, store)
+            return found
+
+        return lambda: self._carry(place, work)
 
     def _held_elsewhere(self, journey: Journey) -> Iterator[Tensor]:
         """What the rank's other stages hold of the microbatch: an output here is an input there."""
@@ -268,9 +349,9 @@ class Moves:
 
     def _carry(self, place: int, work: Callable[[], Any]) -> Move:
         action = self._row[place]
-        return self._lanes[action.kind].carry(Move(action), work)
+        return self._lanes[_LANES[action.kind]].carry(Move(action), work)
 
-    def _send(self, storages: list[Tensor], store: HostStore) -> Left:
+    def _send(self, storages: list[Tensor], store: HostStore | PartnerStore) -> Left:
         """Empties the list as its storages leave."""
         storages.reverse()
         left = []
@@ -281,7 +362,7 @@ class Moves:
             self.transferred.change(-size)
         return left
 
-    def _receive(self, left: Left, found: list[Tensor], store: HostStore) -> None:
+    def _receive(self, left: Left, found: list[Tensor], store: HostStore | PartnerStore) -> None:
         """Into a list, in which each storage is from when there is room for it."""
         for size, ticket in left:
             self.transferred.change(size)
@@ -290,10 +371,12 @@ class Moves:
 
     def _await(self, move: Move) -> Any:
         try:
-            if move.future.done():
+            if move.future.done() or move.action.kind not in _BY_HOST:
                 return move.future.result()
             with self._place.waits(move.action):  # for this rank's host alone, and no other rank
                 return move.future.result(self._timeout)
+        except LostPeerError:
+            raise
         except TimeoutError:
             late = PipelineError(
                 f"the store on this host has had {self._timeout:.3g} s for {move.action}: it "
@@ -302,3 +385,16 @@ class Moves:
             raise ActionError(move.action) from late
         except Exception as error:
             raise ActionError(move.action) from error
+
+
+_LANES = {
+    ActionKind.EVICT: ActionKind.EVICT,
+    ActionKind.RETURN: ActionKind.EVICT,
+    ActionKind.ACCEPT: ActionKind.ACCEPT,
+    ActionKind.LOAD: ActionKind.ACCEPT,
+    ActionKind.OFFLOAD: ActionKind.OFFLOAD,
+    ActionKind.RELOAD: ActionKind.RELOAD,
+}
+"""Move -> the first of those that go one after another with it."""
+
+_BY_HOST = frozenset({ActionKind.OFFLOAD, ActionKind.RELOAD})

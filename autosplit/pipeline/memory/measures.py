@@ -1,5 +1,10 @@
-"""What holds a rank below a bound of memory: activations kept in the host's store while nobody
-needs them, or made again from a stage's inputs.
+"""What holds a rank below a bound of memory: activations kept at its partner, or in the host's
+store, while nobody needs them; or made again from a stage's inputs.
+
+Balancing is BPipe (Kim et al., ICML 2023). Rank r of P has rank P-1-r as its partner, which takes
+in whole microbatches. What is evicted is what is used last of all that the rank holds, which in
+1F1B is its latest microbatch. The paper's bound is ceil((N+2)/2) microbatches, of 1F1B's N+1 on
+both together and one that is on its way.
 
 Offloading is PipeOffload (Wan et al., arXiv 2503.01328): what lives longest is away, for the same
 two transfers as anything else.
@@ -17,8 +22,10 @@ transfers that hide behind nothing.
 from __future__ import annotations
 
 import contextlib
+import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from operator import attrgetter, itemgetter
@@ -48,13 +55,16 @@ class Rule(NamedTuple):
     Attributes:
         lead: so many compute actions before its use.
         waits: whether ranks wait until it has left.
+        slack: of the shortest action, how late a partner may be.
     """
 
     lead: int
     waits: bool = False
+    slack: float = 0.0
 
 
-_RULES = [Rule(*each) for each in product((0, 1, 2), (False, True))]
+_EXCHANGES = [Rule(lead, True, slack) for lead, slack in product((0, 1), (0.0, 0.5, 1.0))]
+_COPIES = [Rule(*each) for each in product((0, 1, 2), (False, True))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +144,10 @@ class Occupancy:
         """For how long the rank waits before a slot."""
         return self.starts[slot] - self.reached[slot]
 
+    def slot_at(self, moment: float) -> int:
+        """The last slot that is reached by then."""
+        return max(bisect_right(self.reached, moment + _ROUNDING) - 1, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Trip:
@@ -160,8 +174,14 @@ class Trip:
         return range(self.out if self.awaited else self.gone, self.back)
 
 
-def _trips(there: Occupancy, rule: Rule) -> list[Trip]:
-    """What a rule makes of all that a rank holds."""
+def _trips(there: Occupancy, rule: Rule, beside: int) -> list[Trip]:
+    """What a rule makes of all that a rank holds.
+
+    Args:
+        there: the rank.
+        rule: where it leaves and comes back.
+        beside: how many compute actions a departure goes on beside until an arrival waits for it.
+    """
     ways = [(held, held.made + 1, held.used - rule.lead) for held in there.held]
     arrivals = {back for _, _, back in ways}
     found = []
@@ -169,7 +189,8 @@ def _trips(there: Occupancy, rule: Rule) -> list[Trip]:
         gone = (
             slot
             for slot in range(out, back)
-            if (slot > out and there.kinds[slot] in TAKERS) or slot in arrivals
+            if (slot > out and there.kinds[slot] in TAKERS)
+            or (slot >= out + beside and slot in arrivals)
         )
         trip = Trip(held, out, next(gone, back), back, rule.waits)
         found += [trip] if trip.away else []
@@ -200,13 +221,19 @@ def _needed(
     return needed
 
 
-def _inserted(schedule: Schedule, there: Occupancy, new: Sequence[tuple[int, Action]]) -> Schedule:
-    """The schedule with further actions in the row of a rank, each directly before a slot."""
-    rows, before = list(schedule.ranks), defaultdict[int, list[Action]](list)
-    for slot, action in new:
-        before[there.places[slot]].append(action)
-    row = (a for place, own in enumerate(rows[there.rank]) for a in (*before[place], own))
-    rows[there.rank] = tuple(row)
+_New = Sequence[tuple[Occupancy, Sequence[tuple[int, Action]]]]
+"""Per rank further actions of its row, each with the slot that it stands directly before."""
+
+
+def _inserted(schedule: Schedule, new: _New) -> Schedule:
+    """The schedule with further actions."""
+    rows = list(schedule.ranks)
+    for there, actions in new:
+        before: dict[int, list[Action]] = defaultdict(list)
+        for slot, action in actions:
+            before[there.places[slot]].append(action)
+        row = (a for place, own in enumerate(rows[there.rank]) for a in (*before[place], own))
+        rows[there.rank] = tuple(row)
     return replace(schedule, ranks=tuple(rows))
 
 
@@ -218,33 +245,125 @@ def _bounded(
     schedule: Schedule,
     costs: Costs,
     bounds: Sequence[float],
-    changed: Callable[[Schedule, Occupancy], Iterator[Schedule]],
+    groups: Iterable[Sequence[int]],
+    changed: Callable[[Schedule, Sequence[Occupancy]], Iterator[Schedule]],
 ) -> Schedule:
-    """The schedule with one rank after another brought below its bound, or as near as it goes.
+    """The schedule with some ranks after others brought below their bounds, or as near as it goes.
 
     Args:
         schedule: a legal one.
         costs: of every stage.
         bounds: by rank.
-        changed: schedules to try for a rank that is above its bound. One in which ranks wait for
-            each other is passed over; of the others the nearest counts, then the shortest.
+        groups: of ranks, those that are changed together.
+        changed: schedules to try for a group of which one is above its bound. One in which ranks
+            wait for each other is passed over; of the others the nearest counts, then the shortest.
     """
     timeline = costs.timeline(schedule)
 
     def scored(tried: Schedule) -> Iterator[tuple[float, float, Schedule, Timeline]]:
         with contextlib.suppress(ScheduleError):
             ran = costs.timeline(tried)
-            excess = peak_memory(tried, costs.memory)[rank] - bounds[rank] * ROUNDING
-            yield max(0.0, excess), ran.step_time, tried, ran
+            peaks = peak_memory(tried, costs.memory)
+            excess = max(0.0, *(peaks[rank] - bounds[rank] * ROUNDING for rank in ranks))
+            yield excess, ran.step_time, tried, ran
 
-    for rank in range(len(schedule.ranks)):
-        there = Occupancy(schedule, costs, timeline, rank)
-        if max(there.level) > bounds[rank] * ROUNDING:
-            every = (each for tried in changed(schedule, there) for each in scored(tried))
+    for ranks in groups:
+        sides = [Occupancy(schedule, costs, timeline, rank) for rank in ranks]
+        if any(max(side.level) > bounds[side.rank] * ROUNDING for side in sides):
+            every = (each for tried in changed(schedule, sides) for each in scored(tried))
             best = min(every, key=itemgetter(0, 1), default=None)
             if best is not None:
                 *_, schedule, timeline = best
     return schedule
+
+
+# --- balance --------------------------------------------------------------------------------------
+
+
+def balance(
+    schedule: Schedule,
+    bound: float | Sequence[float] | None = None,
+    *,
+    costs: Costs | None = None,
+) -> Schedule:
+    """The schedule in which no rank holds more than ``bound``, with what is beyond at its partner.
+
+    Ranks that keep the bound anyway are left as they are.
+
+    Args:
+        schedule: a legal one that evicts nothing yet.
+        bound: the most a rank may hold of its microbatches at once, whatever transfers take, in the
+            unit of ``costs.memory``: one number, or one for each rank. None: the paper's, which for
+            1F1B is ceil((N+2)/2) microbatches; of other schedules, half of what a rank and its
+            partner hold and one microbatch more.
+        costs: of every stage; None: all stages take and hold the same, and what is saved and
+            deferred counts as 1.
+
+    Raises:
+        ScheduleError: the schedule evicts already, or the bound cannot be kept; says what could.
+    """
+    if any(action.kind is ActionKind.EVICT for row in schedule.ranks for action in row):
+        raise ScheduleError(
+            f"{schedule.name!r} evicts already: balance the schedule that it was made from"
+        )
+    if costs is None:
+        count = schedule.stages
+        costs = Costs([(1.0, 1.0, 1.0)] * count, [StageMemory(1.0, 1.0)] * count)
+    bounds = _papers(schedule, costs) if bound is None else _bounds(bound, schedule)
+    found = balanced(schedule, costs, bounds)
+    _refuse_excess("balancing", found, costs, bounds)
+    return found
+
+
+def balanced(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
+    """The schedule that evicts until bounds are kept, or that comes as near to that as it can."""
+    pairs = [(low, schedule.partner(low)) for low in range(len(schedule.ranks) // 2)]
+
+    def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
+        partner, donor = sorted(sides, key=lambda side: max(side.level) - bounds[side.rank])
+        took = (b - a for a, b in zip(donor.starts, donor.reached[1:], strict=False))
+        shortest = min(took, default=0.0)
+        for rule in _EXCHANGES:
+            every, bound = _trips(donor, rule, 1), bounds[donor.rank]
+            trips = _needed(donor.level, bound, every, attrgetter("size"))
+            yield _inserted(schedule, _ends(donor, partner, trips, rule.slack * shortest))
+
+    return _bounded(schedule, costs, bounds, pairs, changed)
+
+
+def _papers(schedule: Schedule, costs: Costs) -> list[float]:
+    """The paper's bound."""
+    peaks = peak_memory(schedule, costs.memory)
+    unit = max(max(size.saved, size.deferred) for size in costs.memory) or 1.0
+    pair = max(map(sum, zip(peaks, reversed(peaks), strict=True)))
+    return [unit * math.ceil((pair / unit + 1) / 2 - 1e-9)] * len(peaks)
+
+
+def _ends(donor: Occupancy, partner: Occupancy, trips: Sequence[Trip], late: float) -> _New:
+    """The moves of both ranks: the partner's stand where, by the times so far, it comes to them no
+    later than the rank and ``late`` seconds, all in one order on both. Where the partner is to take
+    more behind that, it waits until what it gives back has left.
+    """
+    events = [(donor.starts[trip.out], False, trip) for trip in trips]
+    events += [(donor.starts[trip.back], True, trip) for trip in trips]
+    events.sort(key=itemgetter(0, 1))
+    own: list[tuple[int, Action]] = []
+    others: list[tuple[int, Action]] = []
+    latest = 0
+    for moment, back, trip in events:
+        latest = max(latest, partner.slot_at(moment + late))
+        others.append((latest, _move(trip, ActionKind.RETURN if back else ActionKind.ACCEPT)))
+        if back:
+            own.append((trip.back, _move(trip, ActionKind.LOAD)))
+            if not TAKERS.isdisjoint(partner.kinds[latest:]):
+                others.append((latest, _move(trip, ActionKind.AWAIT)))
+        else:
+            own.append((trip.out, _move(trip, ActionKind.EVICT)))
+            own += [(trip.out, _move(trip, ActionKind.AWAIT))] if trip.awaited else []
+    return [(donor, own), (partner, others)]
+
+
+# --- offload, recompute ---------------------------------------------------------------------------
 
 
 def offload(
@@ -273,18 +392,19 @@ def offload(
 def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
     """The schedule that offloads until bounds are kept, or that comes as near to that as it can."""
 
-    def changed(schedule: Schedule, there: Occupancy) -> Iterator[Schedule]:
-        for rule, order, less in product(_RULES, (1, -1), (1.0, 0.75)):
+    def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
+        (there,) = sides
+        for rule, order, less in product(_COPIES, (1, -1), (1.0, 0.75)):
             # What is used last is away, or first; more of it may leave each more time.
-            every, bound = _trips(there, rule)[::order], less * bounds[there.rank]
+            every, bound = _trips(there, rule, 0)[::order], less * bounds[there.rank]
             trips = _needed(there.level, bound, every, attrgetter("size"))
             moves = [(trip.out, 0, _move(trip, ActionKind.OFFLOAD)) for trip in trips]
             moves += [(t.out, 1, _move(t, ActionKind.AWAIT)) for t in trips if t.awaited]
             moves += [(trip.back, 2, _move(trip, ActionKind.RELOAD)) for trip in trips]
             ordered = [(slot, move) for slot, _, move in sorted(moves, key=itemgetter(0, 1))]
-            yield _inserted(schedule, there, ordered)
+            yield _inserted(schedule, [(there, ordered)])
 
-    return _bounded(schedule, costs, bounds, changed)
+    return _bounded(schedule, costs, bounds, _each(schedule), changed)
 
 
 def _free(schedule: Schedule, costs: Costs) -> Schedule:
@@ -326,7 +446,8 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
     def freed(held: Held) -> float:
         return held.size - costs.memory[held.stage].inputs
 
-    def changed(schedule: Schedule, there: Occupancy) -> Iterator[Schedule]:
+    def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
+        (there,) = sides
         able = (
             Trip(held, held.made + 1, held.made + 1, held.used)
             for held in there.held
@@ -336,9 +457,13 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
         trips = sorted(filter(lambda trip: trip.away, able), key=lambda t: there.wait(t.back))
         needed = _needed(there.level, bounds[there.rank], trips, freed)
         again = [(trip.back, _move(trip, ActionKind.RECOMPUTE)) for trip in needed]
-        yield _inserted(schedule, there, again)
+        yield _inserted(schedule, [(there, again)])
 
-    return _bounded(schedule, costs, bounds, changed)
+    return _bounded(schedule, costs, bounds, _each(schedule), changed)
+
+
+def _each(schedule: Schedule) -> list[tuple[int]]:
+    return [(rank,) for rank in range(len(schedule.ranks))]
 
 
 def _bounds(limit: float | Sequence[float], schedule: Schedule) -> Sequence[float]:
@@ -368,5 +493,5 @@ def _refuse_excess(doing: str, schedule: Schedule, costs: Costs, bounds: Sequenc
             raise ScheduleError(
                 f"{doing} leaves rank {rank} of {schedule.name!r} with {peak:g}, more than its "
                 f"bound of {bound:g}: raise it to {peak:g}, take another measure as well "
-                "(offload, recompute), or cut the batch into smaller microbatches"
+                "(balance, offload, recompute), or cut the batch into smaller microbatches"
             )

@@ -24,6 +24,10 @@ class ActionKind(enum.Enum):
     RECV_B = "RECV_B"
     WAIT_SEND_F = "WAIT_SEND_F"
     WAIT_SEND_B = "WAIT_SEND_B"
+    EVICT = "EVICT"
+    ACCEPT = "ACCEPT"
+    LOAD = "LOAD"
+    RETURN = "RETURN"
     OFFLOAD = "OFFLOAD"
     RELOAD = "RELOAD"
     AWAIT = "AWAIT"
@@ -43,15 +47,16 @@ class ActionKind(enum.Enum):
 
     @property
     def is_memory(self) -> bool:
-        """True for the kinds that change where a microbatch's state lies: OFFLOAD and RELOAD (in
-        the host's store), AWAIT (which waits until what was sent away has left), and RECOMPUTE.
+        """True for the kinds that change where a microbatch's state lies: EVICT, ACCEPT, LOAD and
+        RETURN (at a partner rank), OFFLOAD and RELOAD (in the host's store), AWAIT (which waits
+        until what was sent away has left), and RECOMPUTE.
         """
         return self in _MEMORY
 
     @property
     def is_move(self) -> bool:
         """True for those of them that run beside computation: all but AWAIT and RECOMPUTE."""
-        return self in _MOVES
+        return self in DEPARTURES or self in ARRIVALS
 
     @property
     def is_whole(self) -> bool:
@@ -71,7 +76,10 @@ class ActionKind(enum.Enum):
         return self in _COMPUTE or self in _MEMORY
 
 
-_MOVES = frozenset({ActionKind.OFFLOAD, ActionKind.RELOAD})
+DEPARTURES = frozenset({ActionKind.EVICT, ActionKind.RETURN, ActionKind.OFFLOAD})
+"""Moves after which a rank holds less."""
+ARRIVALS = frozenset({ActionKind.ACCEPT, ActionKind.LOAD, ActionKind.RELOAD})
+"""Moves with which a rank holds more."""
 _COMPUTE = frozenset(
     {
         ActionKind.FORWARD,
@@ -81,7 +89,7 @@ _COMPUTE = frozenset(
         ActionKind.RECOMPUTE,
     }
 )
-_MEMORY = _MOVES | {ActionKind.AWAIT, ActionKind.RECOMPUTE}
+_MEMORY = DEPARTURES | ARRIVALS | {ActionKind.AWAIT, ActionKind.RECOMPUTE}
 _WHOLE = frozenset(
     {
         ActionKind.UNSHARD,

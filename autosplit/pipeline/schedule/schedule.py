@@ -68,6 +68,10 @@ class Schedule:
     split_backward: bool
     crosses_step: bool = False
 
+    def partner(self, rank: int) -> int:
+        """The rank that takes in what a rank evicts, in BPipe the one at the other end."""
+        return len(self.ranks) - 1 - rank
+
     def held(self, rank: int) -> tuple[int, ...]:
         """The stages that ``rank`` holds, in order."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)

@@ -1,7 +1,8 @@
 """The shortest step within a limit of memory, by all measures together.
 
-Where weight gradients go, what is kept in the host's store, what is made again, and how much the
-split itself saves: each costs time in another place, so they are chosen on one simulated step.
+Where weight gradients go, what is kept at a partner, what in the host's store, what is made again,
+and how much the split itself saves: each costs time in another place, so they are chosen on one
+simulated step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.memory.measures import offloaded, recomputed
+from autosplit.pipeline.memory.measures import balanced, offloaded, recomputed
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
@@ -22,12 +23,14 @@ from autosplit.pipeline.simulation.timeline import Timeline
 from .search import caps_of, constructed, named_schedules
 
 MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
+    "balance": balanced,
     "offload": offloaded,
     "recompute": recomputed,
 }
 """What can be done to a schedule that holds too much, by name."""
 
 _KINDS = {
+    "balance": ActionKind.EVICT,
     "offload": ActionKind.OFFLOAD,
     "recompute": ActionKind.RECOMPUTE,
 }
@@ -211,14 +214,16 @@ class _LimitSearch:
         return min(map(_step, self._kept), default=math.inf)
 
     def _measured(self, base: Schedule, *, several: bool) -> Iterator[Schedule]:
-        """A base with each measure; of several, with the other one for what the first leaves too
+        """A base with each measure; of several, with a second one for what the first leaves too
         much.
+
+        A partner takes only what is not sent to the host or run again: it comes first.
         """
         for first, take in MEASURES.items():
             made = take(base, self._costs, self._caps)
             yield made
             for second in MEASURES if several else ():
-                if second != first:
+                if second not in (first, "balance"):
                     yield MEASURES[second](made, self._costs, self._caps)
 
     def frugal(self) -> tuple[float, str, Schedule]:

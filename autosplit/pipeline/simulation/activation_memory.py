@@ -126,6 +126,9 @@ def _moves(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[dict[int, C
         size = sizes[journey.stage].moved(deferred=journey.deferred)
         found[journey.rank][journey.leaves] = Change(0.0, size)
         found[journey.rank][journey.comes] = Change(size, 0.0)
+        if journey.partner is not None:
+            found[journey.partner][journey.accepted] = Change(size, 0.0)
+            found[journey.partner][journey.returned] = Change(0.0, size)
     return found
 
 

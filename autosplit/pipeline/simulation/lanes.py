@@ -1,7 +1,8 @@
 """Moves of memory in a simulated step: who waits for what, and what a lane carries when.
 
-A lane carries moves from a rank to its store on the host, or back, one after another, in the order
-of the rank's row. To the simulator's core it is a rank of its own, whose actions are the transfers.
+A lane is what carries moves from one rank to its partner, or between a rank and its store on the
+host, one after another, in the order of the sender's row. To the simulator's core it is a rank of
+its own, whose actions are the transfers.
 
 Ranks lose no time to them: on an accelerator copy engines carry them. On a CPU whose cores all
 compute, threads that copy take time from what is computed beside.
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import ARRIVALS, Action
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -45,7 +46,7 @@ class Lanes:
         """Rank, action, start and end of every move, from when each transfer started."""
         for rank, action, number in self.ends:
             end = starts[number] + self.took[number]
-            arrives = action.kind is ActionKind.RELOAD
+            arrives = action.kind in ARRIVALS
             yield rank, action, starts[number], end + arrives * self.latency[number]
 
 
@@ -89,6 +90,8 @@ def _took(
 ) -> tuple[float, float]:
     """Seconds for which each way of a journey keeps its lane, and then to its arrival."""
     link = transfer.host or Link()
+    if journey.partner is not None:
+        link = transfer.link(journey.rank, journey.partner)
     if math.isinf(link.bandwidth):
         return 0.0, link.latency
     if memory is None:
@@ -105,7 +108,7 @@ class _Builder:
         self.lanes = Lanes([*rows])
         self._graph = graph
         self._rows = rows
-        self._queues: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        self._queues: dict[tuple[int, int | str], list[tuple[int, int]]] = {}
         """By lane, its transfers, each behind the place of the move that starts it."""
         self._transfers: dict[tuple[int, int], int] = {}
         """By rank and place, the transfer of a move."""
@@ -116,15 +119,22 @@ class _Builder:
         """The two transfers of a journey, and who starts and awaits them; ``took`` is how long each
         keeps its lane, and then is on its way.
         """
-        rank, row = journey.rank, self._rows[journey.rank]
-        out = self._transfer((rank, "out"), journey.leaves, took)
-        back = self._transfer((rank, "in"), journey.comes, took)
-        for place, transfer in ((journey.leaves, out), (journey.comes, back)):
-            self._edge(row[place], transfer)
-            self.lanes.ends.append((rank, self._graph.actions[row[place]], transfer))
+        owner, partner, rows = journey.rank, journey.partner, self._rows
+        ends = [(owner, journey.leaves), (owner, journey.comes)]
+        if partner is None:
+            out = self._transfer((owner, "out"), owner, journey.leaves, took)
+            back = self._transfer((owner, "in"), owner, journey.comes, took)
+        else:
+            out = self._transfer((owner, partner), owner, journey.leaves, took)
+            back = self._transfer((partner, owner), partner, journey.returned, took)
+            ends += [(partner, journey.accepted), (partner, journey.returned)]
+        for (rank, place), transfer in zip(ends, (out, back, out, back), strict=False):
+            move = rows[rank][place]
+            self._edge(move, transfer)
+            self.lanes.ends.append((rank, self._graph.actions[move], transfer))
             self._transfers[rank, place] = transfer
         self._edge(out, back, took[1])
-        self._edge(back, row[journey.used], took[1])
+        self._edge(back, rows[owner][journey.used], took[1])
 
     def close(self, schedule: Schedule) -> None:
         """Put the lanes in order, and let ranks wait for what has to have left."""
@@ -144,10 +154,16 @@ class _Builder:
                         told.add((self._graph.ranks[waiting], departure))
                         self._edge(departure, waiting)
 
-    def _transfer(self, lane: tuple[int, str], place: int, took: tuple[float, float]) -> int:
+    def _transfer(
+        self,
+        lane: tuple[int, int | str],
+        rank: int,
+        place: int,
+        took: tuple[float, float],
+    ) -> int:
         graph, queue = self._graph, self._queues.setdefault(lane, [])
         row = len(self._rows) + [*self._queues].index(lane)
-        number = graph.add(row, graph.actions[self._rows[lane[0]][place]])
+        number = graph.add(row, graph.actions[self._rows[rank][place]])
         queue.append((place, number))
         self.lanes.took[number], self.lanes.latency[number] = took
         return number

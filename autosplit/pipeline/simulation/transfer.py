@@ -20,7 +20,9 @@ for all its outputs, or one for each.
 class Transfer:
     """Links between ranks: one in each direction, each carrying one message after the other.
 
-    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that.
+    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that. What moves
+    between partners (see ``Schedule.partner``) goes over the same links, in turns of its own: it
+    is not simulated that it slows messages down, or they it.
 
     Attributes:
         latency: seconds.

@@ -21,7 +21,7 @@ from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.default_group import process_count
 from autosplit.pipeline.engine.host_store import HostStore, open_store
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory
-from autosplit.pipeline.schedule.moves import offloads
+from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .auto_schedule import first_schedule, usual_times
@@ -124,7 +124,7 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
             "memory_limit counts parameters as each rank holds them between steps, and those that "
             "are sharded along 'dp_shard' are gathered in a step: leave one of the two out"
         )
-    if schedule is not None and (not schedule.split_backward or offloads(schedule)):
+    if schedule is not None and (not schedule.split_backward or has_moves(schedule)):
         yield (
             "memory_limit searches a schedule of I and W, for which it chooses the moves itself; "
             f"{schedule.name!r} is another: name one such as '1f1b'"

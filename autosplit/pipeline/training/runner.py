@@ -31,7 +31,7 @@ from autosplit.pipeline.engine.stages import (
 )
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.moves import offloads
+from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -269,7 +269,7 @@ class Runner:
         routes = routes_of(schedule, self._feeds)[groups.rank]
         posts = posts_of(schedule, self._feeds)[groups.rank]
         moves = None
-        if offloads(schedule):
+        if has_moves(schedule):
             moves = Moves(stages, schedule, groups, self._device, self._store)
         loss_grad = None
         if stages is step.stages:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import (
     Routes,
@@ -238,6 +238,8 @@ class _EngineRank(Host):
             if each.rank == rank:
                 self._needs[each.comes].append(each.leaves)
                 self._needs[each.used].append(each.comes)
+            if each.partner == rank:
+                self._needs[each.returned].append(each.accepted)
 
     def run(self) -> list[Operation]:
         everyone = range(len(self._schedule.ranks))
@@ -248,8 +250,7 @@ class _EngineRank(Host):
         for place, action in enumerate(self._schedule.ranks[self._rank]):
             over = [self._moves[each] for each in self._needs[place]]
             if action.kind.is_move:
-                # A lane has a thread of its own, which waits for what is to be over.
-                self._moves[place] = self.put(str(action), action.kind.value, (), over)
+                self._moves[place] = self._move(action, over)
                 continue
             if over:
                 self.hold(f"{action} waits", over)
@@ -277,3 +278,22 @@ class _EngineRank(Host):
         for parcel in parcels_of(result_of(action), routes.feeds):
             if ends_of(parcel, schedule)[1] != self._rank:
                 self.enqueue(parcel.send)
+
+    def _move(self, action: Action, over: Sequence[int]) -> int:
+        """A lane has a thread of its own, which waits for what is to be over."""
+        kind, mine = action.kind, self._rank
+        parts: list[Part] = []
+        if kind in _LANES:
+            partner, leaves = self._schedule.partner(mine), kind in DEPARTURES
+            ends = (mine, partner) if leaves else (partner, mine)
+            name = "memory {} to {}".format(*ends)
+            parts = [Part(name, SEND if leaves else RECEIVE, (partner,))]
+        return self.put(str(action), _LANES.get(kind, kind.value), parts, over)
+
+
+_LANES = {
+    ActionKind.EVICT: "evictions",
+    ActionKind.RETURN: "evictions",
+    ActionKind.ACCEPT: "acceptances",
+    ActionKind.LOAD: "acceptances",
+}

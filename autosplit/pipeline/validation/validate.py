@@ -14,7 +14,7 @@ from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.simulation.playing import Wait, replay
 
 from .grid import Cell, describe, format_grid, lay_out
-from .moves import move_faults
+from .moves import move_faults, right_ranks
 
 _WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
 _CIRCLE = "deadlock: "
@@ -35,8 +35,8 @@ def validate(schedule: Schedule) -> None:
     Legal means: every stage runs every F once, and for every microbatch either one B or one I and
     one W, on the rank that holds the stage; and running the lists in order cannot deadlock, F
     before I (or B) before W. What a microbatch holds is moved away at most once at a time and is
-    back before it is used; and a microbatch is run again at most once, before its backward, and is
-    not moved before that.
+    back before it is used; partners list the transfers between them in one order; and a microbatch
+    is run again at most once, before its backward, and is not moved before that.
 
     Raises:
         ScheduleError: lists the faults (of more than 50 the first) and shows them on the grid; a
@@ -106,9 +106,11 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
             if misfit is not None:
                 yield _Fault(misfit, ((rank, position),))
                 continue
-            home = schedule.placement[action.stage]
-            if home != rank:
+            if rank not in right_ranks(action, schedule):
+                home = schedule.placement[action.stage]
                 holds = f"rank {home} holds stage {action.stage}"
+                if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
+                    holds += f" and has the partner {schedule.partner(home)}"
                 yield _Fault(f"{action} is on rank {rank}, but {holds}", ((rank, position),))
             if action.kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
                 unsplit.append((rank, position))

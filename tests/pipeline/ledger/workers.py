@@ -16,7 +16,7 @@ from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from tests.pipeline.trainer_options import grouped
 from tests.pipeline.training.late_transfers import late_transfers, recorded_transfers
-from tests.pipeline.training.moving import SAVED, awaiting, offloading
+from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4
 LARGEST = ROWS * 3 * WIDTH * 4
@@ -146,7 +146,13 @@ def moved_late(folder: str) -> list[StepMemory]:
     """Steps with moves of all kinds, whose transfers take no time, or long."""
     plain, late = build("gpipe", 2, MICROBATCHES), build("1f1b", 2, MICROBATCHES, weights="2bp")
     with late_transfers(0.0):
-        found = [recorded(schedule=offloading(each), store=folder) for each in (late, plain)]
+        found = [
+            recorded(schedule=evicting(late, range(2))),
+            recorded(schedule=offloading(plain), store=folder),
+        ]
     with late_transfers(0.01):
-        found.append(recorded(schedule=awaiting(offloading(late)), store=folder))
+        found += [
+            recorded(schedule=evicting(plain, range(2))),
+            recorded(schedule=awaiting(offloading(late)), store=folder),
+        ]
     return found

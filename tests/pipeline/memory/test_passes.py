@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,9 @@ from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.memory import measures
+from autosplit.pipeline.memory.measures import balance
 from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
@@ -44,10 +48,63 @@ def costs_of(stages: int, *, took: float = 0.25, deferred: float = 0.8) -> Costs
     return Costs([(1.0, 1.0, 1.0)] * stages, [memory] * stages, links)
 
 
+# --- activation balancing, on simulated steps -----------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_papers_bound_in_whole_microbatches(ranks: int) -> None:
+    """ceil((N+2)/2) by BPipe, on the rank that held N."""
+    plain = build("1f1b", ranks, 2 * ranks, split_backward=False)
+    balanced = balance(plain)
+    validate(balanced)
+    costs = costs_of(ranks, took=1e-9)
+    peaks = peak_memory(balanced, costs.memory)
+    assert max(peaks) == pytest.approx(1e6 * ((ranks + 3) // 2))
+
+
+def test_ranks_hold_alike_at_no_cost() -> None:
+    """The figures of balance, N = 8, M = 2N: how even, how low, how fast."""
+    plain = build("1f1b", 8, 16, split_backward=False)
+    costs = costs_of(8, took=0.1)
+    balanced = balance(plain, costs=costs)
+    validate(balanced)
+    before, after = costs.timeline(plain), costs.timeline(balanced)
+    peaks = peak_memory(balanced, costs.memory)
+    assert max(peaks) <= 0.65 * max(peak_memory(plain, costs.memory))
+    assert max(peaks) <= 1.3 * min(peaks)
+    assert after.step_time <= 1.03 * before.step_time
+
+
+def test_deferred_tensors_travel_too() -> None:
+    """With 2BP's placement most of what is held waits for W."""
+    costs = costs_of(4, deferred=1.2)
+    plain = build("1f1b", 4, 8, weights="2bp")
+    peaks = peak_memory(plain, costs.memory)
+    balanced = balance(plain, [0.9 * peaks[0], 0.9 * peaks[1], 1e8, 1e8], costs=costs)
+    validate(balanced)
+    assert any(journey.deferred for journey in journeys_of(balanced))
+
+
+def test_a_bound_that_cannot_be_kept_says_what_can() -> None:
+    """And following that advice works."""
+    plain, costs = build("1f1b", 4, 8, split_backward=False), costs_of(4)
+    with pytest.raises(ScheduleError, match=r"balancing leaves rank .* raise it to") as caught:
+        balance(plain, 2e6, costs=costs)
+    (least,) = re.findall(r"raise it to ([0-9.e+]+),", str(caught.value))
+    validate(balance(plain, 1.02 * float(least), costs=costs))
+
+
+def test_what_evicts_is_not_balanced_again() -> None:
+    balanced = balance(build("1f1b", 4, 8, split_backward=False))
+    with pytest.raises(ScheduleError, match="evicts already"):
+        balance(balanced)
+
+
 # --- what holds for every pass: legal stays legal, bounds are kept, memory comes back to nothing
 
 
 NEAREST = {
+    "balance": measures.balanced,
     "offload": measures.offloaded,
     "recompute": measures.recomputed,
 }
@@ -73,6 +130,8 @@ def test_any_schedule_stays_legal_after_any_passes(
     schedule = schedule_of(form, ranks, microbatches)
     costs = costs_of(schedule.stages, took=took)
     for name in order:
+        if name == "balance" and journeys_of(schedule):
+            continue
         peaks = peak_memory(schedule, costs.memory)
         bounds = [share * max(peaks)] * ranks
         schedule = NEAREST[name](schedule, costs, bounds)

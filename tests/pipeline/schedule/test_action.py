@@ -24,7 +24,7 @@ COUNTS = st.integers(min_value=0, max_value=10**6)
         ("0B2", Action(0, ActionKind.BACKWARD, 2)),
         ("1SEND_F0", Action(1, ActionKind.SEND_F, 0)),
         ("12RECV_B34", Action(12, ActionKind.RECV_B, 34)),
-        ("3OFFLOAD2", Action(3, ActionKind.OFFLOAD, 2)),
+        ("3EVICT2", Action(3, ActionKind.EVICT, 2)),
         ("0RECOMPUTE7", Action(0, ActionKind.RECOMPUTE, 7)),
         ("2REDUCE_GRAD", Action(2, ActionKind.REDUCE_GRAD, 0)),
         ("0UNSHARD", Action(0, ActionKind.UNSHARD, 0)),
@@ -68,7 +68,7 @@ def test_bad_text_is_refused(text: str) -> None:
     assert str(caught.value) == (
         "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 digits "
         f"without leading zeros, got {text!r}; known kinds: F, I, W, B, SEND_F, RECV_F, SEND_B, "
-        "RECV_B, WAIT_SEND_F, WAIT_SEND_B, OFFLOAD, RELOAD, AWAIT, "
+        "RECV_B, WAIT_SEND_F, WAIT_SEND_B, EVICT, ACCEPT, LOAD, RETURN, OFFLOAD, RELOAD, AWAIT, "
         "RECOMPUTE, REDUCE_GRAD, WAIT_REDUCE_GRAD, UNSHARD, RESHARD"
     )
 

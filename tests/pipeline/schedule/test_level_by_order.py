@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import ARRIVALS, DEPARTURES, Action, ActionKind
 from autosplit.pipeline.schedule.moves import waited_departures
 from autosplit.pipeline.simulation.activation_memory import Change, levels
 
@@ -18,7 +18,7 @@ FORWARD, INPUT, WEIGHT = (
     ActionKind.BACKWARD_INPUT,
     ActionKind.BACKWARD_WEIGHT,
 )
-OFFLOAD, RELOAD = ActionKind.OFFLOAD, ActionKind.RELOAD
+WAYS = {ActionKind.EVICT: ActionKind.LOAD, ActionKind.OFFLOAD: ActionKind.RELOAD}
 SAVED, DEFERRED = 5, 3  # of a microbatch
 
 
@@ -32,27 +32,28 @@ class Rank(NamedTuple):
 
 
 def rank_of(actions: list[Action]) -> Rank:
+    """Stage 0 is the rank's own; of stage 1 its partner's microbatches come."""
     changes: list[Change] = []
     uses: dict[int, int] = {}
     begun: dict[int, int] = {}
-    latest: dict[int, int] = {}
-    kept: dict[int, int] = {}
+    latest: dict[tuple[int, int], int] = {}
+    kept: dict[tuple[int, int], int] = {}
     for place, action in enumerate(actions):
-        key, kind = action.microbatch, action.kind
-        if kind is FORWARD:
-            kept[key] = SAVED
-        if kind in (FORWARD, RELOAD):
+        key, kind = (action.stage, action.microbatch), action.kind
+        if kind in (FORWARD, ActionKind.ACCEPT):
+            kept[key] = SAVED if kind is FORWARD else 2 + action.microbatch
+        if kind in ARRIVALS or kind is FORWARD:
             changes.append(Change(kept[key], 0))
-        elif kind is OFFLOAD:
+        elif kind in DEPARTURES:
             changes.append(Change(0, kept[key]))
         elif kind is INPUT:
             changes.append(Change(1, 1 + SAVED - DEFERRED))
             kept[key] = DEFERRED
         else:
             changes.append(Change(0, DEFERRED if kind is WEIGHT else 0))
-        if kind in (INPUT, WEIGHT) and actions[latest[key]].kind is RELOAD:
+        if kind in (INPUT, WEIGHT) and actions[latest[key]].kind in ARRIVALS:
             uses[place] = latest[key]
-        elif kind is RELOAD:
+        elif kind in (*ARRIVALS, ActionKind.RETURN) and key in latest:
             begun[place] = latest[key]
         if kind is not ActionKind.AWAIT:
             latest[key] = place
@@ -61,24 +62,32 @@ def rank_of(actions: list[Action]) -> Rank:
 
 def next_actions(row: list[Action]) -> list[Action]:
     """Every action that may stand behind these."""
-    last = {a.microbatch: a.kind for a in row if a.kind is not ActionKind.AWAIT}
+    last: dict[tuple[int, int], ActionKind] = {}
+    for action in row:
+        if action.kind is not ActionKind.AWAIT:
+            last[action.stage, action.microbatch] = action.kind
     found = []
-    for microbatch in range(4):
-        kind = last.get(microbatch)
+    for microbatch in range(3):
+        kind = last.get((0, microbatch))
         able: list[ActionKind] = []
         if kind is None:
             able = [FORWARD]
         elif kind in (FORWARD, INPUT):
-            able = [WEIGHT if kind is INPUT else INPUT, OFFLOAD]
-        elif kind is OFFLOAD:
+            able = [WEIGHT if kind is INPUT else INPUT, *WAYS]
+        elif kind in WAYS:
             left = max(at for at, each in enumerate(row) if each == Action(0, kind, microbatch))
             behind = row[left:]
-            able = [RELOAD] if any(each.kind.is_compute for each in behind) else []
+            able = [WAYS[kind]] if any(each.kind.is_compute for each in behind) else []
             awaited = Action(0, ActionKind.AWAIT, microbatch)
             able += [ActionKind.AWAIT] if awaited not in behind else []
-        elif kind is RELOAD:
+        elif kind in WAYS.values():
             able = [WEIGHT if Action(0, INPUT, microbatch) in row else INPUT]
         found += [Action(0, each, microbatch) for each in able]
+    for microbatch in range(2):
+        guest = last.get((1, microbatch))
+        if guest is not ActionKind.RETURN:
+            kind = ActionKind.RETURN if guest else ActionKind.ACCEPT
+            found.append(Action(1, kind, microbatch))
     return found
 
 
@@ -102,10 +111,10 @@ class Moment(NamedTuple):
 def most_held(rank: Rank) -> tuple[list[float], list[float]]:
     """By place, the most that is held while it is run, and behind it, in all timings."""
     row, waits = rank.row, dict(waited_departures(rank.row))
-    lanes: dict[ActionKind, list[int]] = defaultdict(list)
+    lanes: dict[str, list[int]] = defaultdict(list)
     for place, action in enumerate(row):
         if action.kind.is_move:
-            lanes[action.kind].append(place)
+            lanes[_lane(action.kind)].append(place)
     running, between = [0.0] * len(row), [0.0] * len(row)
     seen: set[Moment] = set()
     todo = [Moment(-1, False, frozenset())]
@@ -123,7 +132,7 @@ def most_held(rank: Rank) -> tuple[list[float], list[float]]:
             first = next((each for each in lane if each not in here.over), None)
             if first is None or first > begun:
                 continue
-            needs = {*waits.get(first, ())} if row[first].kind is RELOAD else set()
+            needs = {*waits.get(first, ())} if row[first].kind in ARRIVALS else set()
             needs |= {rank.begun[first]} if first in rank.begun else set()
             if needs <= here.over:
                 todo.append(here._replace(over=here.over | {first}))
@@ -136,6 +145,12 @@ def most_held(rank: Rank) -> tuple[list[float], list[float]]:
             if needs <= here.over:
                 todo.append(Moment(place, row[place].kind.is_compute, here.over))
     return running, between
+
+
+def _lane(kind: ActionKind) -> str:
+    if kind in (ActionKind.OFFLOAD, ActionKind.RELOAD):
+        return kind.value
+    return "out" if kind in DEPARTURES else "in"
 
 
 def _held(rank: Rank, moment: Moment) -> float:
@@ -167,7 +182,8 @@ def test_a_bound_for_every_timing_and_one_attains_it(row: list[Action]) -> None:
         # What left beside F1 counts beside I1, too, which does not wait for it.
         ("0F0 0OFFLOAD0 0F1 0I1 0F2", [5, 5, 10, 11, 8]),
         # It may be there still, or what waits for it in a lane may be: not both.
-        ("0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD0 0I2", [5, 5, 10, 10, 10, 10, 11]),
+        ("0F0 0OFFLOAD0 0F1 1ACCEPT0 0I1", [5, 5, 10, 10, 11]),
+        ("0F0 0OFFLOAD0 0F1 1ACCEPT1 0I1 0F2", [5, 5, 10, 10, 11, 11]),
         # The rank waits for what it sends away.
         ("0F0 0OFFLOAD0 0AWAIT0 0F1", [5, 5, 0, 5]),
         # I waits for what it uses, and so for what that has waited for.

@@ -19,9 +19,11 @@ LINKS = Transfer(0.0, 4.0, host=Link(0.0, 2.0))
 SIZES = [StageMemory(1.0, 1.0, 0.25)] * 2
 
 
-def offloading() -> Schedule:
+def evicting() -> Schedule:
     return schedule_of(
-        "0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1", "1F0 1B0 1F1 1B1", split_backward=False
+        "0F0 0EVICT0 0F1 0LOAD0 0B0 0B1",
+        "0ACCEPT0 1F0 0RETURN0 1B0 1F1 1B1",
+        split_backward=False,
     )
 
 
@@ -30,11 +32,11 @@ def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
 
 
 def test_a_slow_link_keeps_the_backward_waiting() -> None:
-    costs = Costs([(1, 1, 1)] * 2, SIZES, replace(LINKS, host=Link(0.0, 0.25)))
-    timeline = costs.timeline(offloading())
+    costs = Costs([(1, 1, 1)] * 2, SIZES, replace(LINKS, bandwidth=0.25))
+    timeline = costs.timeline(evicting())
     times = spans(timeline)
-    assert times["0OFFLOAD0"] == (1.0, 5.0)
-    assert times["0RELOAD0"] == (5.0, 9.0)
+    assert times["0EVICT0"] == (1.0, 5.0)
+    assert times["0LOAD0"] == (5.0, 9.0)
     assert times["0B0"][0] == 9.0
 
 
@@ -78,5 +80,5 @@ def test_recomputation_keeps_inputs_only_and_takes_as_long_as_a_forward() -> Non
 
 def test_bytes_that_are_not_known_are_asked_for() -> None:
     with pytest.raises(ScheduleError, match="give the memory of every stage"):
-        simulate(offloading(), seconds(1, 1, 1), transfer=LINKS)
-    assert simulate(offloading(), seconds(1, 1, 1)).makespan == 9.0
+        simulate(evicting(), seconds(1, 1, 1), transfer=LINKS)
+    assert simulate(evicting(), seconds(1, 1, 1)).makespan == 9.0

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from autosplit.pipeline.engine.host_store import HostFileStore
-from autosplit.pipeline.engine.moves import Lane, Move
+from autosplit.pipeline.engine.moves import Lane, Move, PartnerStore
 from autosplit.pipeline.ledger.bands import MemoryRecorder
 from autosplit.pipeline.schedule.action import ActionKind
 
@@ -32,6 +32,8 @@ def late_transfers(seconds: float, seed: int = 0) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
+            (PartnerStore, "put"),
+            (PartnerStore, "take"),
             (HostFileStore, "put"),
             (HostFileStore, "take"),
         ):
@@ -41,20 +43,25 @@ def late_transfers(seconds: float, seed: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_transfers() -> Iterator[None]:
-    """In recorded steps what leaves does so behind the next moment that is recorded."""
+    """In recorded steps what leaves does so behind the next moment that is recorded, and what a
+    rank takes in of its partner's is there before it goes on.
+    """
     marks = _Marks()
     carry, mark, finish = Lane.carry, MemoryRecorder._look, MemoryRecorder.finish
 
     def carry_seen(lane: Lane, move: Move, work: Callable[[], Any]) -> Move:
         seen = marks.count
-        leaves = move.action.kind is ActionKind.OFFLOAD
+        leaves = move.action.kind in (ActionKind.EVICT, ActionKind.OFFLOAD)
 
         def behind() -> Any:
             if leaves:
                 marks.await_more_than(seen)
             return work()
 
-        return carry(lane, move, behind)
+        carried = carry(lane, move, behind)
+        if marks.recording and move.action.kind is ActionKind.ACCEPT:
+            move.future.result(_PATIENCE)
+        return carried
 
     def mark_seen(recorder: MemoryRecorder, during: str) -> int:
         found = mark(recorder, during)

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.validate import validate
 
 Away = tuple[str, str]
 SAVED: Away = ("F", "IB")
 DEFERRED: Away = ("I", "W")
+_PARTNERS = {ActionKind.EVICT: ActionKind.ACCEPT, ActionKind.LOAD: ActionKind.RETURN}
 
 
 def offloading(schedule: Schedule, away: Iterable[Away] = (SAVED, DEFERRED)) -> Schedule:
@@ -23,6 +25,31 @@ def offloading(schedule: Schedule, away: Iterable[Away] = (SAVED, DEFERRED)) -> 
     return _legal(replace(schedule, name=f"{schedule.name}, offloaded", ranks=tuple(rows)))
 
 
+def evicting(
+    schedule: Schedule, ranks: Iterable[int] = (0,), away: Iterable[Away] = (SAVED, DEFERRED)
+) -> Schedule:
+    """Likewise evicted, from these ranks."""
+    count = len(schedule.ranks)
+    spans = simulate(schedule, lambda action: 1.0).spans
+    starts = [sorted(s.start for s in spans if s.rank == rank) for rank in range(count)]
+    moves: list[list[tuple[float, Action]]] = [[] for _ in range(count)]
+    kinds = ActionKind.EVICT, ActionKind.LOAD
+    timed = [
+        (starts[rank][place], rank, place, action)
+        for rank in ranks
+        for place, action in _moves(schedule.ranks[rank], away, kinds)
+    ]
+    timed.sort(key=lambda each: each[0])
+    for time, rank, place, action in timed:
+        other = replace(action, kind=_PARTNERS[action.kind])
+        moves[rank].append((place, action))
+        partner = schedule.partner(rank)
+        moves[partner].append((sum(each < time for each in starts[partner]), other))
+    rows = [_inserted(row, mine) for row, mine in zip(schedule.ranks, moves, strict=True)]
+    name = f"{schedule.name}, evicted"
+    return _legal(replace(schedule, name=name, ranks=tuple(rows)))
+
+
 def awaiting(schedule: Schedule) -> Schedule:
     """Whoever sends something away waits until it has left."""
     rows = []
@@ -30,7 +57,7 @@ def awaiting(schedule: Schedule) -> Schedule:
         awaited: list[Action] = []
         for action in row:
             awaited.append(action)
-            if action.kind is ActionKind.OFFLOAD:
+            if action.kind in (ActionKind.OFFLOAD, ActionKind.EVICT):
                 awaited.append(replace(action, kind=ActionKind.AWAIT))
         rows.append(tuple(awaited))
     return _legal(replace(schedule, name=f"{schedule.name}, awaited", ranks=tuple(rows)))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,16 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.errors import OutputError, PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.host_store import HostFileStore
-from autosplit.pipeline.engine.moves import Moves
+from autosplit.pipeline.engine.moves import Moves, PartnerStore
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.training import memory_limit as limited_schedule
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.training.late_transfers import late_transfers
-from tests.pipeline.training.moving import SAVED, awaiting, offloading, recomputing
+from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading, recomputing
 from tests.pipeline.workers import WIDTH, Tied, data, equal, trainer
-from tests.ranks import ranks
+from tests.ranks import Ranks, ranks
 
 OWN: dict[str, Any] = {"stage_factory": None, "timeout": 60.0}
 PLAIN: dict[str, Any] = {}
@@ -85,16 +91,21 @@ def assert_same(
     assert not [key for key in expected if not equal(expected[key], found[key])]
 
 
+def both(schedule: Schedule) -> Schedule:
+    return evicting(schedule, range(len(schedule.ranks)))
+
+
 GPIPE, LATE = build("gpipe", 2, 4), build("1f1b", 2, 4, weights="2bp")
 CASES: dict[str, tuple[Any, ...]] = {
     "offload awaited": (GPIPE, lambda schedule: awaiting(offloading(schedule))),
+    "evict awaited": (LATE, lambda schedule: awaiting(evicting(schedule))),
     "recompute": (GPIPE, lambda s: offloading(recomputing(s), [("I", "W")])),
     "chunks, whole backward": (
         build("interleaved", 4, 4, ranks=2, split_backward=False),
-        offloading,
+        both,
     ),
-    "tied": (LATE, offloading, Tied),
-    "frozen": (GPIPE, offloading, first_frozen),
+    "tied": (GPIPE, both, Tied),
+    "frozen": (GPIPE, both, first_frozen),
 }
 
 
@@ -105,13 +116,19 @@ def test_the_same_bit_for_bit(case: str) -> None:
     assert_same(*CASES[case], **tied)
 
 
+@ranks(4)
+def test_four_ranks() -> None:
+    late = build("1f1b", 4, 8, weights="2bp")
+    assert_same(late, lambda schedule: recomputing(evicting(schedule, [0, 1], [("I", "W")])))
+
+
 def test_all_in_one_process() -> None:
     assert_same(build("zb-v", 4, 4, ranks=1), offloading, ranks=1)
 
 
 @ranks(2)
 def test_moves_are_on_the_timeline() -> None:
-    schedule, rows = offloading(build("gpipe", 2, 3)), []
+    schedule, rows = evicting(build("gpipe", 2, 3)), []
     for each in (build("gpipe", 2, 3), schedule):
         with trainer(layers, 2, 3, schedule=each, record=True, **OWN) as engine:
             engine.step(data(12))
@@ -128,24 +145,24 @@ def test_moves_are_on_the_timeline() -> None:
 def test_a_storage_travels_once_and_no_parameter_does() -> None:
     """Nor does the batch, of which the microbatches are parts: all that its rows make travels."""
     sent: list[list[Tensor]] = []
-    send = Moves._send
+    announce = PartnerStore.announce
 
-    def noted(moves: Moves, storages: list[Tensor], store: Any) -> Any:
+    def noted(store: PartnerStore, storages: Any) -> None:
         sent.append(list(storages))
-        return send(moves, storages, store)
+        announce(store, storages)
 
-    schedule = offloading(build("gpipe", 2, 3), away=[SAVED])
+    schedule = evicting(build("gpipe", 2, 3), away=[SAVED])
     with (
-        mock.patch.object(Moves, "_send", noted),
+        mock.patch.object(PartnerStore, "announce", noted),
         trainer(layers, 2, 3, schedule=schedule, **OWN) as engine,
     ):
         engine.step(data(12))
-    assert rank() or len(sent) == 3
+    assert len(sent) == 3 * (rank() == 0)
     wide, narrow = (
         4 * 4 * 18,
         4 * 18,
     )  # of float32: a layer of 4 rows, a statistic (as large: a mask)
-    for storages in sent if rank() == 0 else ():
+    for storages in sent:
         assert len({each.untyped_storage().data_ptr() for each in storages}) == len(storages)
         size = sum(each.numel() for each in storages)
         assert size == 3 * (wide + narrow)
@@ -161,7 +178,7 @@ def test_the_link_to_the_store_is_measured() -> None:
         dist.all_gather_object(found, link)
     assert found[0] == found[1]
     assert link.bandwidth > 0
-    with trainer(layers, 2, 3, schedule=build("gpipe", 2, 3), **OWN) as engine:
+    with trainer(layers, 2, 3, schedule=evicting(build("gpipe", 2, 3)), **OWN) as engine:
         engine.step(data(12))
         with pytest.raises(PipelineError, match=r"^no rank has a store that could be measured: no"):
             engine.store_link()
@@ -261,6 +278,63 @@ def test_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.step(data(16))
         said = "the store on this host has had 0.1 s for 0OFFLOAD0: it hangs, or needs a longer"
         assert said in str(caught.value)
+
+
+STEPS, BAD = 5, 2  # of which one goes wrong
+
+
+def limited_steps(folder: Path, first: int, *, dying: bool = False) -> list[Tensor]:
+    """Steps from one on within a limit; a checkpoint is made before the one that goes wrong."""
+
+    def name(stage: int, own: str) -> str:
+        return f"{stage}.{own}"
+
+    torch.manual_seed(5 + rank())
+    options = {**OWN, "memory_limit": "1GiB", "schedule": "gpipe", "timeout": 20.0}
+    with trainer(layers, **options) as engine:
+        losses = []
+        if first:
+            load_checkpoint(engine, folder, names=name)
+        for step in range(first, STEPS):
+            if dying and step == BAD:
+                save_checkpoint(engine, folder, names=name)
+                mock.patch.object(Moves, "_receive", receive_and_die).start()
+            losses.append(engine.step(data(16, seed=step)))
+        return losses
+
+
+RECEIVE = Moves._receive
+
+
+def receive_and_die(moves: Moves, left: Any, found: list[Tensor], store: Any) -> None:
+    RECEIVE(moves, left, found, store)
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def partner_dies(folder: Path) -> None:
+    """Rank 1 is killed while it holds what rank 0 evicted; rank 0 writes down what it hears."""
+    found = SimpleNamespace(schedule=evicting(GPIPE))
+    with mock.patch.object(limited_schedule, "search_within", return_value=found):
+        try:
+            limited_steps(folder / "last", 0, dying=True)
+        except Exception as error:
+            (folder / "heard").write_text(f"{type(error).__name__} {error}")
+            raise
+
+
+def resumed(folder: Path) -> bool:
+    """Whether a run goes on from where its partner died as one to which nothing happened."""
+    plain = limited_steps(folder, 0)
+    return all(map(torch.equal, plain[BAD:], limited_steps(folder / "last", BAD)))
+
+
+def test_a_partner_that_dies_with_what_it_holds(tmp_path: Path, on_ranks: Ranks) -> None:
+    how = "rank 1 (was killed by SIGKILL|ended without a word)"  # the latter once it is reaped
+    with pytest.raises(PipelineError, match=how):
+        on_ranks(partner_dies, 2, (tmp_path,), timeout=60)
+    assert re.match(f"RankError {how}", (tmp_path / "heard").read_text())
+    assert on_ranks(resumed, 2, (tmp_path,), timeout=60) == [True, True]
 
 
 @pytest.mark.parametrize(

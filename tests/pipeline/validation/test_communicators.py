@@ -27,7 +27,7 @@ from autosplit.pipeline.validation.communicators import (
 from autosplit.pipeline.validation.programs import of_engine, of_torch
 from autosplit.pipeline.validation.torch_csv import add_communication
 from tests.pipeline.schedule.random_schedules import random_schedule
-from tests.pipeline.training.moving import awaiting, offloading
+from tests.pipeline.training.moving import awaiting, evicting, offloading
 from tests.pipeline.validation.programs import held_up, of_items, on_mesh
 from tests.pipeline.validation.reported import CASES, DEFERS
 
@@ -105,8 +105,8 @@ def test_one_pipeline_stands_for_the_mesh(seed: int) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-v"])
 def test_moves_end(name: str) -> None:
     schedule = build(name, 4 * (SCHEDULES[name].chunks or 2), 8, ranks=4)
-    offloaded = offloading(schedule)
-    for moved in (offloaded, awaiting(offloaded)):
+    evicted = evicting(schedule, range(4))
+    for moved in (offloading(schedule), evicted, awaiting(evicted)):
         assert stuck(of_engine(moved)) is None
 
 
