@@ -2,74 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autosplit.capture.export import export
-from autosplit.capture.node_effects import Effect, EffectRecorder, examine
-
-A, B = torch.randn(128, 128), torch.randn(128, 128)
-IMAGE, KERNEL = torch.randn(1, 8, 6, 6), torch.randn(8, 8, 3, 3)
-
-
-def effect_of(call: Callable[[], Any]) -> Effect:
-    effect = Effect()
-    with EffectRecorder(effect, []):
-        effect.value = call()
-    return effect
-
-
-@pytest.mark.parametrize(
-    ("call", "random", "heavy", "costly"),
-    [
-        (lambda: A + B, False, False, False),
-        (lambda: A @ B, False, True, True),
-        (lambda: A[:, :4] @ B[:4], False, True, False),  # few operations an element
-        (lambda: F.conv2d(IMAGE, KERNEL), False, True, True),
-        (lambda: F.scaled_dot_product_attention(IMAGE, IMAGE, IMAGE), True, True, False),
-        (lambda: torch.rand(3), True, False, False),
-        (lambda: F.dropout(A, 0.5), True, False, False),
-        (lambda: F.dropout(A @ B, 0.5), True, True, True),
-    ],
-    ids=["add", "matmul", "narrow", "convolution", "attention", "rand", "dropout", "both"],
-)
-def test_kinds(call: Callable[[], Any], random: bool, heavy: bool, costly: bool) -> None:
-    effect = effect_of(call)
-    assert (effect.random, effect.heavy) == (random, heavy)
-    assert effect.costly is costly
-    assert isinstance(effect.value, Tensor)
-
-
-def storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda x: x.add_(1),
-        lambda x: x[0].zero_(),  # through a view
-        lambda x: torch.mul(x, 2, out=x),
-        lambda x: F.batch_norm(torch.ones(4, 2), x, torch.ones(2), training=True),
-    ],
-    ids=["in place", "view", "out", "running mean"],
-)
-def test_writes_name_the_storage(write: Callable[[Tensor], Any]) -> None:
-    x, other = torch.zeros(2), torch.ones(2)
-    assert storage(x) in effect_of(lambda: write(x)).writes
-    assert storage(other) not in effect_of(lambda: write(x)).writes
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_running_statistics_are_written_in_training_only(training: bool) -> None:
-    mean, var = torch.zeros(2), torch.ones(2)
-    effect = effect_of(lambda: F.batch_norm(torch.ones(4, 2), mean, var, training=training))
-    assert ({storage(mean), storage(var)} <= effect.writes) is training
+from autosplit.capture.node_effects import Effect, examine
 
 
 class Steps(nn.Module):

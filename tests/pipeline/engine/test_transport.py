@@ -48,21 +48,6 @@ def test_tensors_travel_as_bytes_whatever_they_hold() -> None:
 
 
 @ranks(2)
-def test_negotiation_brings_everything_that_matters() -> None:
-    groups = Groups(2, CPU, 30.0)
-    negotiation = Negotiation("negotiated", groups, lambda: None)
-    meta = TensorMeta(torch.Size([4, 0]), torch.bfloat16, True)
-    first = dist.get_rank() == 0
-    agreed = negotiation.publish(0, [meta, meta]) if first else negotiation.learn(0)
-    if not first:
-        negotiation.publish_gradients(0, 1, [False, True])
-    given = negotiation.gradients(0, 1)
-    groups.destroy()
-    assert agreed == (meta, meta)
-    assert given == (False, True)
-
-
-@ranks(2)
 def test_a_stage_that_is_never_built_ends_the_wait() -> None:
     groups = Groups(2, CPU, 30.0)
     groups.timeout = 0.2
