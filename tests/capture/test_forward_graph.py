@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from autosplit.capture.export import export
-from autosplit.capture.node_effects import Effect, examine
+from autosplit.capture.node_effects import Effect, EffectRecorder, examine
+
+
+def effect_of(call: Callable[[], Any]) -> Effect:
+    effect = Effect()
+    with EffectRecorder(effect, []):
+        effect.value = call()
+    return effect
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_running_statistics_are_written_in_training_only(training: bool) -> None:
+    mean, var = torch.zeros(2), torch.ones(2)
+    effect = effect_of(lambda: F.batch_norm(torch.ones(4, 2), mean, var, training=training))
+    assert ({storage(mean), storage(var)} <= effect.writes) is training
 
 
 class Steps(nn.Module):
