@@ -13,12 +13,36 @@ from torch import Tensor, fx, nn
 from autosplit.capture.export import export
 from autosplit.capture.node_effects import Effect, EffectRecorder, examine
 
+A, B = torch.randn(128, 128), torch.randn(128, 128)
+IMAGE, KERNEL = torch.randn(1, 8, 6, 6), torch.randn(8, 8, 3, 3)
+
 
 def effect_of(call: Callable[[], Any]) -> Effect:
     effect = Effect()
     with EffectRecorder(effect, []):
         effect.value = call()
     return effect
+
+
+@pytest.mark.parametrize(
+    ("call", "random", "heavy", "costly"),
+    [
+        (lambda: A + B, False, False, False),
+        (lambda: A @ B, False, True, True),
+        (lambda: A[:, :4] @ B[:4], False, True, False),  # few operations an element
+        (lambda: F.conv2d(IMAGE, KERNEL), False, True, True),
+        (lambda: F.scaled_dot_product_attention(IMAGE, IMAGE, IMAGE), True, True, False),
+        (lambda: torch.rand(3), True, False, False),
+        (lambda: F.dropout(A, 0.5), True, False, False),
+        (lambda: F.dropout(A @ B, 0.5), True, True, True),
+    ],
+    ids=["add", "matmul", "narrow", "convolution", "attention", "rand", "dropout", "both"],
+)
+def test_kinds(call: Callable[[], Any], random: bool, heavy: bool, costly: bool) -> None:
+    effect = effect_of(call)
+    assert (effect.random, effect.heavy) == (random, heavy)
+    assert effect.costly is costly
+    assert isinstance(effect.value, Tensor)
 
 
 def storage(tensor: Tensor) -> int:
