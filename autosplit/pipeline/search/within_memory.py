@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
@@ -18,53 +18,28 @@ from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.timeline import Timeline
 
 from .search import caps_of, constructed, named_schedules
 
-MEASURES: Mapping[str, Callable[[Schedule, Costs, Sequence[float]], Schedule]] = {
+Measure = Callable[[Schedule, Costs, Sequence[float]], Schedule]
+
+MEASURES: Mapping[str, Measure] = {
     "balance": balanced,
     "offload": offloaded,
     "recompute": recomputed,
 }
 """What can be done to a schedule that holds too much, by name."""
 
-_KINDS = {
-    "balance": ActionKind.EVICT,
-    "offload": ActionKind.OFFLOAD,
-    "recompute": ActionKind.RECOMPUTE,
-}
-
+_ALONE: list[tuple[Measure, ...]] = [(take,) for take in MEASURES.values()]
+# A partner takes only what is not sent to the host or run again: it comes first.
+_IN_PAIRS: list[tuple[Measure, ...]] = [
+    (first, second)
+    for first in MEASURES.values()
+    for second in MEASURES.values()
+    if second not in (first, balanced)
+]
 _WORK = 150_000  # actions that are simulated with measures
 _BASES = 3  # schedules without measures that several are tried on, the shortest first
-
-
-@dataclass(frozen=True)
-class WithinMemory:
-    """A schedule within a limit, and how it came to be.
-
-    Attributes:
-        schedule: named ``"auto"``.
-        timeline: its step.
-        peaks: per rank, the most that it holds of its microbatches: by the order of its row, so
-            whatever transfers take.
-        measures: those that it takes.
-        unlimited: seconds of the shortest step that was found without a limit.
-    """
-
-    schedule: Schedule
-    timeline: Timeline
-    peaks: tuple[float, ...]
-    measures: tuple[str, ...]
-    unlimited: float
-
-
-class _Kept(NamedTuple):
-    """A schedule that was found, and by how much it exceeds the limit."""
-
-    step: float
-    schedule: Schedule
-    excess: float
 
 
 class LimitError(ScheduleError):
@@ -95,7 +70,7 @@ def search_within(
     ranks: int | None = None,
     placement: Sequence[int] | None = None,
     fixed: Sequence[float] = (),
-) -> WithinMemory:
+) -> Schedule:
     """The shortest step that was found in which no rank holds more than a limit; deterministic.
 
     What a rank holds is counted by the order of its row (``peak_memory``), which the engine keeps
@@ -122,29 +97,35 @@ def search_within(
     if len(rests) != count:
         raise ScheduleError(f"expected what is fixed on each of {count} ranks, got {len(rests)}")
     caps = [most - rest for most, rest in zip(limits, rests, strict=True)]
-    one = _LimitSearch(costs, microbatches, count, placement, caps)
-    # Without room on some rank for what every schedule needs there is nothing to look for.
-    found = one.run() if max(one.bound) <= 0.0 else None
-    if found is None:
-        excess, what, schedule = one.frugal()
-        least = max(limits) + excess
+    found = _LimitSearch(costs, microbatches, count, placement, caps).run()
+    if found.excess > 0.0:
+        least = max(limits) + found.excess
         raise LimitError(
             f"no schedule within a limit of {min(limits):,.0f} was found: the least that was needs "
-            f"{least:,.0f} ({what}). Use a limit of {math.ceil(least):,}, more ranks, or more and "
-            "smaller microbatches",
+            f"{least:,.0f}. Use a limit of {math.ceil(least):,}, more ranks, or more and smaller "
+            "microbatches",
             least,
-            schedule,
+            found.schedule,
         )
-    return found
+    return replace(found.schedule, name="auto")
+
+
+class _Tried(NamedTuple):
+    """What is less is better: seconds of a step, infinite above the limit, then the bytes by which
+    a rank exceeds it.
+    """
+
+    step: float
+    excess: float
+    schedule: Schedule
+
+    @property
+    def key(self) -> tuple[float, float]:
+        return self.step, self.excess
 
 
 class _LimitSearch:
-    """One setting's search.
-
-    Attributes:
-        bound: per rank, by how much what every schedule holds exceeds the limit.
-        unlimited: seconds of the shortest step without a limit.
-    """
+    """One setting's search; arguments are those of ``search_within``."""
 
     def __init__(
         self,
@@ -154,118 +135,80 @@ class _LimitSearch:
         placement: Sequence[int] | None,
         caps: Sequence[float],
     ) -> None:
-        self._costs = costs
-        self._caps = caps
-        self._kept: list[_Kept] = []
-        """Those that keep the limit."""
-        self._nearest: _Kept | None = None
+        self._costs, self._caps = costs, caps
         named = named_schedules(costs.times, microbatches, ranks, placement)
         places = dict.fromkeys(each.placement for each in named)
         for most in ([math.inf] * ranks, [max(cap, 1.0) for cap in caps]):
             named += constructed(costs, microbatches, places, most)
         in_order = [each for each in named if adds_in_order(each)] or named
         plain = {each.ranks: each for each in in_order}.values()
-        self._bases = sorted(((self._step(each), each) for each in plain), key=lambda each: each[0])
-        self.bound = self._bound(ranks)
-        self.unlimited = self._bases[0][0]
+        self._bases = sorted(plain, key=self._step)
 
-    def _bound(self, ranks: int) -> list[float]:
-        """A rank must hold what one microbatch holds on any of its stages; of all placements the
-        one that exceeds the limit least counts.
+    def run(self) -> _Tried:
+        """The shortest step within the limit, or what comes nearest to it."""
+        bound = self._bound()
+        # Without room on some rank for what every schedule needs there is nothing to look for.
+        found = [*self._measured()] if max(bound) <= 0.0 else []
+        if all(each.excess > 0.0 for each in found):
+            found += self._frugal(bound)
+        return min(found, key=lambda each: each.key)
+
+    def _bound(self) -> list[float]:
+        """Per rank, by how much what every schedule holds exceeds the limit: it must hold what one
+        microbatch holds on any of its stages. Of all placements the one with the least counts.
         """
         found = []
-        for place in {base.placement for _, base in self._bases}:
-            least = [0.0] * ranks
+        for place in dict.fromkeys(base.placement for base in self._bases):
+            least = [0.0] * len(self._caps)
             for stage, rank in enumerate(place):
                 least[rank] = max(least[rank], self._costs.memory[stage].least)
             found.append([a - cap * ROUNDING for a, cap in zip(least, self._caps, strict=True)])
         return min(found, key=max)
 
-    def _step(self, schedule: Schedule) -> float:
-        return self._costs.timeline(schedule).step_time
-
-    def run(self) -> WithinMemory | None:
-        """The best; None if nothing keeps the limit."""
-        left = _WORK
-        for place, (step, base) in enumerate(self._bases):
+    def _measured(self) -> Iterator[_Tried]:
+        """Bases, the shortest first, with each measure; of some with a second one for what the
+        first leaves too much.
+        """
+        left, shortest = _WORK, math.inf
+        for place, base in enumerate(self._bases):
+            plain = self._tried(base)
+            yield plain
             # All that are to come are longer, whatever is done to them.
-            if step >= self._shortest or self._keep(base):
-                break
-            for made in self._measured(base, several=place < _BASES):
-                self._keep(made)
+            if plain.excess <= 0.0 or self._step(base) >= shortest:
+                return
+            for measures in [*_ALONE, *(_IN_PAIRS if place < _BASES else ())]:
+                made = base
+                for take in measures:
+                    made = take(made, self._costs, self._caps)
+                one = self._tried(made)
+                yield one
+                shortest = min(shortest, one.step)
                 left -= sum(map(len, made.ranks))
                 if left < 0:
-                    break
-        if not self._kept:
-            self._try_least()
-        if not self._kept:
-            return None
-        schedule = min(self._kept, key=_step).schedule
-        return WithinMemory(
-            replace(schedule, name="auto"),
-            self._costs.timeline(schedule),
-            tuple(peak_memory(schedule, self._costs.memory)),
-            _taken(schedule),
-            self.unlimited,
-        )
+                    return
 
-    @property
-    def _shortest(self) -> float:
-        return min(map(_step, self._kept), default=math.inf)
-
-    def _measured(self, base: Schedule, *, several: bool) -> Iterator[Schedule]:
-        """A base with each measure; of several, with a second one for what the first leaves too
-        much.
-
-        A partner takes only what is not sent to the host or run again: it comes first.
+    def _frugal(self, bound: Sequence[float]) -> Iterator[_Tried]:
+        """What each measure makes of the most frugal base for the least limit there may be, which
+        is the same whatever the limit is: one that a refusal advised finds it again.
         """
-        for first, take in MEASURES.items():
-            made = take(base, self._costs, self._caps)
-            yield made
-            for second in MEASURES if several else ():
-                if second not in (first, "balance"):
-                    yield MEASURES[second](made, self._costs, self._caps)
-
-    def frugal(self) -> tuple[float, str, Schedule]:
-        """What comes nearest to the limit: by how much it exceeds it, what it is, and itself."""
-        if self._nearest is None:
-            self._try_least()
-        if self._nearest is None:  # cannot be: there is a base
-            raise ScheduleError("no schedule admits the counts")
-        _, schedule, excess = self._nearest
-        taken = " and ".join(_taken(schedule)) or "no measure"
-        return excess, f"{schedule.name} with {taken}", schedule
-
-    def _try_least(self) -> None:
-        """Keep what each measure makes of the most frugal base for the least limit there may be,
-        which is the same whatever the limit is: one that a refusal advised finds it again.
-        """
-        least = [max(cap + over, 1.0) for cap, over in zip(self._caps, self.bound, strict=True)]
-        _, base = min(self._bases, key=lambda each: self._excess(each[1]))
-        self._keep(base)
+        least = [max(cap + over, 1.0) for cap, over in zip(self._caps, bound, strict=True)]
+        base = min(map(self._tried, self._bases), key=lambda each: each.excess)
+        yield base
         for take in MEASURES.values():
-            self._keep(take(base, self._costs, least))
+            yield self._tried(take(base.schedule, self._costs, least))
 
-    def _excess(self, schedule: Schedule) -> float:
-        """By how much a rank exceeds the limit."""
+    def _tried(self, schedule: Schedule) -> _Tried:
         peaks = peak_memory(schedule, self._costs.memory)
-        return max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
+        excess = max(p - cap * ROUNDING for p, cap in zip(peaks, self._caps, strict=True))
+        return _Tried(self._step(schedule) if excess <= 0.0 else math.inf, excess, schedule)
 
-    def _keep(self, schedule: Schedule) -> bool:
-        """Note a schedule; whether it keeps the limit."""
-        excess = self._excess(schedule)
-        fits = excess <= 0.0
-        kept = _Kept(self._step(schedule) if fits else math.inf, schedule, excess)
-        if self._nearest is None or excess < self._nearest.excess:
-            self._nearest = kept
-        if fits:
-            self._kept.append(kept)
-        return fits
+    def _step(self, schedule: Schedule) -> float:
+        return self._costs.timeline(schedule).step_time
 
 
 def adds_in_order(schedule: Schedule) -> bool:
     """Whether every stage adds gradients up in the order of its microbatches, with the rounding of
-    any other schedule that does. Local search keeps that.
+    any other schedule that does.
     """
     last: dict[int, int] = {}
     for row in schedule.ranks:
@@ -275,13 +218,3 @@ def adds_in_order(schedule: Schedule) -> bool:
                     return False
                 last[action.stage] = action.microbatch
     return True
-
-
-def _step(kept: _Kept) -> float:
-    return kept.step
-
-
-def _taken(schedule: Schedule) -> tuple[str, ...]:
-    """The measures that a schedule takes."""
-    kinds = {action.kind for row in schedule.ranks for action in row}
-    return tuple(name for name, kind in _KINDS.items() if kind in kinds)

@@ -188,7 +188,7 @@ class LimitTuner(Tuner):
                 ranks=len(schedule.ranks),
                 placement=schedule.placement,
                 fixed=[*map(sum, zip(self._fixed_by_rank, beside, strict=True))],
-            ).schedule
+            )
         except LimitError as error:
             found = error.schedule
         return replace(found or schedule, crosses_step=False)
