@@ -5,86 +5,120 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
 from tabulate import tabulate
+from tqdm import tqdm
 
 from autosplit.cli.options import folder_to_write, json_option, numbers, tell_written, typed_errors
 from autosplit.dump.tables import milliseconds
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.schedule import check_counts, check_size
-from autosplit.pipeline.search.survey import MOST, SimulatedSchedule, Survey, survey
-from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.pipeline.builders.build import SCHEDULES
+from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
+from autosplit.pipeline.search.search import caps_of, forms
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
+from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation.grid import format_schedule
 from autosplit.report.timelines import write_timelines
 from autosplit.text.files import write_text
 
+MOST = 200_000
+"""Actions of a step, over all chunks: some twenty schedules of it take minutes and gigabytes."""
 
-def project(
-    *,
-    stages: int,
-    microbatches: int,
-    times: Sequence[float],
-    memory: Sequence[float],
-    chunks: int,
-    latency: float,
-    bandwidth: float | None,
-    message: float | None,
-    cap: float | None,
-) -> Survey:
-    """Simulate every schedule.
+_SHORTEST, _LARGEST = 1e-30, 1e30  # in seconds and any unit of memory: beyond, sums lose digits
+
+
+@dataclass(frozen=True)
+class SimulatedSchedule:
+    """One schedule in one form.
+
+    Attributes:
+        name: of the schedule.
+        weights: the placement of W, ``"fused"`` or ``"own"``.
+        schedule: itself.
+        timeline: its step.
+        peaks: per rank, the most that it keeps.
+        fits: whether that is within the cap.
+    """
+
+    name: str
+    weights: str
+    schedule: Schedule
+    timeline: Timeline
+    peaks: tuple[float, ...]
+    fits: bool
+
+    @property
+    def parts(self) -> int:
+        """Into how many stages a rank's part of the model is cut."""
+        return self.schedule.stages // len(self.schedule.ranks)
+
+
+Survey = tuple[list[SimulatedSchedule], dict[str, str]]
+"""The schedules that a pipeline admits, and why it does not admit the others, by name."""
+
+
+def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = math.inf) -> Survey:
+    """Simulate every schedule in every form. On a terminal a bar shows how far it is.
 
     Args:
-        stages: one a rank.
-        microbatches: in a step.
-        times: milliseconds of F, I and W: three numbers, or three for each stage.
-        memory: saved and deferred of a microbatch: two numbers, or two for each stage.
-        chunks: stages a rank in interleaved schedules.
-        latency: milliseconds of a transfer.
-        bandwidth: gigabytes a second, if ``message`` is given.
-        message: megabytes that a microbatch sends, if ``bandwidth`` is given.
-        cap: the most that a rank may keep, in the unit of ``memory``.
+        costs: of one stage a rank; where a schedule has several stages a rank, each is cut into as
+            many equal ones.
+        microbatches: M >= 1.
+        chunks: stages a rank where the schedule leaves that open.
+        cap: the most that a rank may keep.
 
     Raises:
-        ScheduleError: numbers that are negative, not finite or not as many as expected, more
-            actions than ``survey`` takes, or an option without an effect.
+        ScheduleError: a bad count, more than ``MOST`` actions, a step that takes no time or no
+            finite one, or nothing within the cap.
     """
-    check_counts(stages=stages, microbatches=microbatches, chunks=chunks)
-    check_size(stages * chunks, microbatches, MOST)
-    if (bandwidth is None) != (message is None):
-        raise ScheduleError("bandwidth and message have a meaning only together: give both")
-    costs = Costs(
-        [(f / 1e3, i / 1e3, w / 1e3) for f, i, w in _each("times", times, 3, stages)],
-        [StageMemory(*pair) for pair in _each("memory", memory, 2, stages)],
-        Transfer(
-            latency / 1e3,
-            math.inf if bandwidth is None else 1e9 * bandwidth,
-            1e6 * (message or 0.0),
-        ),
-    )
-    return survey(costs, microbatches, chunks=chunks, cap=cap)
-
-
-def choose_schedule(found: Survey, name: str | None) -> SimulatedSchedule:
-    """The shortest step within the cap, or of the schedule ``name`` if it is given.
-
-    Raises:
-        ScheduleError: no such schedule was simulated.
-    """
-    entries = [entry for entry in found.entries if name == entry.name]
-    if name is None:
-        entries = found.fitting
-    if not entries:
-        known = ", ".join(dict.fromkeys(entry.name for entry in found.entries))
+    ranks = len(costs.times)
+    check_counts(microbatches=microbatches)
+    check_size(ranks * chunks, microbatches, MOST)
+    caps_of(cap, ranks)
+    work = microbatches * sum(map(sum, costs.times))
+    kept = microbatches * sum(each.saved + each.deferred for each in costs.memory)
+    if not (_SHORTEST < work < _LARGEST and kept < _LARGEST):
         raise ScheduleError(
-            f"no simulated schedule {name!r}; simulated: {known}. "
-            + (found.refused.get(name, "") if name else "")
+            f"a step of {work:g} seconds of work in which {kept:g} is saved and deferred cannot be "
+            f"compared with others: give times of which one at least is > 0, and neither more than "
+            f"{_LARGEST:g} in all"
         )
-    return min(entries, key=lambda entry: entry.timeline.step_time)
+    found: list[SimulatedSchedule] = []
+    refused: dict[str, str] = {}
+    # None: shown on a terminal, not in a log file.
+    families = tqdm(SCHEDULES.items(), desc="simulating", unit="schedule", disable=None)
+    for name, family in families:
+        cut = costs.cut(family.chunks or chunks)
+        try:
+            for weights, schedule in forms(name, cut.times, microbatches, ranks):
+                found.append(_simulated(name, weights, schedule, cut, cap))
+        except ScheduleError as error:
+            refused[name] = str(error)
+    if not found:
+        raise ScheduleError(next(iter(refused.values())))
+    if not any(entry.fits for entry in found):
+        least = min(max(entry.peaks) for entry in found)
+        raise ScheduleError(
+            f"no schedule keeps the cap {cap:g}; the most frugal one keeps {least:g} on its "
+            "fullest rank: raise the cap, or cut the batch into more microbatches"
+        )
+    return found, refused
+
+
+def _simulated(
+    name: str, weights: str, schedule: Schedule, costs: Costs, cap: float
+) -> SimulatedSchedule:
+    timeline, peaks = costs.timeline(schedule), tuple(peak_memory(schedule, costs.memory))
+    if not math.isfinite(timeline.makespan):
+        raise ScheduleError(f"a step of {name!r} takes no finite time: give links that take less")
+    fits = max(peaks) <= cap * ROUNDING
+    return SimulatedSchedule(name, weights, schedule, timeline, peaks, fits)
 
 
 def _each(what: str, numbers: Sequence[float], size: int, stages: int) -> list[Sequence[float]]:
@@ -101,75 +135,71 @@ def _each(what: str, numbers: Sequence[float], size: int, stages: int) -> list[S
     return [numbers[first : first + size] for first in range(0, len(numbers), size)]
 
 
-def survey_table(survey: Survey) -> str:
+def choose_schedule(found: Survey, name: str | None) -> SimulatedSchedule:
+    """The shortest step within the cap, or of the schedule ``name`` if it is given.
+
+    Raises:
+        ScheduleError: no such schedule was simulated.
+    """
+    entries, refused = found
+    named = [each for each in entries if (each.fits if name is None else name == each.name)]
+    if not named:
+        known = ", ".join(dict.fromkeys(entry.name for entry in entries))
+        raise ScheduleError(
+            f"no simulated schedule {name!r}; simulated: {known}. {refused.get(str(name), '')}"
+        )
+    return min(named, key=lambda entry: entry.timeline.step_time)
+
+
+def survey_table(entries: Sequence[SimulatedSchedule]) -> str:
     """A row a schedule: milliseconds, bubble, memory, and what is best marked with a star. Below
     it, what the columns mean and what can be compared with what.
     """
-    front = {id(entry) for entry in pareto_front(survey.fitting)}
-    shortest = min(entry.timeline.step_time for entry in survey.fitting)
+    fitting = [entry for entry in entries if entry.fits]
+    front = [id(entry) for entry in pareto_front(fitting)]
+    shortest = min(entry.timeline.step_time for entry in fitting)
     rows = [
         [
             entry.name,
             entry.weights,
-            _held(entry),
+            "1 stage" if entry.parts == 1 else f"{entry.parts} parts",
             milliseconds(entry.timeline.step_time),
             f"{entry.timeline.step_time / shortest:.3f}x",
             f"{max(0.0, entry.timeline.bubble_ratio()):.1%}",
             f"{max(entry.peaks):,.2f}",
-            "*" if id(entry) in front else "" if survey.fits(entry) else "over cap",
+            "*" if id(entry) in front else "" if entry.fits else "over cap",
         ]
-        for entry in survey.entries
+        for entry in entries
     ]
-    headers = [
-        "schedule",
-        "weights",
-        "rank holds",
-        "step ms",
-        "of best",
-        "bubble",
-        "peak",
-        "Pareto",
-    ]
+    headers = ["schedule", "weights", "rank holds", "step ms", "of best", "bubble", "peak"]
     align = ("left", "left", "left", "right", "right", "right", "right", "center")
-    table = tabulate(rows, headers, colalign=align, disable_numparse=True)
-    return "\n".join([table, "", *_notes(survey)])
+    table = tabulate(rows, [*headers, "Pareto"], colalign=align, disable_numparse=True)
+    return "\n".join([table, "", *_notes(entries)])
 
 
-def _notes(survey: Survey) -> list[str]:
+def _notes(entries: Sequence[SimulatedSchedule]) -> Iterator[str]:
     """What a reader of the table could take wrongly."""
-    within = "" if survey.cap is None else " that keeps the cap"
-    notes = [
-        "weights     fused: full backwards (B); own: where the schedule itself has them",
-        "rank holds  parts: of its stage, cut equally",
-        "peak        what a microbatch leaves (--memory) on the fullest rank; no parameters",
-        f"Pareto      *: no other row{within} is as fast and keeps as little",
-    ]
-    if overlapping := [entry for entry in survey.entries if entry.timeline.crosses_step]:
+    yield "weights     fused: full backwards (B); own: where the schedule itself has them"
+    yield "rank holds  parts: of its stage, cut equally"
+    yield "peak        what a microbatch leaves (--memory) on the fullest rank; no parameters"
+    yield "Pareto      *: no other row that keeps the cap is as fast and keeps as little"
+    if overlapping := [entry for entry in entries if entry.timeline.crosses_step]:
         names = ", ".join(dict.fromkeys(entry.name for entry in overlapping))
         longest = milliseconds(max(entry.timeline.makespan for entry in overlapping))
-        notes.append(
-            f"step ms     from one step to the next: steps of {names} overlap, and one\n"
-            f"            by itself takes {longest} ms"
-        )
-    if survey.cap is not None:
-        notes.append(
-            f"            over cap: keeps more than {survey.cap:g} on a rank, counts as no best"
-        )
-    return notes
+        yield f"step ms     from one step to the next: steps of {names} overlap, and one"
+        yield f"            by itself takes {longest} ms"
+    if not all(entry.fits for entry in entries):
+        yield "            over cap: keeps more on a rank, counts as no best"
 
 
-def _held(entry: SimulatedSchedule) -> str:
-    return "1 stage" if entry.parts == 1 else f"{entry.parts} parts"
-
-
-def survey_rows(survey: Survey) -> list[dict[str, Any]]:
+def survey_rows(entries: Sequence[SimulatedSchedule]) -> list[dict[str, Any]]:
     """The same for JSON. Times are in milliseconds; ``bubble`` is a ratio."""
     return [
         {
             "schedule": entry.name,
             "weights": entry.weights,
             "stages_per_rank": entry.parts,
-            "over_cap": not survey.fits(entry),
+            "over_cap": not entry.fits,
             "makespan": 1e3 * entry.timeline.makespan,
             "step_time": 1e3 * entry.timeline.step_time,
             "bubble": max(0.0, entry.timeline.bubble_ratio()),
@@ -179,7 +209,7 @@ def survey_rows(survey: Survey) -> list[dict[str, Any]]:
             "peak_memory": max(entry.peaks),
             "peak_memory_by_rank": list(entry.peaks),
         }
-        for entry in survey.entries
+        for entry in entries
     ]
 
 
@@ -221,30 +251,50 @@ def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule
 @click.option("--latency", default=0.0, show_default=True, help="Milliseconds of a transfer.")
 @click.option("--bandwidth", type=float, help="Of a link, in gigabytes a second.")
 @click.option("--message", type=float, help="Megabytes of a microbatch between two stages.")
-@click.option("--cap", type=float, help="Most that a rank may keep; what keeps more is no best.")
+@click.option(
+    "--cap",
+    default=math.inf,
+    help="Most that a rank may keep, in the unit of --memory; what keeps more is no best.",
+)
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
 @folder_to_write("--output", help="Folder for trace.json and timeline.png.")
 @json_option
 @typed_errors
 def simulate(
+    stages: int,
+    microbatches: int,
+    times: tuple[float, ...],
+    memory: tuple[float, ...],
+    chunks: int,
+    latency: float,
+    bandwidth: float | None,
+    message: float | None,
+    cap: float,
+    schedule: str | None,
     output: pathlib.Path | None,
     json_file: pathlib.Path | None,
-    schedule: str | None,
-    **options: Any,
 ) -> None:
     """Simulate every schedule on a pipeline of the given stages, and print them side by side."""
-    found = project(**options)
+    check_size(stages * chunks, microbatches, MOST)
+    if (bandwidth is None) != (message is None):
+        raise ScheduleError("bandwidth and message have a meaning only together: give both")
+    rate = math.inf if bandwidth is None else 1e9 * bandwidth
+    costs = Costs(
+        [(f / 1e3, i / 1e3, w / 1e3) for f, i, w in _each("times", times, 3, stages)],
+        [StageMemory(*pair) for pair in _each("memory", memory, 2, stages)],
+        Transfer(latency / 1e3, rate, 1e6 * (message or 0.0)),
+    )
+    found = entries, refused = survey(costs, microbatches, chunks=chunks, cap=cap)
     shown = choose_schedule(found, schedule)
-    click.echo(survey_table(found))
-    for name, reason in found.refused.items():
+    click.echo(survey_table(entries))
+    for name, reason in refused.items():
         click.echo(f"\nnot {name}: {reason}")
     if json_file:
-        data = {"rows": survey_rows(found), "refused": found.refused}
+        data = {"rows": survey_rows(entries), "refused": refused}
         write_text(json_file, json.dumps(data, indent=2) + "\n")
     if output:
-        title = f"{options['stages']} ranks, {options['microbatches']} microbatches, simulated"
+        title = f"{stages} ranks, {microbatches} microbatches, simulated"
         rows = [(f"{shown.name}, {shown.weights}", shown.timeline)]
-        files = write_timelines(rows, output, title=title)
-        tell_written(files)
+        tell_written(write_timelines(rows, output, title=title))
     elif schedule:
         click.echo("\n" + format_schedule(shown.schedule))

@@ -1,19 +1,13 @@
-"""Searches within limits of memory; all schedules side by side."""
+"""Searches within limits of memory."""
 
 from __future__ import annotations
 
-import math
 import random
-from typing import Any
 
 import pytest
 
-from autosplit.cli.simulate import choose_schedule, survey_table
-from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.search.search import named_schedules
-from autosplit.pipeline.search.survey import survey
 from autosplit.pipeline.search.within_memory import MEASURES, LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
@@ -65,7 +59,8 @@ def test_measures_are_taken_only_where_they_are_needed() -> None:
     costs = Costs([(2.0, 2.0, 2.0)] * 2, [StageMemory(6.0, 3.0, 1.0)] * 2)
     tight, free = (search_within(costs, 5, most, placement=(0, 1)) for most in (8.0, 130.0))
     steps = [costs.timeline(each).step_time for each in (tight, free)]
-    assert steps[0] > steps[1]
+    assert steps[0] >= steps[1]
+    assert max(peak_memory(tight, costs.memory)) <= 8.0 < max(peak_memory(free, costs.memory))
     assert all(action.kind.is_compute for row in free.ranks for action in row)
 
 
@@ -103,84 +98,3 @@ def test_gradients_add_up_in_the_order_of_microbatches(limit: float) -> None:
     for row in found.ranks:
         added = [action.microbatch for action in row if action.kind.value in "WB"]
         assert added == sorted(added)
-
-
-# --- all schedules side by side -------------------------------------------------------------------
-
-
-def pipeline(ranks: int) -> Costs:
-    return Costs([(18.5, 18.1, 9.3)] * ranks, [StageMemory(1.0, 0.8)] * ranks)
-
-
-def test_every_schedule_in_every_form() -> None:
-    found = survey(pipeline(4), 8)
-    assert found.refused == {}
-    assert list(survey(pipeline(3), 4).refused) == ["dualpipe-v"]
-    forms = {name: [e.weights for e in found.entries if e.name == name] for name in SCHEDULES}
-    assert forms["1f1b"] == ["fused", "2bp", "fill"]
-    assert forms["interleaved"] == ["fused", "fill"]
-    assert forms["zb-v"] == ["fill"]
-    for entry in found.entries:
-        assert len(entry.peaks) == entry.timeline.ranks == 4
-        busy = sum(entry.timeline.busy(rank) for rank in range(4))
-        assert busy == pytest.approx(4 * 8 * 45.9)
-
-
-def test_bad_counts_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="microbatches must be an integer >= 1, got 0"):
-        survey(pipeline(2), 0)
-    with pytest.raises(ScheduleError, match="chunks must be at least 2, got 1"):
-        survey(pipeline(2), 2, chunks=1)
-
-
-@pytest.mark.parametrize(
-    ("costs", "counts", "message"),
-    [
-        (
-            pipeline(4),
-            {"microbatches": 10**9},
-            "8 stages and 1,000,000,000 microbatches",
-        ),
-        (pipeline(4), {"microbatches": 8, "chunks": 10**6}, "4,000,000 stages and 8 microbatches"),
-        (pipeline(64), {"microbatches": 500, "cap": math.nan}, "cap must be a number > 0"),
-        (
-            Costs([(0.0, 0.0, 0.0)] * 2, [StageMemory(1.0, 1.0)] * 2),
-            {"microbatches": 2},
-            "a step of 0 seconds of work .* give times of which one at least is > 0",
-        ),
-        (
-            Costs([(1e308, 1e308, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2),
-            {"microbatches": 2},
-            "a step of inf seconds of work",
-        ),
-        (
-            Costs([(1.0, 1.0, 1.0)] * 2, [StageMemory(1.0, 1.0)] * 2, Transfer(1e308)),
-            {"microbatches": 4},
-            "takes no finite time: give links that take less",
-        ),
-    ],
-)
-def test_what_would_take_for_ever_or_come_to_nothing_is_refused_first(
-    costs: Costs, counts: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        survey(costs, **counts)
-
-
-def _row(table: str, name: str) -> str:
-    return next(line for line in table.splitlines() if line.startswith(name))
-
-
-def test_rows_above_the_cap_are_marked_and_count_as_no_best() -> None:
-    found = survey(pipeline(4), 8, cap=3.5)
-    table = survey_table(found)
-    assert "over cap" in _row(table, "gpipe")
-    assert "over cap: keeps more than 3.5 on a rank" in table
-    best = choose_schedule(found, None)
-    assert "1.000x" in next(
-        line for line in table.splitlines() if line.split()[:2] == [best.name, best.weights]
-    )
-    shortest = min(found.entries, key=lambda entry: entry.timeline.step_time)
-    assert max(shortest.peaks) > 3.5
-    assert max(best.peaks) <= 3.5
-    assert "over cap" not in survey_table(survey(pipeline(4), 8))
