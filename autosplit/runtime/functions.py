@@ -444,9 +444,19 @@ class SplitFunctions:
 
     def _backward_pool(self, saved: Residuals, output_grads: list[Tensor | None]) -> list[Any]:
         """Arguments of I or B in the only list that refers to them, so that they can die inside."""
-        tangents = [self._tangent(name, output_grads[at]) for name, at in self._tangents]
+        pool: list[Any] = []
+        for name, at in self._tangents:
+            grad, spec = output_grads[at], self.tangent_specs[name]
+            if (
+                grad is None
+                or grad.dtype is not spec.dtype
+                or (grad.shape, grad.stride()) != (spec.shape, spec.stride)
+            ):
+                grad = self._tangent(name, grad)
+            pool.append(grad)
         output_grads.clear()
-        return [*tangents, *saved.take()]
+        pool += saved.take()
+        return pool
 
     def _tangent(self, name: str, grad: Tensor | None) -> Tensor:
         """The gradient as the graph was traced with it: its dtype and strides, never None."""

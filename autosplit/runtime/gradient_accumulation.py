@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -40,12 +41,14 @@ class GradientSums:
             SplitError: a parameter is not the one whose gradients were added up so far, or
                 somebody waits for the end of its accumulation.
         """
-        for name, parameter in zip(names, parameters, strict=True):
-            if self._parameters.setdefault(name, parameter) is not parameter:
-                raise SplitError(
-                    f"parameter {name} was replaced between two microbatches whose gradients "
-                    "are gathered; call publish() before replacing it"
-                )
+        known = self._parameters
+        if not all(map(is_, map(known.get, names), parameters)):
+            for name, parameter in zip(names, parameters, strict=True):
+                if known.setdefault(name, parameter) is not parameter:
+                    raise SplitError(
+                        f"parameter {name} was replaced between two microbatches whose gradients "
+                        "are gathered; call publish() before replacing it"
+                    )
         if has_accumulate_hooks(parameters):
             name = next(
                 n for n, p in zip(names, parameters, strict=True) if has_accumulate_hooks([p])
@@ -57,9 +60,9 @@ class GradientSums:
             )
         if has_tensor_hooks(parameters):
             return None
-        sums = [self.tensors.get(name) for name in names]
-        found = [each for each in sums if each is not None]
-        return found if len(found) == len(names) else None
+        if not self.tensors.keys() >= {*names}:
+            return None
+        return [*map(self.tensors.__getitem__, names)]
 
     def add(
         self,

@@ -165,7 +165,7 @@ class PendingWeightGradients:
             SplitError: a parameter is not the one whose gradients were added up so far.
         """
         try:
-            found = self.sums.into(names, [state[name] for name in names])
+            found = self.sums.into(names, [*map(state.__getitem__, names)])
         except SplitError as error:
             raise SplitError(f"{self._owner}: {error}") from None
         return None if skipped else found
