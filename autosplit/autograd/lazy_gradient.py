@@ -169,7 +169,7 @@ class GradientSlot:
         sources: queues with gradients pending, in the order in which they began.
         computing: how many computations of pending parts are under way.
         failure: why a part of the gradient is lost.
-        hidden: whether it is kept out of ``.grad``, see ``LazyGradients.hide``.
+        hidden: whether it is kept out of ``.grad``, see ``PendingQueue.hidden``.
     """
 
     __slots__ = (

@@ -44,32 +44,6 @@ class LazyGradients:
         self._limit = _FEW
         self.held = False
         self._keeping: list[weakref.ref[Tensor]] = []
-        self._hidden: list[tuple[GradientSlot, Tensor, Tensor | None]] = []
-        self._hiding = 0
-
-    def hide(self) -> None:
-        """Have lazy gradients stay out of ``.grad`` while parameters are traced, which would use
-        them; those that other threads install meanwhile, too.
-        """
-        self._hiding += 1
-
-    def conceal(self, parameters: Iterable[Tensor]) -> None:
-        """Take the lazy gradients of these parameters out of ``.grad``."""
-        for parameter in parameters:
-            slot = GradientSlot.of(parameter)
-            if slot is not None:
-                self._hidden.append((slot, parameter, parameter.grad))
-                slot.hidden, parameter.grad = True, None
-
-    def show(self) -> None:
-        """Restore hidden lazy gradients once no thread traces."""
-        self._hiding -= 1
-        while self._hidden and not self._hiding:
-            slot, parameter, lazy = self._hidden.pop()
-            slot.hidden = False
-            # Another thread may have computed it.
-            if slot.armed and slot.lazy is lazy and parameter.grad is None:
-                parameter.grad = lazy
 
     def promise(self, parameters: Sequence[Tensor]) -> GradientSlot | None:
         """Put lazy gradients into ``.grad`` of parameters whose gradients are pending from now on.
@@ -115,8 +89,6 @@ class LazyGradients:
                 return slot
         if parameters:
             self._keep(parameters[-1], owner)
-        if self._hiding:
-            self.conceal(parameters)
         return None
 
     def _promised(

@@ -303,13 +303,17 @@ class PendingQueue:
     def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Take lazy gradients out of ``.grad`` while parameters are traced."""
         with NOTING:
-            self.lazies.hide()
-            self.lazies.conceal(parameters)
+            found = [(slot, each) for each in parameters if (slot := GradientSlot.of(each))]
+            for slot, parameter in found:
+                slot.hidden, parameter.grad = True, None
         try:
             yield
         finally:
             with NOTING:
-                self.lazies.show()
+                for slot, parameter in found:
+                    slot.hidden = False
+                    if slot.armed and parameter.grad is None:  # else another thread computed it
+                        parameter.grad = slot.lazy
 
     def compute_for(self, parameter: Tensor, sources: Iterable[PendingQueue]) -> None:
         """Compute everything: hooks and sums then see microbatches in their order."""
