@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -314,7 +313,7 @@ def receive_and_die(moves: Moves, left: Any, found: list[Tensor], store: Any) ->
 
 def partner_dies(folder: Path) -> None:
     """Rank 1 is killed while it holds what rank 0 evicted; rank 0 writes down what it hears."""
-    found = SimpleNamespace(schedule=evicting(GPIPE))
+    found = evicting(GPIPE)
     with mock.patch.object(limited_schedule, "search_within", return_value=found):
         try:
             limited_steps(folder / "last", 0, dying=True)
