@@ -12,7 +12,7 @@ import click
 
 from autosplit.cli.options import dimensions, typed_errors
 from autosplit.errors import DeadlockError, ScheduleError
-from autosplit.mesh.dimensions import DIMENSIONS, PIPELINE
+from autosplit.mesh.dimensions import DIMENSIONS, PIPELINE, check_dimensions
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.moves import has_moves
@@ -26,9 +26,8 @@ from autosplit.text.figures import few, nearest
 _RULES: dict[Sharing, str] = {
     "streams": "a stream for each communicator",
     "launches": "one connection to the device (CUDA_DEVICE_MAX_CONNECTIONS=1)",
-    "kernels": "one kernel at a time that communicates",
+    "kernels": "one NCCL kernel at a time, as launched (NCCL_LAUNCH_ORDER_IMPLICIT=1)",
 }
-_MAY_HANG = "may hang"
 
 
 def read_schedule(
@@ -67,16 +66,18 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
     """Of a step that is known to end where each communicator has a stream: whether it ends whatever
     queues share, as far as that is judged; and what is proved, and of which communicators.
     """
-    verdicts = {"streams": "ends"}
+    verdicts = dict.fromkeys(_RULES, "ends")
+    found = {}
     for sharing in ("launches", "kernels"):
         if has_moves(schedule):
             verdicts[sharing] = "not judged, as moves have threads of their own"
-        else:
-            verdicts[sharing] = "ends" if stuck(programs, sharing) is None else _MAY_HANG
-    ends = _MAY_HANG not in verdicts.values()
-    first = "ends" if ends else "may hang where queues of a device share a connection, else ends"
-    lines = [f"{first}, whatever anything takes, with any buffers in the network or none:"]
+        elif circle := stuck(programs, sharing):
+            verdicts[sharing] = "may hang"
+            found[_RULES[sharing]] = circle
+    ends = "ends" if not found else f"may hang with {' or '.join(found)}, else ends"
+    lines = [f"{ends}, whatever anything takes, with any buffers in the network or none:"]
     lines += [f"  {what}: {verdicts[sharing]}" for sharing, what in _RULES.items()]
+    lines += [f"with {what}:\n{circle}" for what, circle in found.items()][:1]
     lines.append("communicators, and the most operations of a rank over one of them:")
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     for program in programs.values():
@@ -85,7 +86,7 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
             kinds[re.sub("[0-9]+", "", name)] |= Counter({name: count})
     for names in kinds.values():
         lines.append(f"  {len(names)}: {few([*names], 2)}: {max(names.values())}")
-    return ends, "\n".join(lines)
+    return not found, "\n".join(lines)
 
 
 class _CannotTell(click.ClickException):
@@ -127,10 +128,7 @@ def check(
     2 where that cannot be told: there is no such schedule, or an illegal one.
     """
     sizes = dict(mesh)
-    for name in sizes:
-        if name not in DIMENSIONS:
-            known = f"known: {', '.join(DIMENSIONS)}{nearest(name, DIMENSIONS)}"
-            raise click.BadParameter(f"unknown dimension {name!r}; {known}")
+    check_dimensions([*sizes])
     try:
         found, rows = read_schedule(schedule, sizes.get(PIPELINE), microbatches)
     except DeadlockError as error:
@@ -144,16 +142,16 @@ def check(
         listed = add_communication(found) if rows is None else rows
         programs = of_torch(listed, found.placement, communicators, several)
     click.echo(f"{describe(found)}, {backend}{''.join(f', {n}={s}' for n, s in mesh)}")
+    if rows is not None and communicators is None:
+        click.echo(
+            "the sends and receives of the file are not judged, as this engine has its own; with "
+            "--torch pair, group, direction or edge they are"
+        )
     circle = stuck(programs)
     if circle is None:
         ends, text = certificate(found, programs)
     else:
         ends, text = False, f"never ends, whatever anything takes:\n{circle}"
     click.echo(text)
-    if rows is not None and communicators is None:
-        click.echo(
-            "the sends and receives of the file are not judged, as this engine has its own; with "
-            "--torch pair, group, direction or edge they are"
-        )
     if not ends:
         raise click.exceptions.Exit(1)

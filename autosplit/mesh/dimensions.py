@@ -202,6 +202,16 @@ def _names(mesh: Any) -> tuple[str, ...]:
             f"the dimensions of the mesh of {tuple(mesh.shape)} ranks have no names: "
             f"init_device_mesh(..., mesh_dim_names=(...)) of {known_dimensions()}"
         )
+    check_dimensions(names)
+    return tuple(names)
+
+
+def check_dimensions(names: Sequence[str]) -> None:
+    """Refuse dimensions that no pipeline has, or not beside each other.
+
+    Raises:
+        PipelineError: names them, and those that are known.
+    """
     for name in names:
         if name not in DIMENSIONS:
             raise PipelineError(
@@ -211,7 +221,6 @@ def _names(mesh: Any) -> tuple[str, ...]:
     for one, other, advice in _APART:
         if one in names and other in names:
             raise PipelineError(f"a mesh has not both {one!r} and {other!r}{advice}")
-    return tuple(names)
 
 
 def _check_ranks(ranks: Sequence[int], names: Sequence[str], shape: Sequence[int]) -> None:

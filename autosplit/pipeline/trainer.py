@@ -135,6 +135,15 @@ class PipelineTrainer:
             "optimizer_fn", optimizer_fn, "lambda parameters: torch.optim.AdamW(parameters)"
         )
         made, run = stage_options or StageOptions(), run_options or RunOptions()
+        for name, given, kind in (
+            ("stage_options", made, StageOptions),
+            ("run_options", run, RunOptions),
+        ):
+            if not isinstance(given, kind):
+                raise PipelineError(
+                    f"{name} is a {kind.__name__}(...) of autosplit.pipeline; "
+                    f"got a {type(given).__name__}"
+                )
         with asked():
             request = ScheduleRequest(
                 schedule, microbatches, ranks, run.split_backward, run.weights
@@ -423,8 +432,9 @@ class PipelineTrainer:
 
         Returns:
             By name: ``loss``, the mean over the batch; ``seconds``, with the optimizer;
-            ``samples_per_s`` of this pipeline; ``grad_norm``, with ``max_grad_norm``; ``bubble``,
-            the share of forward and backward in which this rank ran nothing, with ``record``;
+            ``samples_per_s`` of this pipeline; ``grad_norm``, with ``max_grad_norm``; ``idle``, the
+            share of forward and backward in which this rank ran no action, with ``record``: bubble,
+            messages and the host's work between actions;
             ``peak_memory``, the most bytes that it held, with ``record="memory"``.
 
         Raises:
@@ -443,7 +453,7 @@ class PipelineTrainer:
             found["grad_norm"] = self._norm
         if computed := [each for each in self._runner.spans if each.action.kind.is_compute]:
             busy = sum(span.end - span.start for span in computed)
-            found["bubble"] = max(0.0, 1.0 - busy / self._computing)
+            found["idle"] = max(0.0, 1.0 - busy / self._computing)
         if memory is not None:
             found["peak_memory"] = float(max(each.total for each in memory.bands()))
         return found

@@ -41,6 +41,13 @@ def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     return _pytree.tree_flatten(tree_unflatten(held, spec))
 
 
+def is_flat(spec: Any) -> bool:
+    """Whether a tree is one leaf, or a tuple or list of leaves."""
+    if spec.is_leaf():
+        return True
+    return issubclass(spec.type, tuple | list) and all(each.is_leaf() for each in spec.children())
+
+
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
     """Leaves of a pytree with the Python path that reaches each: ``output['logits'][0]``. In
     classes that were registered without keys, numbers stand for them.

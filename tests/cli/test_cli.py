@@ -418,7 +418,7 @@ def test_check(tmp_path: pathlib.Path) -> None:
     assert result.exit_code == 0, result.output
     for line in (
         "zb-v: 4 stages, 4 microbatches, 2 ranks, nccl, pp=2, dp_shard=2",
-        "  one kernel at a time that communicates: ends",
+        "  one NCCL kernel at a time, as launched (NCCL_LAUNCH_ORDER_IMPLICIT=1): ends",
         "  2: 0 to 1, 1 to 0: 8",
         "  2: dp_shard of rank 0, dp_shard of rank 1: 2",
     ):
@@ -437,7 +437,8 @@ def test_check(tmp_path: pathlib.Path) -> None:
     assert "receives of the file are not judged" in result.output
     result = run("check", crossed, "--torch", "edge")
     assert result.exit_code == 1
-    assert result.output.splitlines()[1].startswith("may hang where queues of a device share")
+    assert "may hang with one NCCL kernel at a time" in result.output.splitlines()[1]
+    assert "1. rank 0: " in result.output  # and why
     circle = tmp_path / "circle.csv"
     circle.write_text("\ufeff0B0,0F0\n1F0,1B0\n", encoding="utf-8")
     result = run("check", circle)
@@ -453,7 +454,10 @@ def test_check(tmp_path: pathlib.Path) -> None:
         (("check", crossed, "--microbatches", "3"), "has 2 microbatches, not the 3 of the"),
         (("check", offloaded, "--torch", "pair"), "actions of memory such as 0OFFLOAD0, which"),
         (("check", "zbv", "--mesh", "pp=4"), "did you mean 'zb-v'?"),
-        (("check", "1f1b", "--mesh", "pp=2,tensor=2"), "unknown dimension 'tensor'; known: pp, dp"),
+        (
+            ("check", "1f1b", "--mesh", "pp=2,tensor=2"),
+            "'tensor' is not supported; those that are: 'pp'",
+        ),
         (("check", "1f1b", "--mesh", "pp=2,dp_shards=2"), "did you mean 'dp_shard'"),
         (("check", "1f1b", "--mesh", "pp=2,dp=2"), "did you mean 'dp_replicate' or 'dp_shard'?"),
         (("check", "1f1b"), "--mesh pp=..."),

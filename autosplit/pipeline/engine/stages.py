@@ -24,6 +24,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
+from autosplit.torch_internals.pytree import is_flat
 from autosplit.torch_internals.state import modes_kept, versions
 
 from .boundaries import Negotiation, TensorMeta
@@ -90,11 +91,16 @@ class ModuleStage:
         if not isinstance(outputs, tuple | list) or not all(
             isinstance(output, Tensor) for output in outputs
         ):
-            raise PipelineError(
-                f"stage {self._index} must put out a tensor or a tuple of tensors; "
-                f"got a {type(outputs).__name__}"
-            )
+            raise _misshapen(self._index, type(outputs))
         return list(outputs)
+
+
+def _misshapen(index: int, found: type) -> PipelineError:
+    what = "nested tuple or list" if issubclass(found, tuple | list) else found.__name__
+    return PipelineError(
+        f"stage {index} must put out a tensor or a tuple of tensors, which the next one takes in "
+        f"this order; got a {what}"
+    )
 
 
 @contextlib.contextmanager
@@ -183,8 +189,15 @@ class SplitStage:
         return SplitOptions(self.backend, self.memory, self.late_input, self.overlap)
 
     def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
-        """A stage for ``module(*args)``; see ``StageFactory``."""
-        return Stage(module, args, index=index, **vars(self))
+        """A stage for ``module(*args)``; see ``StageFactory``.
+
+        Raises:
+            PipelineError: it puts out something else than a tensor or a tuple of tensors.
+        """
+        stage = Stage(module, args, index=index, **vars(self))
+        if not is_flat(spec := stage.functions.capture.output_spec):
+            raise _misshapen(index, spec.type)
+        return stage
 
 
 def traced(stages: Mapping[int, TrainableStage]) -> dict[int, Stage]:

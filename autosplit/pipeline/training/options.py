@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -103,8 +104,9 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
     """
     if o.stages.autocast not in (None, torch.bfloat16):
         yield f"autocast is None or torch.bfloat16; got {o.stages.autocast}"
-    if o.max_grad_norm is not None and not o.max_grad_norm > 0:
-        yield f"max_grad_norm is a positive number or None; got {o.max_grad_norm}"
+    norm = o.max_grad_norm
+    if norm is not None and not (isinstance(norm, Real) and norm > 0):
+        yield f"max_grad_norm is a positive number or None; got {norm!r}"
     if not (o.run.store is None or _is_path(o.run.store)):
         yield (
             "store is the folder for what is offloaded, a path such as '/mnt/fast', or None for "

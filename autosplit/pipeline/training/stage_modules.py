@@ -253,6 +253,11 @@ def numbers(given: Any) -> dict[str, float]:
             "metric_fn(output, targets) gives a dictionary of numbers, such as {'correct': "
             f"...sum()}}; got a {type(given).__name__}"
         )
+    if "loss" in given:
+        raise PipelineError(
+            "metric_fn gave a number as 'loss', under which measure returns the losses: give it "
+            "another name"
+        )
     found = {}
     for name, value in given.items():
         if not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):

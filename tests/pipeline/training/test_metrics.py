@@ -28,12 +28,12 @@ def test_metrics_of_a_step() -> None:
         found = trainer.metrics()
         assert (found["loss"], found["grad_norm"]) == (loss, trainer.grad_norm)
         assert found["samples_per_s"] * found["seconds"] == pytest.approx(SAMPLES)
-        assert not {"bubble", "peak_memory"} & found.keys()
+        assert not {"idle", "peak_memory"} & found.keys()
         trainer.record = "memory"
         trainer.step(batch)
         found, memory = trainer.metrics(), trainer.memory()
         whole = trainer.timeline().makespan
-        assert 1.0 - whole / found["seconds"] <= found["bubble"] < 1.0
+        assert 1.0 - whole / found["seconds"] <= found["idle"] < 1.0
         assert memory.peak_activations[0] < found["peak_memory"]
         assert found["peak_memory"] <= memory.fixed[0] + memory.peak_activations[0]
         trainer.step_async(batch).wait()

@@ -45,6 +45,13 @@ def test_a_trainer_is_told_in_one_line() -> None:
     )
 
 
+class ByName(nn.Linear):
+    """Its values would reach the next stage in the order of the dictionary."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"b": super().forward(x), "a": x}
+
+
 def of_keys(output: Any, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(output["logits"], targets)
 
@@ -86,6 +93,16 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
             lambda: trainer().step(x=X, target=Y),
             r"inputs are given by name, x, and this trainer takes them in order: step\(\(x, y\)",
         ),
+        (
+            lambda: trainer(model=[ByName(8, 8), nn.Bilinear(8, 8, 8)]).step((X, Y)),
+            "stage 0 must put out a tensor or a tuple of tensors, .*; got a dict",
+        ),
+        (lambda: trainer(run_options={"record": True}), r"run_options is a RunOptions\(...\)"),
+        (lambda: trainer(max_grad_norm="1"), "max_grad_norm is a positive number or None; got '1'"),
+        (
+            lambda: trainer().measure((X, Y), lambda output, target: {"loss": 1.0}),
+            "metric_fn gave a number as 'loss'",
+        ),
     ],
     ids=[
         "loss",
@@ -97,6 +114,10 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         "float64",
         "no pair",
         "a name",
+        "a dictionary",
+        "options",
+        "a norm",
+        "a metric",
     ],
 )
 def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
