@@ -294,7 +294,7 @@ class Specializations:
         with self._capturing, nullcontext() if self.sharding is None else self.sharding.plain():
             for functions in self._known.get(signature, ()):
                 if functions.capture.guards.hold(args, kwargs):
-                    self._captured[functions.base] = self._captured.pop(functions.base)
+                    self._note_used(functions.base)
                     return functions
             return self._resized(signature, args, kwargs, leaves) or self._capture_fitting(
                 signature, args, kwargs, leaves, called
@@ -312,11 +312,11 @@ class Specializations:
             if functions.capture.sizes is None or known.of_any_size != signature.of_any_size:
                 continue
             if functions.capture.guards.hold(args, kwargs):
-                self._captured[functions] = self._captured.pop(functions)
+                self._note_used(functions)
                 if len(self._known) >= _MAX_SIZES:
                     self._forget_other_sizes()
                 resized = functions.at(leaves)
-                self._known.setdefault(signature, []).insert(0, resized)
+                self._know(signature, resized)
                 return resized
         return None
 
@@ -347,15 +347,22 @@ class Specializations:
             del self._captured[next(iter(self._captured))]
             self._forget_other_sizes()
             self._warn_of_many()
-        self._known.setdefault(signature, []).insert(0, found)
+        self._know(signature, found)
         self._captured[found] = signature
         return found
+
+    def _know(self, signature: CallSignature, functions: SplitFunctions) -> None:
+        """Look these graphs up for such calls, before any others."""
+        self._known.setdefault(signature, []).insert(0, functions)
+
+    def _note_used(self, functions: SplitFunctions) -> None:
+        self._captured[functions] = self._captured.pop(functions)
 
     def _forget_other_sizes(self) -> None:
         """Look captured graphs up under the sizes that they were captured for, and no others."""
         self._known = {}
         for functions, signature in self._captured.items():
-            self._known.setdefault(signature, []).insert(0, functions)
+            self._know(signature, functions)
 
     def _warn_of_many(self) -> None:
         if not self._full:
