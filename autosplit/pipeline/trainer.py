@@ -85,16 +85,15 @@ class PipelineTrainer:
             ``mesh["dp_shard"]``, or ``mesh["dp_replicate", "dp_shard"]``: whole in a step, sharded
             between steps. Stages are made tensor parallel by torch's ``parallelize_module`` over
             ``mesh["tp"]``; the ranks along it are given the same batch. Replicas reduce gradients
-            in buckets of 25 MiB, each under way as soon as its gradients are there, beside the
-            weight gradients that remain.
+            in buckets of 25 MiB, at the end of a step.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
             parameters, gradients, optimizer state, microbatches and what calls need. On the
             placement of ``schedule``, the shortest step within it is searched: before the first
             step by what graphs and messages hold, and after three steps by their times and with
             what operators were measured to take besides. Later steps are measured until one keeps
             the limit; where none does, a PipelineError says the least limit that was found to do.
-            The first steps may hold more. It may keep microbatches in the host's store, or run
-            forwards again.
+            The first steps may hold more. It may keep microbatches in the host's store or in
+            the memory of a partner rank, or run forwards again.
         stage_options: how stages are made.
         run_options: how steps run.
 
@@ -156,6 +155,7 @@ class PipelineTrainer:
         options = TrainerOptions(request, made, run, max_grad_norm, limit, mesh)
         if is_whole(model):
             source, schedule = cut(model, stages, example, loss_fn, options)
+            layout = options.layout(source.count)
         else:
             refuse_beside_stages(model, example=example, planning=made.planning)
             source = StageSource.of(model, stages)
@@ -167,7 +167,6 @@ class PipelineTrainer:
         self._max_norm = max_grad_norm
         self._norm: float | None = None
         self._losses: Tensor | None = None
-        layout = options.layout(source.count)
         self.device, self.mesh = choose_device(device, layout), mesh
         self._begin(source, loss_fn, optimizer_fn, options, schedule, layout)
 
@@ -447,7 +446,8 @@ class PipelineTrainer:
                 "has none, as nobody waited for its end"
             )
         found = {"loss": self._losses.mean().item(), "seconds": self._seconds}
-        for samples in [each.shape[0] for each in step.parts["inputs"] if each and each.shape][:1]:
+        rows = (each.shape[0] for each in step.parts["inputs"] if each and each.shape)
+        if (samples := next(rows, None)) is not None:
             found["samples_per_s"] = samples / self._seconds
         if self._norm is not None:
             found["grad_norm"] = self._norm
