@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from autosplit.torch_internals.autograd import (
     add_gradients,
+    at_end_of_backward,
     refuse_nan,
     visit_leaves,
     without_autocast,
@@ -65,10 +67,12 @@ class Delivery:
 
     def announce(self, microbatches: Iterable[Sequence[PendingWork]]) -> None:
         """Have autograd's engine come by the nodes of the parameters, once for each microbatch,
-        where somebody may wait for that.
+        where somebody may wait for that. Who has this computed in a backward may hold a lock that
+        it takes there, as the reducer of data parallelism does: then that ends its step first.
         """
         for works in microbatches if self.looked_on else ():
-            visit_leaves({id(leaf): leaf for work in works for _, leaf in work.named_leaves()})
+            leaves = {id(leaf): leaf for work in works for _, leaf in work.named_leaves()}
+            at_end_of_backward(partial(at_end_of_backward, partial(visit_leaves, leaves)))
 
     def _add(self, works: Sequence[PendingWork], slots: Slots) -> None:
         """What one ``backward()`` left."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.errors import ShardedError
+from autosplit.errors import ShardedError, SplitError
 
 from .autograd import hooks_put_aside
 
@@ -127,6 +127,17 @@ def synchronises() -> bool:
     The reducer takes the next gradient that arrives at every parameter, once, and waits for the
     other ranks. So that backward computes weight gradients too, after everything that is pending:
     deferred, they would be averaged where each rank happens to use them first.
+
+    Raises:
+        SplitError: it is the first of ``static_graph=True``, whose backward is reduced in any case.
     """
     wrapper = data_parallel() if torch.is_grad_enabled() else None
-    return wrapper is not None and bool(wrapper.require_backward_grad_sync)
+    if wrapper is None or wrapper.require_backward_grad_sync:
+        return wrapper is not None
+    if wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued:
+        raise SplitError(
+            "DistributedDataParallel(static_graph=True) records its first backward and reduces it, "
+            "which fails inside of no_sync(): run the first forward and backward outside of it, or "
+            "leave static_graph out"
+        )
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, f
 from torch.nn.parallel import DistributedDataParallel
 
 import autosplit
-from autosplit.errors import ShardedError
+from autosplit.errors import ShardedError, SplitError
 from autosplit.pipeline import PipelineTrainer
 from tests.autograd.faces import Compiled
 from tests.ranks import ranks
@@ -93,6 +94,44 @@ def _step(pattern: str, module: nn.Module, batches: list[Tensor], split: Any) ->
             split.backward_weight()
     assert split.pending == 0
     split.backward_weight()
+
+
+@pytest.mark.parametrize("way", WRAPPED)
+@ranks(2)
+def test_a_first_backward_of_a_static_graph_is_not_inside_of_no_sync(way: str) -> bool:
+    torch._dynamo.reset()
+    model, _ = models(nn.Sequential if way == "whole" else Broken)
+    split = Compiled(model, 1).module if way == "compiled" else autosplit.split(model)
+    wrapped = DistributedDataParallel(split, static_graph=True)
+    batch = torch.ones(3, 4)
+    with wrapped.no_sync(), pytest.raises(SplitError, match="run the first forward and backward"):
+        wrapped(batch)
+    for context in (nullcontext, wrapped.no_sync):
+        with context():
+            wrapped(batch).square().mean().backward()
+    return model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("option", ["broadcast_buffers", "find_unused_parameters", "static_graph"])
+@ranks(2)
+def test_weights_that_wait_when_the_reducer_reads_them_are_averaged_too(option: str) -> list[float]:
+    """Of a backward inside of ``no_sync()``, between a forward outside of it and its backward."""
+    model, plain = models()
+    wrapped = DistributedDataParallel(autosplit.split(model), **{option: True})
+    wrapped(torch.ones(3, 4)).square().mean().backward()
+    wrapped.zero_grad()
+    first, second = (torch.ones(3, 4) * (2 * step + dist.get_rank()) for step in range(2))
+    loss = wrapped(first).square().mean()
+    with wrapped.no_sync():
+        wrapped(second).square().mean().backward()
+    loss.backward()
+    for batch in (first, second):
+        plain(batch).square().mean().backward()
+    for parameter in plain.parameters():
+        dist.all_reduce(parameter.grad)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    errors = [(mine.grad - both.grad / 2).abs().max().item() for mine, both in pairs]
+    return [each for each in errors if each >= 1e-6]
 
 
 OPTIONS = (
