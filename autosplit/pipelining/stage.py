@@ -48,7 +48,6 @@ class SplitPipelineStage(RuntimeStage):
     Gradients are those of plain autograd, bit for bit where the same kernels run, and are in
     ``.grad`` when ``step()`` returns. Hooks on parameters fire once for each microbatch. With a
     schedule's ``scale_grads`` only what a step adds is divided, not what was in ``.grad`` before.
-    An I that its own W follows, and whose gradient nobody waits for, runs with it as one B.
 
     The graph is captured when torch agrees on shapes, before the first microbatch, and again where
     something that the module's forward reads has changed since, which is looked at once a step.
@@ -140,7 +139,6 @@ class SplitPipelineStage(RuntimeStage):
         self._roots: dict[int, list[tuple[int, Tensor]]] = {}
         self._losses: dict[int, LossBoundary] = {}
         self._untrained: set[int] = set()
-        self._done: set[int] = set()
         self._steady: dict[CallSignature, tuple[SplitFunctions, Results, State]] = {}
 
     @property
@@ -242,7 +240,6 @@ class SplitPipelineStage(RuntimeStage):
                     f"{self._owner}: microbatch {chunk} has no forward to go back through; each F "
                     "has one I or B"
                 )
-            self._done.add(chunk)
             self._send_back(chunk, metas, [None] * len(metas))
             return
         functions = flight.functions
@@ -251,9 +248,8 @@ class SplitPipelineStage(RuntimeStage):
         skipped, idle = functions.dependence.missing(arrived)
         self.sharding.unshard()
         with torch.no_grad(), without_autocast():
-            if full_backward or self._step.fuses(chunk):
+            if full_backward:
                 found = self._called("B", chunk, self._weights.whole, flight, arrived, skipped)
-                self._done.add(chunk)
             else:
                 found, deferred = self._called(
                     "I", chunk, self._weights.input, flight, arrived, skipped
@@ -272,19 +268,17 @@ class SplitPipelineStage(RuntimeStage):
         if not self.has_backward:
             return
         chunk = bwd_chunk_id
-        if chunk in self._done:
-            self._done.discard(chunk)
-        elif chunk not in self._deferred:
-            raise SplitError(
-                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its "
-                "W, and each comes once"
-            )
-        else:
+        if chunk in self._deferred:
             work = self._deferred.pop(chunk)
             self.sharding.unshard()
             with torch.no_grad(), without_autocast():
                 self._called("W", chunk, self._weights.deferred, work)
             self.sharding.accumulate()
+        elif chunk not in self._untrained:
+            raise SplitError(
+                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its "
+                "W, and each comes once"
+            )
         if last_backward:
             self._step.end()
 

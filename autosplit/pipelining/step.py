@@ -3,8 +3,6 @@
 Stages agree on shapes before the first microbatch. A rank that fails inside of a step: its
 neighbours raise too, and say why.
 
-What a stage does better as it knows which action follows: I and W as a B.
-
 The gradients of one step, kept apart from those of the steps before it while they are scaled.
 """
 
@@ -13,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,18 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.errors import PipelineError, ScheduleError
-from autosplit.pipeline.builders.fusing import fuse_adjacent
+from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.board import Board, Fault
 from autosplit.pipeline.engine.first_error import RankError
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.torch_internals.distributed import average_gradients
 from autosplit.torch_internals.pipelining_schedules import (
-    RunningSchedule,
     action_lists,
     described,
     finalizes,
@@ -47,68 +39,11 @@ if TYPE_CHECKING:
     from autosplit.pipelining.stage import SplitPipelineStage
 
 
-_UNIT = (1.0, 1.0, 1.0)
 _CALLS = {
     ActionKind.BACKWARD_INPUT: "backward_input",
     ActionKind.BACKWARD_WEIGHT: "backward_weight",
     ActionKind.BACKWARD: "backward",
 }
-
-
-@dataclass(frozen=True)
-class ActionPlan:
-    """How one rank's actions are run.
-
-    Attributes:
-        fused: stage and microbatch of each I that is run with its W, which follows it, as one B.
-        row: the actions.
-    """
-
-    fused: frozenset[tuple[int, int]] = frozenset()
-    row: Sequence[Action] = ()
-
-    @classmethod
-    def of(cls, running: RunningSchedule, rank: int) -> ActionPlan:
-        """The plan for one rank of a schedule that runs."""
-        if not running.rows:
-            return cls()
-        rows = tuple(tuple(map(Action.parse, row)) for row in running.rows)
-        return cls(_fused(running, rows, rank), rows[rank])
-
-    def calls(self, stage: int) -> list[str]:
-        """The calls of a stage's graphs in one step, in their order."""
-        found: list[str] = []
-        for action in self.row:
-            if action.stage != stage or action.kind not in _CALLS:
-                continue
-            if (stage, action.microbatch) not in self.fused:
-                found.append(_CALLS[action.kind])
-            elif action.kind is ActionKind.BACKWARD_INPUT:
-                found.append("backward")
-        return found or ["backward"] * 2
-
-
-def _fused(
-    running: RunningSchedule, rows: tuple[tuple[Action, ...], ...], rank: int
-) -> frozenset[tuple[int, int]]:
-    """Is that become a B where no other rank waits for their gradient, by unit times."""
-    count = len(running.placement)
-    placement = tuple(running.placement[stage] for stage in range(count))
-    split = any(a.kind is ActionKind.BACKWARD_INPUT for row in rows for a in row)
-    if not split:
-        return frozenset()
-    schedule = Schedule(running.name, count, running.microbatches, rows, placement, split)
-    costs = Costs([_UNIT] * count, [StageMemory(1.0, 1.0)] * count)
-    try:
-        fused = fuse_adjacent(schedule, costs)
-    except ScheduleError:  # such as one that torch's own lowering will refuse
-        return frozenset()
-    before = _wholes(rows[rank])
-    return frozenset(_wholes(fused.ranks[rank]) - before)
-
-
-def _wholes(row: Sequence[Action]) -> set[tuple[int, int]]:
-    return {(a.stage, a.microbatch) for a in row if a.kind is ActionKind.BACKWARD}
 
 
 class ScheduleSteps:
@@ -126,7 +61,6 @@ class ScheduleSteps:
 
     Attributes:
         running: what is known of it.
-        plan: how its actions are run.
         gradients: what a step adds to those of this rank's stages.
     """
 
@@ -264,7 +198,7 @@ class ScheduleSteps:
             self.running = described(schedule)
             self._check_placement()
             first = self.running.stages[0]
-            self.plan, self._group = ActionPlan.of(self.running, first.group_rank), first.ranks
+            self._group = first.ranks
             self._lists = action_lists(schedule)
 
     def _check_placement(self) -> None:
@@ -355,15 +289,11 @@ class StageStep:
 
     def calls(self) -> list[str]:
         """The calls of this stage's graphs in one step, in their order."""
-        return self._plan.calls(self._stage.stage_index)
-
-    def fuses(self, chunk: int) -> bool:
-        """Whether I of this microbatch runs with its W, as B."""
-        return (self._stage.stage_index, chunk) in self._plan.fused
-
-    @property
-    def _plan(self) -> ActionPlan:
-        return ActionPlan() if self._steps is None else self._steps.plan
+        stage = self._stage
+        rows = [] if self._steps is None else self._steps.running.rows
+        row = map(Action.parse, rows[stage.group_rank] if rows else ())
+        kinds = [action.kind for action in row if action.stage == stage.stage_index]
+        return [_CALLS[kind] for kind in kinds if kind in _CALLS] or ["backward"] * 2
 
 
 class StepGradients:

@@ -18,7 +18,7 @@ Those in a V are in ``v_shape.py`` and ``dual_pipe_v.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .dual_pipe_v import dual_pipe_v
@@ -40,20 +40,33 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:
     microbatch, so on rank 0 (P-1)/C microbatches more than 1F1B. Split, the same on every rank as
     on rank 0.
     """
-    rows = tuple(_row(rank, ranks, microbatches, chunks) for rank in range(ranks))
-    return ScheduleTemplate(
-        rows,
-        tuple(stage % ranks for stage in range(ranks * chunks)),
-        budgets=(max(map(most_in_flight, rows)),) * ranks,
+    around = (chunks - 1) * _groups(ranks, microbatches)[0]
+    return _in_turn(ranks, microbatches, lambda behind: around + 2 * behind, chunks)
+
+
+def _in_turn(
+    ranks: int, microbatches: int, warm_up: Callable[[int], int], chunks: int = 1
+) -> ScheduleTemplate:
+    """Forwards to warm up, then one forward and one backward in turn, then what is left.
+
+    Args:
+        ranks: P.
+        microbatches: M.
+        warm_up: how many forwards a rank with so many behind it begins with.
+        chunks: stages a rank, dealt out in turns.
+    """
+    rows = tuple(
+        _row(rank, ranks, microbatches, warm_up(ranks - 1 - rank), chunks) for rank in range(ranks)
     )
+    placement = tuple(stage % ranks for stage in range(ranks * chunks))
+    return ScheduleTemplate(rows, placement, max(map(most_in_flight, rows)))
 
 
-def _row(rank: int, ranks: int, microbatches: int, chunks: int) -> Row:
-    sizes = _groups(ranks, microbatches)
-    places = list(_rounds(sizes, chunks))
+def _row(rank: int, ranks: int, microbatches: int, warm_up: int, chunks: int) -> Row:
+    places = list(_rounds(_groups(ranks, microbatches), chunks))
     forwards = [forward(chunk * ranks + rank, m) for chunk, m in places]
     backwards = [backward((chunks - 1 - chunk) * ranks + rank, m) for chunk, m in places]
-    warm_up = min((chunks - 1) * sizes[0] + 2 * (ranks - 1 - rank), len(forwards))
+    warm_up = min(warm_up, len(forwards))
     order = forwards[:warm_up]
     for pair in zip(forwards[warm_up:], backwards, strict=False):
         order += pair
@@ -93,25 +106,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> ScheduleTemplate:
     counts until its W: at most min(N, M) on every stage with ``"fill"``, 1F1B's maximum over the
     stages; up to M with ``"2bp"``.
     """
-    return ScheduleTemplate(
-        tuple(
-            alternating(stage, microbatches, warm_up=ranks - 1 - stage) for stage in range(ranks)
-        ),
-        tuple(range(ranks)),
-        budgets=(min(ranks, microbatches),) * ranks,
-        paced=tuple(ranks - stage for stage in range(ranks)),
-    )
-
-
-def alternating(stage: int, microbatches: int, *, warm_up: int) -> Row:
-    """``warm_up`` forwards, then one forward and one backward in turn, then what is left."""
-    warm_up = min(warm_up, microbatches)
-    forwards = [forward(stage, m) for m in range(microbatches)]
-    backwards = [backward(stage, m) for m in range(microbatches)]
-    order = forwards[:warm_up]
-    for pair in zip(forwards[warm_up:], backwards, strict=False):
-        order += pair
-    return (*order, *backwards[microbatches - warm_up :])
+    made = _in_turn(ranks, microbatches, lambda behind: behind)
+    return replace(made, paced=tuple(ranks - stage for stage in range(ranks)))
 
 
 def naive(ranks: int, microbatches: int) -> ScheduleTemplate:
@@ -127,17 +123,8 @@ def naive(ranks: int, microbatches: int) -> ScheduleTemplate:
     Activation memory per stage: one microbatch with full backwards. Split, a microbatch counts
     until its W: all M with ``"2bp"``, at most two with ``"fill"`` for F = I = W and N >= 2.
     """
-    rows = tuple(
-        tuple(
-            make(stage, microbatch)
-            for microbatch in range(microbatches)
-            for make in (forward, backward)
-        )
-        for stage in range(ranks)
-    )
-    return ScheduleTemplate(
-        rows, tuple(range(ranks)), budgets=(microbatches,) * ranks, paced=(0,) * ranks
-    )
+    made = _in_turn(ranks, microbatches, lambda _: 0)
+    return replace(made, budget=microbatches, paced=(0,) * ranks)
 
 
 def zb_h2(ranks: int, microbatches: int) -> ScheduleTemplate:
@@ -152,15 +139,7 @@ def zb_h2(ranks: int, microbatches: int) -> ScheduleTemplate:
 
     Activation memory: at most min(2N-1, M) microbatches between F and W on every stage.
     """
-    rows = tuple(
-        alternating(stage, microbatches, warm_up=2 * (ranks - 1 - stage)) for stage in range(ranks)
-    )
-    return ScheduleTemplate(
-        rows,
-        tuple(range(ranks)),
-        budgets=(min(2 * ranks - 1, microbatches),) * ranks,
-        crosses_step=True,
-    )
+    return replace(_in_turn(ranks, microbatches, lambda behind: 2 * behind), crosses_step=True)
 
 
 def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
@@ -175,17 +154,7 @@ def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
 
     Activation memory per stage: all M microbatches. Split, what a W needs stays until the end.
     """
-    rows = tuple(
-        tuple(
-            make(stage, microbatch)
-            for make in (forward, backward)
-            for microbatch in range(microbatches)
-        )
-        for stage in range(ranks)
-    )
-    return ScheduleTemplate(
-        rows, tuple(range(ranks)), budgets=(microbatches,) * ranks, paced=(0,) * ranks
-    )
+    return replace(_in_turn(ranks, microbatches, lambda _: microbatches), paced=(0,) * ranks)
 
 
 def zb_h1(ranks: int, microbatches: int) -> ScheduleTemplate:

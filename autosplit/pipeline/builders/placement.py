@@ -31,8 +31,8 @@ class ScheduleTemplate:
     Attributes:
         rows: per rank, its F and B; a schedule that places its own Ws lists I and W as well.
         placement: ``placement[stage]`` is the rank that holds the stage.
-        budgets: per rank, how many pairs of a stage and a microbatch may be between F and W at
-            once when ``weights="fill"`` places the Ws.
+        budget: how many pairs of a stage and a microbatch may be between F and W on a rank at once
+            when ``weights="fill"`` places the Ws.
         paced: for ``weights="2bp"``, per rank, how many of the last Is are each followed by one
             W; the other Ws run at the end. None where 2BP describes no such schedule.
         crosses_step: see ``Schedule``.
@@ -40,7 +40,7 @@ class ScheduleTemplate:
 
     rows: tuple[Row, ...]
     placement: tuple[int, ...]
-    budgets: tuple[int, ...] = ()
+    budget: int = 0
     paced: tuple[int, ...] | None = None
     crosses_step: bool = False
 
@@ -86,13 +86,13 @@ class Filler:
 
     Args:
         schedule: F and I per rank.
-        budgets: per rank, how many pairs of a stage and a microbatch may be between F and W: where
+        budget: how many pairs of a stage and a microbatch may be between F and W on a rank: where
             there is no room left for another F, a W goes before it.
     """
 
-    def __init__(self, schedule: Schedule, budgets: Sequence[int]) -> None:
+    def __init__(self, schedule: Schedule, budget: int) -> None:
         self._schedule = schedule
-        self._budgets = budgets
+        self._budget = budget
         self._rows = rows_of(schedule)
         placed = [(rank, action) for rank, row in enumerate(schedule.ranks) for action in row]
         self._weights: dict[int, int] = {}
@@ -113,7 +113,7 @@ class Filler:
             patience: rather wait for an F or I that can start within this fraction of a W.
 
         Raises:
-            ScheduleError: the orders deadlock, or cannot keep within the budgets.
+            ScheduleError: the orders deadlock, or cannot keep within the budget.
         """
         graph, seconds = self._graph, self._seconds(times)
         scheduler = ListScheduler(graph, seconds, len(self._rows))
@@ -127,7 +127,7 @@ class Filler:
             if orders[rank]:
                 action = orders[rank][0]
                 forward = self._forward[action]
-                if not forward or in_flight[rank] < self._budgets[rank]:
+                if not forward or in_flight[rank] < self._budget:
                     start = scheduler.ready(action)
                 if start <= now:
                     in_flight[rank] += forward
@@ -163,7 +163,7 @@ class Filler:
     def _refuse_rest(self, stuck: Sequence[Action]) -> None:
         if stuck:
             raise ScheduleError(
-                f"no place for the backward weights within {max(self._budgets)} microbatches in "
+                f"no place for the backward weights within {self._budget} microbatches in "
                 f"flight: nothing can run while {', '.join(map(str, stuck))} wait"
             )
 
@@ -199,7 +199,7 @@ def placing(
         fixed = with_rows(name, template, rows)
         return lambda times: fixed
     unfilled = with_rows(name, template, tuple(map(_inputs_only, template.rows)))
-    filler = Filler(unfilled, template.budgets)
+    filler = Filler(unfilled, template.budget)
     even = filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
 
     def filled(times: Times | None) -> Schedule:

@@ -32,7 +32,7 @@ def v_shape(ranks: int, microbatches: int, distances: Distances) -> ScheduleTemp
     return ScheduleTemplate(
         tuple(_row(rank, ranks, microbatches, block[rank]) for rank in range(ranks)),
         (*range(ranks), *reversed(range(ranks))),
-        budgets=(max(map(_alive, block)),) * ranks,
+        budget=max(map(_alive, block)),
     )
 
 

@@ -9,7 +9,6 @@ import torch
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.builders.fusing import fuse_adjacent
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import TrainableStage, sizes, stage_memory
@@ -84,7 +83,7 @@ class Tuner:
         costs = self._costs(stages)
         try:
             with working("searching a schedule for the times of the first steps"):
-                found = search(
+                return search(
                     costs,
                     self.schedule.microbatches,
                     ranks=len(self.schedule.ranks),
@@ -92,7 +91,6 @@ class Tuner:
                     # A rank that keeps nothing at all may keep nothing more.
                     cap=[max(peak, 1.0) for peak in peak_memory(self.schedule, costs.memory)],
                 )
-                return fuse_adjacent(found, costs)
         except ScheduleError:  # no other order keeps as little: go on with this one
             return self.schedule
 

@@ -238,7 +238,7 @@ def test_bad_times_are_refused(times: Any) -> None:
 def test_an_order_that_deadlocks_cannot_be_filled() -> None:
     stuck = schedule_of("0F0 0I0 0F1 0I1", "1F0 1F1 1I0 1I1")
     with pytest.raises(ScheduleError) as caught:
-        Filler(stuck, (2, 2)).fill([(1.0, 1.0, 1.0)] * 2)
+        Filler(stuck, 2).fill([(1.0, 1.0, 1.0)] * 2)
     assert str(caught.value) == (
         "no place for the backward weights within 2 microbatches in flight: nothing can run while "
         "0I0, 1F1 wait"
