@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autosplit
+from autosplit.passes.analysis.operator_cost import weight_flops
 from autosplit.runtime.gradient_dependence import GradientDependence
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
@@ -295,10 +296,14 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kinds(assert_equals_autograd(Stack(), batches())) == []
 
 
-@pytest.mark.parametrize("memory", ["fast", "lean"])
-def test_memory_settings(memory: str) -> None:
-    split = assert_equals_autograd(Stack(), batches(), memory=memory)
+@pytest.mark.parametrize(("memory", "least"), [("fast", 1.0), ("lean", 0.55)])
+def test_memory_settings(memory: str, least: float) -> None:
+    """What a setting defers of each block, the graph around the blocks defers, too."""
+    blocks = nn.Sequential(*map(Residual, range(4)))
+    split = assert_equals_autograd(blocks, batches(), memory=memory)
     assert kinds(split) == [4]
+    waiting, early = weight_flops(split.functions[-1].graphs)
+    assert waiting >= least * (waiting + early) > 0
 
 
 def test_what_waits_is_what_waits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
