@@ -14,6 +14,7 @@ import autosplit.cli.plan
 import autosplit.compare.run  # noqa: F401  # both launch ranks, and are imported late otherwise
 from autosplit.cli import main
 from autosplit.dump.tables import milliseconds
+from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.planner import partition
 from tests.planner import planned_models
 
@@ -80,6 +81,9 @@ def test_simulate(tmp_path: pathlib.Path) -> None:
     """Every schedule by its published bubble, and the pictures."""
     rows = simulated(tmp_path, f"--memory 2,1.5 --output {tmp_path}/out")
     fused, split = rows["1f1b", "fused"], rows["zb-h1", "fill"]
+    forms = {name: [w for other, w in rows if other == name] for name in SCHEDULES}
+    assert forms["1f1b"] == ["fused", "2bp", "fill"]
+    assert (forms["interleaved"], forms["zb-v"]) == (["fused", "fill"], ["fill"])
     assert fused["makespan"] == pytest.approx((8 + 3) * 45.9)
     assert fused["bubble"] == pytest.approx(3 / 11)
     assert fused["peak_memory_by_rank"] == [8.0, 6.0, 4.0, 2.0]
@@ -95,6 +99,7 @@ def test_simulate(tmp_path: pathlib.Path) -> None:
 def test_simulate_says_which_steps_overlap() -> None:
     result = run("simulate --stages 3 --microbatches 5 --times 1,1,1")
     assert "steps of zb-h2 overlap, and one\n            by itself takes 17.0 ms" in result.output
+    assert "not dualpipe-v: " in result.output
 
 
 def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
@@ -107,6 +112,11 @@ def test_simulate_options_have_effects(tmp_path: pathlib.Path) -> None:
     assert deeper["interleaved", "fused"]["makespan"] < plain["interleaved", "fused"]["makespan"]
     uneven = simulated(tmp_path, "--memory 1,1,1,1,1,1,9,9")
     assert uneven["1f1b", "fused"]["peak_memory_by_rank"] == [4.0, 3.0, 2.0, 9.0]
+    capped = run(f"{PIPELINE} --cap 3.5 --output {tmp_path}/capped").output
+    rows = {line.split()[0]: line.split() for line in capped.splitlines() if "x  " in line}
+    assert (rows["v-half"][5], rows["v-half"][-1], rows["gpipe"][-1]) == ("1.000x", "*", "cap")
+    assert "over cap: keeps more on a rank" in capped
+    assert '"v-half, fill"' in (tmp_path / "capped" / "trace.json").read_text()
     capped = simulated(tmp_path, "--cap 3.5")
     over = {name: row["over_cap"] for name, row in capped.items()}
     assert over == {name: row["peak_memory"] > 3.5 for name, row in capped.items()}
@@ -320,6 +330,12 @@ def test_inspect_without_gradients_of_inputs() -> None:
         (f"{PIPELINE} --chunks 1000000", "4,000,000 stages and 8 microbatches make a step"),
         (f"{PIPELINE} --times 0,0,0", "give times of which one at least is > 0"),
         (f"{PIPELINE} --times 1e308,1,1", "neither more than 1e+30 in all"),
+        (
+            f"{PIPELINE} --message 1e302 --bandwidth 1e-9",
+            "takes no finite time: give links that take less",
+        ),
+        (f"{PIPELINE} --cap nan", "cap must be a number > 0"),
+        (f"{PIPELINE} --cap 0.5", "no schedule keeps the cap 0.5; the most frugal"),
         (f"{PIPELINE} --output README.md/x", "cannot write into a folder README.md/x"),
         (f"{PIPELINE} --output /proc/x", "cannot write '/proc/x': No such file"),
         (f"{PLAN} --batch 99999999999999999999", "batch must be from 1 to 1,000,000,000, got 99"),
