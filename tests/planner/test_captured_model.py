@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autosplit.errors import CaptureError
 from autosplit.planner import WholeModel, meta_model
 from autosplit.planner.stages import cut
-from tests.planner.whole_models import loss_of, run_modules
+from tests.planner.whole_models import run_modules
 
 
 class Classifier(nn.Module):
@@ -66,69 +66,6 @@ def test_what_every_call_changes_is_refused_and_was_not_called() -> None:
 def test_without_values_there_is_no_first_call() -> None:
     with pytest.raises(CaptureError, match="call the model once before it is split"):
         WholeModel.capture(meta_model(Classifier), torch.randn(4, 8))
-
-
-class Experts(nn.Module):
-    """Each gets as many samples as the data says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 64)
-        self.experts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
-        self.last = nn.Linear(64, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        chosen = (x[:, 0] > 0).long()
-        order = chosen.argsort(stable=True)
-        sizes = nn.functional.one_hot(chosen, 2).sum(0).tolist()
-        parts = x[order].split(sizes)
-        made = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
-        return self.last(torch.zeros_like(x).index_add(0, order, torch.cat(made)))
-
-
-class Doubled(torch.autograd.Function):
-    """A gradient of its own, with what it keeps and an input without one."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(x, mask)
-        return x * mask
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        x, mask = ctx.saved_tensors  # type: ignore[attr-defined]
-        return 2 * grad * mask * x.cos(), None
-
-
-class WithFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        y = Doubled.apply(y, x)
-        y = Doubled.apply(self.middle(y), y.detach())
-        return self.last(y)
-
-
-@pytest.mark.parametrize("make", [Experts, WithFunction])
-def test_stages_compute_what_the_model_computes(make: type[nn.Module]) -> None:
-    torch.manual_seed(0)
-    model, x = make(), torch.randn(6, 8)
-    loss = loss_of(model(x))
-    loss.backward()
-    whole = WholeModel.capture(model, x)
-    assert all(type(n) is int for sent in whole.crossing for each in sent for n in each.shape)
-    split = cut(whole, [len(whole.blocks) - 1])
-    gradients = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    found = loss_of(run_modules(split, [split.build(0), split.build(1)], [x]))
-    found.backward()
-    assert torch.equal(found, loss)
-    for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
-        assert torch.equal(parameter.grad, gradient), name  # type: ignore[arg-type]
 
 
 class Permuted(nn.Module):

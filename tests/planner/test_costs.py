@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from autosplit.errors import PlanError
 from autosplit.mesh.costs import DeviceSpeed
 from autosplit.pipeline.engine.stages import footprint
+from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, block_stage, estimate, profile
 from autosplit.planner.devices import DEVICES, device_kind, link_of
+from autosplit.planner.meta_model import meta_model
 from autosplit.runtime.split_options import SplitOptions
-from tests.planner.chains import Chain, Mlp
 
 X = torch.zeros(4, 16)
 COMPUTING = DeviceSpeed(1e9, math.inf)
@@ -28,12 +29,25 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-def _chain() -> Chain:
-    return Chain([nn.Linear(16, 32), Mlp(32), Mlp(32), nn.Linear(32, 8, bias=False)], X)
+class Mlp(nn.Module):
+    """A residual block with two matrix products."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(torch.relu(self.up(x)))
+        return found
+
+
+def _whole(*modules: nn.Module) -> WholeModel:
+    given = modules or (nn.Linear(16, 32), Mlp(32), Mlp(32), nn.Linear(32, 8, bias=False))
+    return WholeModel.capture(nn.Sequential(*given), X)
 
 
 def test_seconds_by_flops() -> None:
-    first, second, third, last = estimate(_chain(), device=COMPUTING).blocks
+    first, second, third, last = estimate(_whole(), device=COMPUTING).blocks
     product = 2 * 4 * 32 * 8 / 1e9
     assert last.times == pytest.approx((product, product, product))
     # The gradient of the first block's input is not computed.
@@ -43,14 +57,14 @@ def test_seconds_by_flops() -> None:
 
 
 def test_seconds_by_bytes() -> None:
-    last = estimate(_chain(), device=MOVING).blocks[-1]
+    last = estimate(_whole(), device=MOVING).blocks[-1]
     x, weight, y = 4 * 4 * 32, 4 * 32 * 8, 4 * 4 * 8
     assert last.times == pytest.approx(tuple(1e-9 * (x + weight + y) for _ in range(3)))
 
 
 def test_bytes_are_those_of_a_profile() -> None:
-    measured = profile(_chain(), seconds=0.02)
-    estimated = estimate(_chain(), device=COMPUTING)
+    measured = profile(_whole(), seconds=0.02)
+    estimated = estimate(_whole(), device=COMPUTING)
     assert estimated.crossing == measured.crossing
     for ours, theirs in zip(estimated.blocks, measured.blocks, strict=True):
         assert (ours.saved, ours.deferred, ours.parameters) == (
@@ -64,9 +78,9 @@ def test_bytes_are_those_of_a_profile() -> None:
 def test_parameters_need_no_memory(device: torch.device | None) -> None:
     width = 30_000  # 3.6 GB of parameters
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with torch.device("meta"):
-        chain = Chain([nn.Embedding(10, width), nn.Linear(width, width)], torch.zeros(4).long())
-    costs = estimate(chain, BlockOptions(device=device), device=COMPUTING)
+    model = meta_model(lambda: nn.Sequential(nn.Embedding(10, width), nn.Linear(width, width)))
+    whole = WholeModel.capture(model, torch.zeros(4).long())
+    costs = estimate(whole, BlockOptions(device=device), device=COMPUTING)
     assert costs.blocks[1].forward == pytest.approx(2 * 4 * width**2 / 1e9)
     assert costs.blocks[1].parameters == 4 * (width**2 + width)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -100,7 +114,7 @@ def test_links() -> None:
 
 
 def test_one_block_of_each_kind_is_profiled() -> None:
-    costs = profile(_chain(), seconds=0.05)
+    costs = profile(_whole(), seconds=0.05)
     first, second, third, last = costs.blocks
     assert second is third
     assert len({id(block) for block in costs.blocks}) == 3
@@ -112,18 +126,18 @@ def test_one_block_of_each_kind_is_profiled() -> None:
 
 
 def test_blocks_add_up_to_what_a_stage_keeps() -> None:
-    chain = _chain()
-    costs = profile(chain, seconds=0.05)
+    whole = _whole()
+    costs = profile(whole, seconds=0.05)
     for first, last in ((0, 2), (1, 3)):
-        kept = footprint(block_stage(chain, first, last, BlockOptions())[0])
+        kept = footprint(block_stage(whole, first, last, BlockOptions())[0])
         stage = costs.stage(first, last)
         assert (stage.saved, stage.deferred) == kept
 
 
 def test_the_loss_belongs_to_the_last_block() -> None:
     target = torch.zeros(4, 8)
-    plain = profile(_chain(), seconds=0.05)
-    lossy = profile(_chain(), BlockOptions(loss_fn=_loss, targets=target), seconds=0.05)
+    plain = profile(_whole(), seconds=0.05)
+    lossy = profile(_whole(), BlockOptions(loss_fn=_loss, targets=target), seconds=0.05)
     assert lossy.blocks[-1].saved > plain.blocks[-1].saved
     assert [block.saved for block in lossy.blocks[:-1]] == [
         block.saved for block in plain.blocks[:-1]
@@ -131,22 +145,22 @@ def test_the_loss_belongs_to_the_last_block() -> None:
 
 
 def test_options_reach_the_stages() -> None:
-    chain = Chain([nn.Linear(16, 32), nn.Sequential(nn.GELU(), nn.Linear(32, 32), nn.GELU())], X)
-    plain = block_stage(chain, 1, 2, BlockOptions(SplitOptions(memory="fast")))[0]
-    lean = block_stage(chain, 1, 2, BlockOptions(SplitOptions(memory=600)))[0]
-    half = block_stage(chain, 1, 2, BlockOptions(autocast=torch.bfloat16))[0]
+    whole = _whole(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU())
+    plain = block_stage(whole, 1, 2, BlockOptions(SplitOptions(memory="fast")))[0]
+    lean = block_stage(whole, 1, 2, BlockOptions(SplitOptions(memory=600)))[0]
+    half = block_stage(whole, 1, 2, BlockOptions(autocast=torch.bfloat16))[0]
     assert footprint(lean)[1] < footprint(plain)[1]
     assert half.output_specs[0][1] is torch.bfloat16
 
 
 def test_the_model_stays_as_it_is() -> None:
-    norm = nn.BatchNorm1d(32)
-    chain = Chain([nn.Linear(16, 32), norm, nn.Dropout(0.5), nn.Linear(32, 8)], X)
-    weight, mean = chain.modules[0].weight, norm.running_mean
+    first, norm = nn.Linear(16, 32), nn.BatchNorm1d(32)
+    whole = _whole(first, norm, nn.Dropout(0.5), nn.Linear(32, 8))
+    weight, mean = first.weight, norm.running_mean
     before = torch.get_rng_state()
-    profile(chain, seconds=0.05)
+    profile(whole, seconds=0.05)
     assert torch.equal(before, torch.get_rng_state())
-    assert chain.modules[0].weight is weight
+    assert first.weight is weight
     assert weight.grad is None
     assert norm.running_mean is mean
     assert torch.equal(mean, torch.zeros(32))

@@ -11,19 +11,9 @@ import torch.distributed as dist
 
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.timing import measure_transfer, ring
-from autosplit.pipeline.simulation.transfer import Transfer
-from tests.ranks import Ranks
+from tests.ranks import ranks
 
 _LATE = 0.02  # seconds; a message between two processes of one machine takes a thousandth of it
-
-
-def test_each_pair_of_ranks_has_a_link_of_its_own_and_all_ranks_know_it(on_ranks: Ranks) -> None:
-    found, *others = on_ranks(_slow_between_1_and_2, 3, timeout=60.0)
-    assert others == [found, found]
-    assert found.pairs.keys() == {(0, 1), (0, 2), (1, 2)}
-    slow = found.pairs[1, 2]
-    assert slow.latency >= _LATE > max(found.pairs[0, 1].latency, found.pairs[0, 2].latency)
-    assert found.latency == slow.latency
 
 
 def test_a_ring_has_each_rank_and_the_next_and_the_last_and_the_first() -> None:
@@ -32,7 +22,8 @@ def test_a_ring_has_each_rank_and_the_next_and_the_last_and_the_first() -> None:
     assert ring(4) == {(0, 1), (1, 2), (2, 3), (0, 3)}
 
 
-def _slow_between_1_and_2() -> Transfer:
+@ranks(3)
+def test_each_pair_of_ranks_has_a_link_of_its_own_and_all_ranks_know_it() -> None:
     device = torch.device("cpu")
     groups = Groups(3, device, 30.0)
     send = groups.isend
@@ -44,5 +35,11 @@ def _slow_between_1_and_2() -> Transfer:
 
     with mock.patch.object(groups, "isend", late):
         found = measure_transfer(groups, device, ring(3))
+    others: list[Any] = [None] * 3
+    dist.all_gather_object(others, found)
     groups.destroy()
-    return found
+    assert others == [found] * 3
+    assert found.pairs.keys() == {(0, 1), (0, 2), (1, 2)}
+    slow = found.pairs[1, 2]
+    assert slow.latency >= _LATE > max(found.pairs[0, 1].latency, found.pairs[0, 2].latency)
+    assert found.latency == slow.latency

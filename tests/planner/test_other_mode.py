@@ -37,25 +37,25 @@ def halves_of(case: Case) -> tuple[Any, list[nn.Module]]:
     return split, [split.build(index) for index in range(2)]
 
 
-def test_evaluation_captures_once_for_all_stages(captures: list[bool]) -> None:
+def set_mode(module: nn.Module) -> nn.Module:
+    module.training = False
+    return module
+
+
+@pytest.mark.parametrize(
+    "evaluated",
+    [nn.Module.eval, set_mode, lambda module: copy.deepcopy(module).eval()],
+    ids=["call", "attribute", "copy"],
+)
+def test_evaluation_captures_once_for_all_stages(captures: list[bool], evaluated: Any) -> None:
     case = noisy()
     split, modules = halves_of(case)
     for _ in range(2):
-        for module in (case.model, *modules):
-            module.eval()
-        assert torch.equal(run_modules(split, modules, case.tensors()), case.model(*case.args))
+        case.model.eval()
+        found = run_modules(split, [*map(evaluated, modules)], case.tensors())
+        assert torch.equal(found, case.model(*case.args))
         for module in modules:
             module.train()
-    assert captures == [True, False]
-
-
-def test_a_mode_may_be_set_without_a_call(captures: list[bool]) -> None:
-    case = noisy()
-    split, modules = halves_of(case)
-    for module in modules:
-        module.training = False
-    case.model.eval()
-    assert torch.equal(run_modules(split, modules, case.tensors()), case.model(*case.args))
     assert captures == [True, False]
 
 
@@ -76,13 +76,3 @@ def test_the_model_is_evaluated_as_it_was_when_the_stage_was_built() -> None:
     for module in modules:
         module.eval()
     assert torch.equal(run_modules(split, modules, case.tensors()), expected(*case.args))
-
-
-def test_copies_of_a_stage_are_evaluated(captures: list[bool]) -> None:
-    case = noisy()
-    split, modules = halves_of(case)
-    copies = [copy.deepcopy(module).eval() for module in modules]
-    case.model.eval()
-    assert torch.equal(run_modules(split, copies, case.tensors()), case.model(*case.args))
-    modules[0].eval()
-    assert captures == [True, False]

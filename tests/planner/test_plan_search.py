@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autosplit.errors import PlanError, ScheduleError
+from autosplit.errors import PlanError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs import ModelCosts
@@ -127,7 +127,6 @@ def test_what_is_settled_stays() -> None:
         ({"stages": 20}, 32, PlanError, "20 stages are more than the model has blocks, 16"),
         ({"stages": 0}, 32, PlanError, "stages must be from 1 to 1,000,000,000, got 0"),
         ({}, 0, PlanError, "batch must be from 1 to 1,000,000,000, got 0"),
-        ({"schedules": ["zigzag"]}, 32, ScheduleError, "unknown schedule 'zigzag'; known: naive"),
         (
             {"schedules": ["dualpipe-v"], "microbatches": [2]},
             32,

@@ -28,7 +28,62 @@ from tests.planner.whole_models import (
 
 # Mamba asks through a cached function which torch it runs on.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
-CASES = [llama_with_hidden_states, unet, mixed, checkpointed]
+
+
+class Experts(nn.Module):
+    """Each gets as many samples as the data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64)
+        self.experts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.last = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        chosen = (x[:, 0] > 0).long()
+        order = chosen.argsort(stable=True)
+        sizes = nn.functional.one_hot(chosen, 2).sum(0).tolist()
+        parts = x[order].split(sizes)
+        made = [expert(part) for expert, part in zip(self.experts, parts, strict=True)]
+        return self.last(torch.zeros_like(x).index_add(0, order, torch.cat(made)))
+
+
+class Doubled(torch.autograd.Function):
+    """A gradient of its own, with what it keeps and an input without one."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(x, mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        x, mask = ctx.saved_tensors  # type: ignore[attr-defined]
+        return 2 * grad * mask * x.cos(), None
+
+
+class WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = Doubled.apply(y, x)
+        y = Doubled.apply(self.middle(y), y.detach())
+        return self.last(y)
+
+
+def experts() -> Case:
+    return Case(Experts(), (torch.randn(6, 8),))
+
+
+def with_function() -> Case:
+    return Case(WithFunction(), (torch.randn(6, 8),))
+
+
+CASES = [llama_with_hidden_states, unet, mixed, checkpointed, experts, with_function]
 
 
 def split_of(whole: WholeModel, stages: int) -> Partition:
@@ -64,6 +119,8 @@ def test_stages_in_a_row_are_the_model(make: Callable[[], Case]) -> None:
     case, captured_model = captured(make)
     case.model.train()
     split = split_of(captured_model, 3)
+    sizes = [n for sent in captured_model.crossing for each in sent for n in each.shape]
+    assert all(type(n) is int for n in sizes)
     modules = [split.build(index) for index in range(3)]
     state: dict[str, Tensor] = {}
     for module in modules:

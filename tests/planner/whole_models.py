@@ -74,21 +74,6 @@ def llama_with_hidden_states() -> Case:
     return Case(case.model, (), {**case.kwargs, "output_hidden_states": True})
 
 
-def mamba() -> Case:
-    config = transformers.MambaConfig(
-        hidden_size=32, num_hidden_layers=2, vocab_size=50, state_size=4, use_cache=False
-    )
-    return Case(transformers.MambaForCausalLM(config), (ids()[:, :4],))
-
-
-def resnet() -> Case:
-    config = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], num_labels=5
-    )
-    model = transformers.ResNetForImageClassification(config)
-    return Case(model, (torch.randn(2, 3, 32, 32),))
-
-
 class UNet(nn.Module):
     """Skips from every level down to the one up."""
 
