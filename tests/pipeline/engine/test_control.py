@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any, cast
-from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from autosplit.errors import CheckpointError, PipelineError
+from autosplit.errors import CheckpointError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import TensorMeta
-from autosplit.pipeline.engine.control import OTHERS, Control
+from autosplit.pipeline.engine.control import Control
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.simulation.timeline import Span
 from tests.ranks import ranks
@@ -54,27 +51,3 @@ def test_all_of_it_arrives() -> None:
     assert (type(error), str(error)) == (CheckpointError, "no such file")
     assert control.announce(5 + rank, 0) == 6
     assert control.common_bits((1 << 62) + (5 if rank else 6)) == (1 << 62) + 4
-
-
-@ranks(2)
-def test_ranks_in_different_calls_are_told() -> None:
-    calls = ["saving a checkpoint", "the evaluation"]
-    own = dist.get_rank()
-    control = Control([0, 1], own, dist.group.WORLD, unwatched, lambda: calls[own])
-    with pytest.raises(PipelineError, match=r"rank 0 in saving a checkpoint; rank 1 in the eval"):
-        control.gather(1)
-
-
-def test_whoever_announces_loses_the_others() -> None:
-    lost = []
-
-    @contextlib.contextmanager
-    def losing(whom: str) -> Iterator[None]:
-        lost.append(whom)
-        yield
-
-    group = cast("Any", object())
-    with mock.patch.object(dist, "broadcast"):
-        for source in (0, 1):
-            assert Control([3, 5], 5, group, losing).announce(3, source) == 3
-    assert lost == ["rank 3", OTHERS]

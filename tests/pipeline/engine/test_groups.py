@@ -11,12 +11,9 @@ import torch.distributed as dist
 
 from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.board import Board, Fault
 from autosplit.pipeline.engine.first_error import Guard, LostPeerError
 from autosplit.pipeline.engine.groups import Groups, abort, await_device
-from autosplit.pipeline.schedule.routes import pairs_of
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.training.options import choose_device
 from tests.ranks import ranks
 
@@ -46,21 +43,6 @@ def test_each_direction_of_a_pair_has_a_group() -> None:
         each.wait()
     groups.destroy()
     assert [float(buffer) for buffer in buffers] == [10.0 * peer + rank for peer in others]
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "pairs"),
-    [
-        ("1f1b", 4, {(0, 1), (1, 2), (2, 3)}),
-        ("interleaved", 8, {(0, 1), (1, 2), (2, 3), (0, 3)}),
-        ("zb-v", 8, {(0, 1), (1, 2), (2, 3)}),
-    ],
-)
-def test_pairs_between_which_something_travels(
-    name: str, stages: int, pairs: set[tuple[int, int]]
-) -> None:
-    schedule = build(name, stages, 8, ranks=4)
-    assert pairs_of(schedule, Feeds(stages)) == pairs
 
 
 def test_groups_are_aborted_all_at_once() -> None:

@@ -34,14 +34,6 @@ def test_the_sum_is_one_of_float64(dtype: torch.dtype, scale: float) -> None:
     assert norm_of(*gradients, None) == pytest.approx(expected, rel=1e-12, abs=0.0)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "norm"),
-    [([], 0.0), ([1.0, math.inf], math.inf), ([1.0, -math.inf, math.nan], math.nan)],
-)
-def test_what_is_no_number_or_too_large(numbers: list[float], norm: float) -> None:
-    assert norm_of(torch.tensor(numbers)) == pytest.approx(norm, nan_ok=True)
-
-
 # torch 2.11 says so of every sum of a sparse tensor.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_sparse_and_complex_gradients() -> None:

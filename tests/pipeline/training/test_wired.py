@@ -29,7 +29,6 @@ from tests.pipeline import workers
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.tables import chain_of
-from tests.pipeline.trainer_options import grouped
 from tests.pipeline.training import wired
 from tests.ranks import ranks
 
@@ -265,13 +264,6 @@ def test_a_whole_module_is_cut_by_the_trainer() -> None:
         torch.testing.assert_close(found[name], gradient)
 
 
-def trainer_of(model: Any, **options: Any) -> PipelineTrainer:
-    """Whose last stage puts out the loss."""
-    loss_fn = options.pop("loss_fn", lambda output, targets: output)
-    options = grouped(timeout=60.0, **options)
-    return PipelineTrainer(model, loss_fn, workers.sgd, microbatches=4, **options)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -285,7 +277,8 @@ def test_a_u_net_over_two_ranks(options: dict[str, Any]) -> None:
     """Skips over stages, a mask used late, labels in the last stage, and inputs by name."""
     batch = wired.unet_batch(8)
     expected, grads = wired.reference(wired.UNet(), list(batch.values()), None, 4)
-    with trainer_of(wired.UNet(), **options) as engine:
+    given = {"loss_fn": lambda output, targets: output, "stage_factory": None, **options}
+    with workers.trainer(wired.UNet(), **given) as engine:
         # Each rank only gives what its stages take.
         own = [wired.UNet.wiring.inputs[stage] for stage in engine.modules]
         taken = {s.position for sources in own for s in sources if s.stage is None}
@@ -293,32 +286,3 @@ def test_a_u_net_over_two_ranks(options: dict[str, Any]) -> None:
         assert torch.equal(engine.forward_backward((some, ())), expected)
         assert torch.equal(engine.evaluate((tuple(batch.values()), ())), expected)
         assert wired.differences(engine.gradients(), grads) == []
-
-
-class Ends(wired.Wired):
-    """The scale of the first stage's input is that of the last one's second input."""
-
-    shared = (((0, "scales.0"), (2, "scales.1")),)
-
-    def __init__(self) -> None:
-        ends = ((Source(None, 0),), (Source(0, 0),), (Source(0, 0), Source(1, 0)))
-        super().__init__(Wiring(ends, outputs=(1, 1)))
-
-
-@ranks(2)
-def test_tied_parameters_of_a_partition() -> None:
-    """They are summed over their stages and counted once by the norm."""
-    inputs, targets = workers.data(8)
-    model = Ends()
-    modules = nn.ModuleList([model.build(index) for index in range(3)])
-    modules[2].scales[1] = modules[0].scales[0]  # type: ignore[index, union-attr]
-    model.build = modules.__getitem__  # type: ignore[method-assign, assignment]
-    expected, grads = wired.reference(model, [inputs], targets, 4)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in modules.parameters()])
-    options = {"loss_fn": F.mse_loss, "max_grad_norm": 1e9, "stage_factory": ReferenceStage}
-    with trainer_of(Ends(), **options) as engine:
-        assert torch.equal(engine.forward_backward((inputs, targets)), expected)
-        assert engine.grad_norm == pytest.approx(float(norm), abs=1e-6)
-        for index, own in engine.gradients().items():
-            for name, gradient in own.items():
-                torch.testing.assert_close(gradient, grads[index][name])
