@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from .folder import open_checkpoint, read_checkpoint
 from .loading import Loaded, load_checkpoint, read_progress
+from .reading import read_checkpoint
 from .saving import PendingSave, save_checkpoint
 
 __all__ = [
     "Loaded",
     "PendingSave",
     "load_checkpoint",
-    "open_checkpoint",
     "read_checkpoint",
     "read_progress",
     "save_checkpoint",

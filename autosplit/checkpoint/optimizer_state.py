@@ -1,15 +1,15 @@
 """An optimizer's state by the names of the parameters, so that other stages can take it up.
 
 The form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with
-``flatten_optimizer_state_dict``: ``state.PARAMETER.KEY`` and ``param_groups.PARAMETER.KEY``.
+``flatten_optimizer_state_dict``: ``state.PARAMETER.KEY`` and ``param_groups.PARAMETER.KEY``. Those
+of torch themselves step an optimizer that has no state yet.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping
-from itertools import count, pairwise
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import chain, count, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,113 +17,31 @@ from torch import Tensor
 from autosplit.errors import CheckpointError
 from autosplit.torch_internals.dtensor import laid_out
 
-from .files import Entry, packed, plain
+from .naming import Groups
+from .plain import packed, plain
+from .reading import Checkpoint
 
-STATE, OPTIONS = "state", "param_groups"
+_STATE, _OPTIONS = "state", "param_groups"
 _PER_GROUP = ("params", "param_names")
-Found = Mapping[str, Mapping[str, Mapping[str, Entry]]]
-"""Of parameters by name, ``STATE`` and ``OPTIONS``: by KEY what a checkpoint has."""
 
 
-def flatten(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """The state of ``optimizer`` by name.
-
-    Args:
-        optimizer: any that keeps tensors and plain values for each parameter.
-        names: by ``id`` of the parameter; those without a name are left out.
+def flatten(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
+    """The state of ``optimizer``, of which ``groups`` are the parameters, by name.
 
     Raises:
-        CheckpointError: it keeps something else.
+        CheckpointError: it keeps something else than tensors and plain values.
     """
     state = optimizer.state_dict()
     flat: dict[str, Any] = {}
-    for group, numbered in zip(optimizer.param_groups, state["param_groups"], strict=True):
+    for group, numbered in zip(groups, state["param_groups"], strict=True):
         options = {k: _plain(v, k) for k, v in numbered.items() if k not in _PER_GROUP}
-        for parameter, number in zip(group["params"], numbered["params"], strict=True):
-            if (name := names.get(id(parameter))) is None:
-                continue
+        for (_, entry), number in zip(group, numbered["params"], strict=True):
             for key, value in state["state"].get(number, {}).items():
-                flat[f"{STATE}.{name}.{key}"] = _plain(value, f"{key} of {name}")
-            flat |= {f"{OPTIONS}.{name}.{key}": value for key, value in options.items()}
+                if "." in key:
+                    raise CheckpointError(f"the optimizer's {key} of {entry.name} has a '.' in it")
+                flat[f"{_STATE}.{entry.name}.{key}"] = _plain(value, f"{key} of {entry.name}")
+            flat |= {f"{_OPTIONS}.{entry.name}.{key}": value for key, value in options.items()}
     return flat
-
-
-def find(entries: Mapping[str, Entry], names: Collection[str]) -> Found:
-    """What entries of a checkpoint there are of parameters."""
-    found: dict[str, dict[str, dict[str, Entry]]] = {}
-    for path, entry in entries.items():
-        kind, _, rest = path.partition(".")
-        name = rest.rpartition(".")[0]
-        while name and name not in names:
-            name = name.rpartition(".")[0]
-        if name:
-            found.setdefault(name, {}).setdefault(kind, {})[rest[len(name) + 1 :]] = entry
-    return found
-
-
-def read(there: Found, kind: str) -> dict[str, dict[str, Any]]:
-    """What there is of a kind, of parameters by name."""
-    return {
-        name: {key: entry.read() for key, entry in kinds.get(kind, {}).items()}
-        for name, kinds in there.items()
-    }
-
-
-def check_groups(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    options: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Refuse options that the groups of ``optimizer`` cannot have.
-
-    Args:
-        optimizer: what is to have them.
-        names: by ``id`` of the parameter, its name in ``options``.
-        options: of parameters by name.
-
-    Raises:
-        CheckpointError: parameters of one group had different options.
-    """
-    for group in optimizer.param_groups:
-        called = [names[id(parameter)] for parameter in group["params"]]
-        for first, name in pairwise(called):
-            expected, came = options[first], options[name]
-            differing = [key for key in expected if came.get(key) != expected[key]]
-            if differing or came.keys() != expected.keys():
-                raise CheckpointError(
-                    f"the optimizer has {first} and {name} in one group, but in the checkpoint "
-                    f"they differ in {', '.join(differing) or 'their options'}: group them as then"
-                )
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    state: Mapping[str, Mapping[str, Any]],
-    options: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Put back what ``flatten`` gave.
-
-    Args:
-        optimizer: of the same kind, with any grouping that ``check_groups`` lets pass.
-        names: by ``id`` of the parameter, its name in ``state`` and ``options``.
-        state: of parameters by name.
-        options: likewise.
-    """
-    numbers = count()
-    kept: dict[int, dict[str, Any]] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        own = []
-        for parameter in group["params"]:
-            own.append(next(numbers))
-            # Copies of a tied parameter have one name, and each needs a state of its own.
-            found = copy.deepcopy(state[names[id(parameter)]])
-            if found:
-                kept[own[-1]] = {key: laid_out(value, parameter) for key, value in found.items()}
-        alike = [options[names[id(parameter)]] for parameter in group["params"][:1]]
-        groups.append({**group, **(alike[0] if alike else {}), "params": own})
-    optimizer.load_state_dict({"state": kept, "param_groups": groups})
 
 
 def _plain(value: Any, what: str) -> Any:
@@ -138,3 +56,84 @@ def _plain(value: Any, what: str) -> Any:
             "each rank instead"
         ) from error
     return plain(value)
+
+
+class FoundGroup(NamedTuple):
+    """What a checkpoint has for a group of an optimizer: its options, and where it has the state of
+    each parameter.
+    """
+
+    options: Mapping[str, Any]
+    states: Sequence[Mapping[str, str]]
+
+
+def find(checkpoint: Checkpoint, groups: Groups) -> list[FoundGroup]:
+    """What a checkpoint has for an optimizer with these groups, verified.
+
+    Raises:
+        CheckpointError: nothing for some parameter, or parameters of one group had different
+            options, or it is damaged.
+    """
+    states, options = (_by_parameter(checkpoint, kind) for kind in (_STATE, _OPTIONS))
+    entries = [entry for group in groups for _, entry in group]
+    if lacking := sorted({each.name for each in entries if each.source(options) is None}):
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} has no optimizer state for "
+            f"{', '.join(lacking)}: optimizer=False leaves the optimizer as it is"
+        )
+    found = []
+    for group in groups:
+        names = [entry.source(options) or "" for _, entry in group]
+        read = {n: {k: checkpoint.read(at) for k, at in options[n].items()} for n in names}
+        _check_alike(read)
+        places = [states.get(name, {}) for name in names]
+        for at in chain.from_iterable(each.values() for each in places):
+            checkpoint.verify(at)
+        found.append(FoundGroup(next(iter(read.values()), {}), places))
+    return found
+
+
+def _by_parameter(checkpoint: Checkpoint, kind: str) -> dict[str, dict[str, str]]:
+    """Of parameters by name: by KEY the entry of a checkpoint."""
+    found: dict[str, dict[str, str]] = {}
+    for path, at in checkpoint.under(f"optimizer.{kind}.").items():
+        name, _, key = path.rpartition(".")
+        found.setdefault(name, {})[key] = at
+    return found
+
+
+def _check_alike(options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse options of parameters, by name, that one group cannot have."""
+    for (first, expected), (name, came) in pairwise(options.items()):
+        if differing := [k for k in {**expected, **came} if expected.get(k) != came.get(k)]:
+            raise CheckpointError(
+                f"the optimizer has {first} and {name} in one group, but in the checkpoint "
+                f"they differ in {', '.join(differing)}: group them as then"
+            )
+
+
+def restore(
+    checkpoint: Checkpoint,
+    optimizer: torch.optim.Optimizer,
+    groups: Groups,
+    found: Sequence[FoundGroup],
+) -> None:
+    """Take up what was found."""
+    numbers = count()
+    state: dict[int, dict[str, Any]] = {}
+    options = []
+    for group, (saved, places), own in zip(groups, found, optimizer.param_groups, strict=True):
+        options.append({**own, **saved, "params": [next(numbers) for _ in group]})
+        for number, (parameter, _), keys in zip(options[-1]["params"], group, places, strict=True):
+            if keys:
+                state[number] = {k: _value(checkpoint, at, parameter) for k, at in keys.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": options})
+
+
+def _value(checkpoint: Checkpoint, key: str, parameter: Tensor) -> Any:
+    kind = checkpoint.tensor(key)
+    if kind is None or kind.size != parameter.shape:
+        return laid_out(checkpoint.read(key), parameter)
+    value = torch.empty_like(parameter, dtype=kind.properties.dtype)  # sharded as it is
+    checkpoint.fill(key, value)
+    return value

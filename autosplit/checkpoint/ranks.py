@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.engine.control import Control
 
 if TYPE_CHECKING:
     from autosplit.pipeline.trainer import PipelineTrainer
@@ -41,31 +38,11 @@ class Ranks:
                 "model.load_state_dict(autosplit.checkpoint.read_checkpoint(path)), and "
                 "torch.save(model.state_dict(), path) writes what load_checkpoint reads"
             )
-        self.trainer = trainer
-        self._doing = doing
-        self._beside: Control | None = None
+        self.trainer, self.doing = trainer, doing
         with trainer.together(doing) as groups:
-            self.number = groups.everybody.rank
-            self.count = groups.everybody.ranks
-            self.pipelines = groups.layout.pipelines
-            self.place = groups.layout.place
-
-    def beside(self, control: Control) -> Ranks:
-        """The same ranks for another thread, which talk over a group of their own: the trainer goes
-        on meanwhile, and does not end if that fails.
-        """
-        found = copy.copy(self)
-        found._beside = control
-        return found
-
-    @contextmanager
-    def together(self) -> Iterator[Control]:
-        """All ranks, for something after which a trainer cannot go on if it fails."""
-        if self._beside is not None:
-            yield self._beside
-            return
-        with self.trainer.together(self._doing) as groups:
-            yield groups.everybody
+            self.number, self.count = groups.everybody.rank, groups.everybody.ranks
+            self.pipelines, self.place = groups.layout.pipelines, groups.layout.place
+        trainer.finish()
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank.
@@ -73,8 +50,8 @@ class Ranks:
         Raises:
             PipelineError: a rank did not take part.
         """
-        with self.together() as everybody:
-            return everybody.gather(value)
+        with self.trainer.together(self.doing) as groups:
+            return groups.everybody.gather(value)
 
     def do(self, work: Callable[[], T]) -> T:
         """What ``work()`` returns on this rank, if it works on all of them.
@@ -83,39 +60,26 @@ class Ranks:
             CheckpointError: on every rank, if it raised on one; it says on which, and what.
         """
         found: list[T] = []
-        problem, cause = None, None
+        problem: Exception | None = None
         try:
             found.append(work())
         except Exception as error:
-            problem, cause = _said(error), error
-        self.check(problem, cause)
+            problem = error
+        said = self.gather(problem and told(problem))
+        if problems := {rank: each for rank, each in enumerate(said) if each is not None}:
+            raise CheckpointError(joined(problems, self.count)) from problem
         return found[0]
 
-    def check(self, problem: str | None, cause: BaseException | None = None) -> None:
-        """Raise what any rank has found.
 
-        Args:
-            problem: what this rank has found; None: nothing.
-            cause: what led to it.
-
-        Raises:
-            CheckpointError: on every rank, if one has found a problem.
-        """
-        problems = self.gather(problem)
-        if any(each is not None for each in problems):
-            raise CheckpointError(_told(problems)) from cause
-
-
-def _said(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """Our own errors say all there is to say."""
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
-def _told(problems: list[str | None]) -> str:
-    """Each problem with the rank that has it; one that all have, once."""
-    if len({*problems}) == 1:
-        return str(problems[0])
-    found = enumerate(problems)
-    return "\n".join(f"rank {rank}: {each}" for rank, each in found if each is not None)
+def joined(problems: Mapping[int, str], ranks: int) -> str:
+    """Problems by the rank that has them; one that all have, once."""
+    if len(problems) == ranks and len({*problems.values()}) == 1:
+        return next(iter(problems.values()))
+    return "\n".join(f"rank {rank}: {each}" for rank, each in problems.items())

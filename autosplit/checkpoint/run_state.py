@@ -7,6 +7,7 @@ its state is taken up where that is the same on all ranks, for parameters in the
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,22 +16,19 @@ from torch import Tensor
 
 from autosplit.device import generator_state, set_generator_state
 from autosplit.errors import CheckpointError
-from autosplit.torch_internals.pytree import tree_flatten
 
-from .files import load_plain, packed
-from .naming import ModelTensor
+from .naming import Groups
+from .plain import load_plain, packed
 from .ranks import Ranks
 
 Generators = Literal["continued", "seeded", "untouched"]
-Groups = Sequence[Mapping[int, ModelTensor]]
-"""For each group of a rank's optimizer, its parameters."""
 _ALL, _RANK = "all", "rank_"
 
 
 def pack_run(
     ranks: Ranks, groups: Groups, *, scheduler: Any, step: int | None, extra: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """What this rank writes, each as bytes.
+) -> dict[str, bytes]:
+    """What this rank writes.
 
     Raises:
         CheckpointError: something of it is neither tensors nor plain values.
@@ -38,10 +36,10 @@ def pack_run(
     own: dict[str, Any] = {"generators": _generators(ranks.trainer.device)}
     if scheduler is not None:
         own |= {"scheduler": scheduler.state_dict(), "groups": _names(groups)}
-    found = {f"{_RANK}{ranks.number}": _bytes(own, "the scheduler's state")}
+    found = {f"{_RANK}{ranks.number}": packed(own, "the scheduler's state")}
     if ranks.number == 0:
         run = {"step": step, "extra": dict(extra), "layout": _layout(ranks)}
-        found[_ALL] = _bytes(run, "extra")
+        found[_ALL] = packed(run, "extra")
     return found
 
 
@@ -78,20 +76,21 @@ def unpack_run(
     """
     step, extra = progress(found)
     rows = [_value(found, f"{_RANK}{rank}") for rank in range(len(found) - 1)]
-    same = bool(rows) and _value(found, _ALL)["layout"] == _layout(ranks)
-    same = same and len(rows) == ranks.count
+    same = len(rows) == ranks.count and _value(found, _ALL)["layout"] == _layout(ranks)
+    own = rows[ranks.number] if same else {}
     restore: list[Callable[[], object]] = []
     if scheduler is not None:
-        state = _scheduler(rows, groups, rows[ranks.number] if same else {})
+        state = _scheduler(rows, groups, own)
         restore.append(lambda: scheduler.load_state_dict(state))
     if not generators or not rows:
         return RunState(step, extra, "untouched", restore)
-    device, number = ranks.trainer.device, ranks.number
-    states = [row["generators"] for row in rows]
-    if same and device.type in states[number]:
-        restore.append(lambda: _restore_generators(states[number], device))
+    device = ranks.trainer.device
+    if device.type in own.get("generators", ()):
+        restore.append(lambda: _restore_generators(own["generators"], device))
         return RunState(step, extra, "continued", restore)
-    restore.append(lambda: _reseed(states, number))
+    # Whatever was drawn before has no influence, and no rank draws what another does.
+    seed = hashlib.sha256(f"{ranks.number}{rows[0]['generators']['cpu'].tolist()}".encode())
+    restore.append(lambda: torch.manual_seed(int.from_bytes(seed.digest()[:8], "little")))
     return RunState(step, extra, "seeded", restore)
 
 
@@ -124,18 +123,7 @@ def _restore_generators(found: Mapping[str, Tensor], device: torch.device) -> No
         set_generator_state(device, found[device.type])
 
 
-def _reseed(found: Sequence[Mapping[str, Tensor]], rank: int) -> None:
-    """Seed all generators by where those of other ranks stood, and by the rank.
-
-    Whatever was drawn before has no influence, and no rank draws what another does.
-    """
-    summary = hashlib.sha256(str(rank).encode())
-    for each in found:
-        summary.update(bytes(each["cpu"].tolist()))
-    torch.manual_seed(int.from_bytes(summary.digest()[:8], "little"))
-
-
-def _scheduler(rows: Sequence[Any], groups: Groups, own: Mapping[str, Any]) -> dict[str, Any]:
+def _scheduler(rows: Sequence[Any], groups: Groups, own: Mapping[str, Any]) -> Any:
     """The state for a scheduler: this rank's own, or that which all ranks had.
 
     Args:
@@ -149,52 +137,43 @@ def _scheduler(rows: Sequence[Any], groups: Groups, own: Mapping[str, Any]) -> d
     saved = [row for row in rows if "scheduler" in row]
     if not saved:
         raise CheckpointError("the checkpoint has no scheduler's state: leave out scheduler=")
-    state: dict[str, Any] = (own if "scheduler" in own else saved[0])["scheduler"]
     if own.get("groups") == _names(groups):
-        return state
+        return own["scheduler"]
     # A state has lists with an element for each group.
-    count = len(saved[0]["groups"])
-    where = {n: index for row in saved for index, ns in enumerate(row["groups"]) for n in ns}
-    then = [{where.get(entry.source(where) or "") for entry in g.values()} for g in groups]
-    moved = len(then) != count or any(found - {index} for index, found in enumerate(then))
-    if moved or not all(_same(row["scheduler"], state) for row in saved):
+    then = {place for row in saved for place in _places(row["groups"])}
+    texts = {json.dumps(row["scheduler"], default=_listed) for row in saved}
+    if len(texts) > 1 or not {*_places(_names(groups))} <= then:
         raise CheckpointError(
             "the scheduler's state differs between the ranks of the checkpoint, or was of other "
             "groups of parameters, and nobody knows what it would be for these: group them as "
             "then, load it into as many stages, or leave out scheduler="
         )
-    return state
+    return saved[0]["scheduler"]
 
 
 def _names(groups: Groups) -> list[list[str]]:
-    return [[entry.name for entry in group.values()] for group in groups]
+    return [[entry.name for _, entry in group] for group in groups]
+
+
+def _places(groups: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
+    """Each parameter with its group, and how many there are."""
+    return [(name, at, len(groups)) for at, names in enumerate(groups) for name in names]
+
+
+def _listed(value: object) -> object:
+    return value.tolist() if isinstance(value, Tensor) else repr(value)
 
 
 def _layout(ranks: Ranks) -> list[Any]:
     """Which rank has which stages; with another one, other ranks draw other random numbers."""
-    schedule = ranks.trainer.schedule
-    replicas = [[*pipeline] for pipeline in ranks.pipelines] if len(ranks.pipelines) > 1 else []
-    return [len(schedule.ranks), [*schedule.placement], *replicas]
+    return [[*ranks.trainer.schedule.placement], *map(list, ranks.pipelines)]
 
 
 def _value(found: Mapping[str, Any], name: str) -> Any:
     content = found.get(name)
-    if not isinstance(content, Tensor):
+    if not isinstance(content, bytes):
         raise CheckpointError(f"the checkpoint lacks autosplit.{name}, the state of a run")
-    value = load_plain(bytes(content.tolist()), f"autosplit.{name}")
+    value = load_plain(content, f"autosplit.{name}")
     if not isinstance(value, dict):
         raise CheckpointError(f"autosplit.{name} is a {type(value).__name__}, no dictionary")
     return value
-
-
-def _bytes(value: Any, what: str) -> Tensor:
-    return torch.frombuffer(bytearray(packed(value, what)), dtype=torch.uint8)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two states are equal; tensors by their values."""
-    (ours, form), (theirs, other_form) = tree_flatten(one), tree_flatten(other)
-    return form == other_form and all(
-        type(a) is type(b) and (torch.equal(a, b) if isinstance(a, Tensor) else a == b)
-        for a, b in zip(ours, theirs, strict=True)
-    )

@@ -3,30 +3,41 @@
 A save has its files in a folder of its own, ``save-NUMBER``, in which they get their place and are
 never renamed. What names them is the checkpoint's ``.metadata``, and renaming that one file takes
 back the old checkpoint and gives the new one. So whoever reads, whenever a save was killed, finds
-the old checkpoint, if there was one, or the new one; the next save removes what was left.
+the old checkpoint, if there was one, or the new one; the next save that succeeds removes what was
+left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from autosplit.errors import CheckpointError
-from autosplit.torch_internals.dtensor import is_dtensor
+from autosplit.pipeline.engine.control import Control
 
 from . import optimizer_state, run_state
-from .folder import METADATA, SAVE, digest, manifest_text, parts_in_use
-from .naming import Names, Naming, tensors_of, trained
-from .ranks import Ranks
+from .naming import Names, Naming
+from .ranks import Ranks, joined, told
+from .reading import METADATA, SAVE
 
 if TYPE_CHECKING:
     from autosplit.pipeline.trainer import PipelineTrainer
@@ -36,14 +47,12 @@ class PendingSave:
     """A save under way: what is saved was copied, and a thread writes it.
 
     Args:
-        work: writes it.
-        where: it is written to, for errors.
+        work: writes it, and gives what went wrong.
     """
 
-    def __init__(self, work: Callable[[], None], where: object) -> None:
+    def __init__(self, work: Callable[[], CheckpointError | None]) -> None:
         self._work = work
-        self._where = where
-        self._error: BaseException | None = None
+        self._error: CheckpointError | None = None
         self._thread = threading.Thread(target=self._run, name="autosplit-save", daemon=True)
         self._thread.start()
 
@@ -60,26 +69,15 @@ class PendingSave:
         """
         self._thread.join()
         error, self._error = self._error, None
-        if isinstance(error, CheckpointError):
-            raise error
         if error is not None:
-            raise CheckpointError(f"the save to {self._where} was cut off: {error}") from error
+            raise error
 
     def _run(self) -> None:
         try:
-            self._work()
+            self._error = self._work()
         except BaseException as error:
-            self._error = error
-
-
-@torch.no_grad()
-def copied(value: Any) -> Any:
-    """The same with all tensors copied to the host, which no later step changes."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {name: copied(each) for name, each in value.items()}
-    return value
+            self._error = CheckpointError(f"the save was cut off: {error}")
+            self._error.__cause__ = error
 
 
 def save_checkpoint(
@@ -97,8 +95,8 @@ def save_checkpoint(
 
     The folder is one of torch.distributed.checkpoint, as for the model that is not cut:
     ``{"model": ..., "optimizer": ...}``, the latter flattened, and "autosplit" for the rest, with
-    a manifest of SHA-256 digests. Each rank writes its own stages; tied parameters are there under
-    each of their names, as in the model's ``state_dict``.
+    SHA-256 digests in its metadata. Each rank writes its own stages; tied parameters are there
+    under each of their names, as in the model's ``state_dict``.
 
     What was at ``path`` stays until all ranks have written and everything is on disk; then it is
     replaced in one step. If anything fails before, or the processes are killed, the old checkpoint
@@ -132,166 +130,136 @@ def save_checkpoint(
         PipelineError: a rank was lost.
     """
     ranks = Ranks(trainer, "saving a checkpoint")
-    trainer.finish()
-    path = Path(path)
     naming = Naming.of_ranks(ranks, names)
-    state = ranks.do(
-        lambda: _state(ranks, naming, scheduler=scheduler, step=step, extra=extra or {})
-    )
-    staging = _staging(ranks, path, step)
-    if not asynchronous:
-        _write(state, staging, ranks)
-        return None
-    state = ranks.do(lambda: copied(state))
-    with trainer.together("saving a checkpoint") as groups:
-        apart = ranks.beside(groups.beside())
-    pending = PendingSave(lambda: _write(state, staging, apart), path)
-    trainer.finish(pending.wait)
-    return pending
 
-
-def _write(state: Mapping[str, Any], staging: Staging, ranks: Ranks) -> None:
-    """Write what the ranks have, and make it the checkpoint; collective."""
-    from .writer import write_tensors
-
-    try:
-        with ranks.together() as everybody:
-            problem = write_tensors(state, staging.folder, everybody)
-        ranks.check(problem)
-        own = ranks.do(lambda: _digests(staging.folder, ranks.number))
-        digests = {name: value for part in ranks.gather(own) for name, value in part.items()}
-        ranks.do(lambda: staging.commit(digests) if ranks.number == 0 else None)
-    except CheckpointError:
-        if ranks.number == 0:
-            staging.abandon()
-        raise
-
-
-def _state(
-    ranks: Ranks, naming: Naming, *, scheduler: Any, step: int | None, extra: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What this rank writes."""
-    trainer = ranks.trainer
-    # Not every holder of a tied parameter writes it, only its home, under all its names; of two
-    # copies of a stage the first, and of replicas the first.
-    placement = trainer.schedule.placement
-    writes = ranks.place.replicate == 0
-    first = [stage for stage, at in enumerate(placement) if at == trainer.rank and writes]
-    homes = {
-        at: entry for at, entry in naming.own.items() if at[0] == entry.home and at[0] in first
-    }
-    tensors = tensors_of(trainer, homes)
-    state: dict[str, Any] = {
-        "autosplit": run_state.pack_run(
-            ranks, trained(trainer, naming), scheduler=scheduler, step=step, extra=extra
+    def state() -> dict[str, Any]:
+        run = run_state.pack_run(
+            ranks, naming.groups, scheduler=scheduler, step=step, extra=extra or {}
         )
-    }
-    # Of a tensor that ranks share each writes its part; of what each has the first.
-    alone = not any(ranks.place)
-    model = {name: tensors[at] for at, entry in homes.items() for name in entry.names}
-    if found := {name: each for name, each in model.items() if alone or is_dtensor(each)}:
-        state["model"] = found
-    if trainer.optimizer is not None:
-        called = {id(tensors[at]): entry.name for at, entry in homes.items()}
-        flat = optimizer_state.flatten(trainer.optimizer, called)
-        if kept := {name: each for name, each in flat.items() if alone or is_dtensor(each)}:
-            state["optimizer"] = kept
-    return state
+        found = {"autosplit": run, **_state(ranks, naming)}
+        return _copied(found) if asynchronous else found
 
-
-def _staging(ranks: Ranks, path: Path, step: int | None) -> Staging:
-    """Where all ranks write what they have of one step; rank 0 has made it."""
+    content = ranks.do(state)
     said = ranks.gather((str(path), step, secrets.token_hex(8)))
     paths, steps, numbers = zip(*said, strict=True)
     if len({*paths}) > 1:
         raise CheckpointError(f"the ranks save to different folders: {', '.join(paths)}")
     if len({*steps}) > 1:
         raise CheckpointError(f"the ranks are at different steps: {[*steps]}")
-    staging = Staging(path, numbers[0])
-    ranks.do(lambda: staging.prepare() if ranks.number == 0 else None)
-    return staging
+    writer = _StagedWriter(Path(path), numbers[0])
+    with trainer.together(ranks.doing) as groups:
+        if not asynchronous:
+            error = _write(content, writer, groups.everybody)
+        else:
+            apart = groups.beside()
+    if asynchronous:
+        pending = PendingSave(lambda: _write(content, writer, apart))
+        trainer.finish(pending.wait)
+        return pending
+    if error is not None:
+        raise error
+    return None
 
 
-def _digests(folder: Path, rank: int) -> dict[str, str]:
-    """Of the files that this rank has written."""
-    return {path.name: digest(path) for path in sorted(folder.glob(f"__{rank}_*"))}
+def _state(ranks: Ranks, naming: Naming) -> dict[str, Any]:
+    """What this rank writes of the model and the optimizer. Of what several ranks have, torch's
+    planner takes that of the first; other replicas have nothing else.
+    """
+    if ranks.place.replicate:
+        return {}
+    optimizer = ranks.trainer.optimizer
+    model = {name: tensor for tensor, entry in naming.own for name in entry.names}
+    state = optimizer_state.flatten(optimizer, naming.groups) if optimizer is not None else {}
+    return {"model": model, "optimizer": state}
 
 
-class Staging:
-    """Where one save has its files until they are the checkpoint; rank 0 makes and ends it.
+@torch.no_grad()
+def _copied(value: Any) -> Any:
+    """The same with all tensors copied to the host, which no later step changes."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: _copied(each) for name, each in value.items()}
+    return value
+
+
+def _write(state: dict[str, Any], writer: _StagedWriter, ranks: Control) -> CheckpointError | None:
+    """Write what the ranks have, and make it the checkpoint; collective.
+
+    Returns:
+        What went wrong, on all ranks.
+
+    Raises:
+        LostPeerError: some rank did not take part.
+    """
+    alone = ranks.ranks == 1
+    try:
+        with ranks.losing("the other ranks"), unworried():
+            save(
+                state,
+                storage_writer=writer,
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=None if alone else ranks.group,
+                no_dist=alone,
+            )
+    except CheckpointException as error:
+        if ranks.rank == 0:
+            shutil.rmtree(writer.path, ignore_errors=True)
+        problems = {rank: told(each) for rank, (each, _) in error.failures.items()}
+        found = CheckpointError(f"cannot write to {writer.path}: {joined(problems, ranks.ranks)}")
+        found.__cause__ = error
+        return found
+    return None
+
+
+class _StagedWriter(FileSystemWriter):
+    """Writes the files of one save, with their digests, and makes them the checkpoint.
 
     Args:
         path: of the checkpoint.
         number: of the save, the same on all ranks, which no other save has.
-
-    Attributes:
-        folder: where the ranks write.
     """
 
     def __init__(self, path: Path, number: str) -> None:
-        self._path = path
-        self.folder = path / f"{SAVE}{number}"
-        self._committed = False
+        super().__init__(path / f"{SAVE}{number}")
+        self._home, self._folder = path, path / f"{SAVE}{number}"
 
-    def prepare(self) -> None:
-        """Remove what killed saves have left, and make the folder.
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Name the files from the folder above theirs, where the metadata will be."""
+        written = super().write_data(plan, planner)
+        for result in written.wait():
+            info = result.storage_data
+            with (self._folder / info.relative_path).open("rb") as file:
+                file.seek(info.offset)
+                digest = hashlib.sha256(file.read(info.length)).hexdigest()
+            name = f"{self._folder.name}/{info.relative_path}"
+            vars(info).update(relative_path=name, sha256=digest)
+        return written
 
-        Raises:
-            CheckpointError: something else than a folder is at the path.
-        """
-        if self._path.exists() and not self._path.is_dir():
-            raise CheckpointError(f"{self._path} is a file: give the path of a folder to save to")
-        # If that cannot be read, nobody knows what it needs; it is replaced all the same.
-        with contextlib.suppress(CheckpointError, OSError):
-            there = (self._path / METADATA).exists()
-            _clear(self._path, parts_in_use(self._path) if there else set())
-        self.folder.mkdir(parents=True)
-
-    def commit(self, digests: Mapping[str, str]) -> None:
-        """Make what was written the checkpoint, and remove the one before.
-
-        Args:
-            digests: of the files that all ranks have written, by name in the folder.
-
-        Raises:
-            CheckpointError: this rank does not see them.
-        """
-        name = self.folder.name
-        absent = [file for file in digests if not (self.folder / file).is_file()]
-        if absent:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make what all ranks have written the checkpoint, and remove the one before."""
+        files = {each.storage_data.relative_path for part in results for each in part}
+        if absent := sorted(file for file in files if not (self._home / file).is_file()):
             raise CheckpointError(
-                f"other ranks have written {', '.join(absent)} to {self.folder}, which are not "
-                "there: all ranks must see the same folder"
+                f"other ranks have written {', '.join(absent)}, which are not there: all ranks "
+                "must see the same folder"
             )
-        found = {f"{name}/{file}": value for file, value in digests.items()}
-        found[METADATA] = digest(self.folder / METADATA)
-        with (self.folder / "manifest.json").open("w") as file:
-            file.write(manifest_text(found))
+        super().finish(metadata, results)
+        written = self._folder / METADATA
+        content = written.read_bytes()
+        with written.open("ab") as file:
+            file.write(hashlib.sha256(content).digest())
             file.flush()
             os.fsync(file.fileno())
-        _sync(self.folder)
-        (self.folder / METADATA).replace(self._path / METADATA)
-        self._committed = True
-        for folder in (self._path, self._path.absolute().parent):
-            _sync(folder)
-        _clear(self._path, {name})
-
-    def abandon(self) -> None:
-        """Remove what was written, after a save that failed before it was the checkpoint."""
-        if not self._committed:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _clear(path: Path, used: set[str]) -> None:
-    """Remove the files of saves but those in use, and of torch's own saves likewise."""
-    for found in [*path.glob(f"{SAVE}*"), *path.glob("__*_*.distcp"), *path.glob(".metadata.tmp")]:
-        if found.name in used:
-            continue
-        if found.is_dir():
-            shutil.rmtree(found, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                found.unlink()
+        _sync(self._folder)
+        written.replace(self._home / METADATA)
+        with contextlib.suppress(OSError):  # it is there; the one before stays where names are not
+            for folder in (self._home, self._home.absolute().parent):
+                _sync(folder)
+            for old in {*self._home.glob(f"{SAVE}*")} - {self._folder}:
+                shutil.rmtree(old, ignore_errors=True)
+            for old in self._home.glob("__*_*.distcp"):  # of a save by torch itself
+                old.unlink()
 
 
 def _sync(folder: Path) -> None:
@@ -303,3 +271,11 @@ def _sync(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+@contextlib.contextmanager
+def unworried() -> Iterator[None]:
+    """Without torch's warning that there is one process, which it gives even if told so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield

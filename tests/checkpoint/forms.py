@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from autosplit.checkpoint import save_checkpoint
-from autosplit.checkpoint.writer import unworried
+from autosplit.checkpoint.saving import unworried
 from tests.checkpoint.checkpoint_workers import train, trainer, whole
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from traceback import StackSummary
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from autosplit import CheckpointError
-from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint, writer
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint, saving
 from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 
 
@@ -18,13 +20,13 @@ from tests.checkpoint.checkpoint_workers import named, train, trainer, whole
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written before this is set."""
     go = threading.Event()
-    write = writer.write_tensors
+    write = saving.save
 
-    def late(*arguments: Any) -> str | None:
+    def late(*arguments: Any, **options: Any) -> None:
         assert go.wait(30)
-        return write(*arguments)
+        write(*arguments, **options)
 
-    monkeypatch.setattr(writer, "write_tensors", late)
+    monkeypatch.setattr(saving, "save", late)
     return go
 
 
@@ -57,12 +59,12 @@ def test_the_next_save_waits(tmp_path: Path, held: threading.Event) -> None:
 def test_a_save_that_fails_says_so_once_and_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> str:
-        return "cannot write: no space left"
+    def full(*_: object, **__: object) -> None:
+        raise CheckpointException("write", {0: (OSError("no space left"), StackSummary())})
 
     with trainer(whole(), 2, ranks=1) as engine:
         save_checkpoint(engine, tmp_path / "it", step=1)
-        monkeypatch.setattr(writer, "write_tensors", full)
+        monkeypatch.setattr(saving, "save", full)
         pending = save_checkpoint(engine, tmp_path / "it", step=2, asynchronous=True)
         assert pending is not None
         with pytest.raises(CheckpointError, match="no space left"):

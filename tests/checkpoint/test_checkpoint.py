@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from autosplit import CheckpointError, PlanError
-from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.checkpoint.folder import open_checkpoint, read_checkpoint
-from autosplit.checkpoint.writer import unworried
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.checkpoint.saving import unworried
 from autosplit.planner.meta_model import Initialiser, materialise_stage, meta_model
 from tests.checkpoint import checkpoint_workers, forms
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
@@ -37,7 +36,7 @@ def test_every_format_loads_into_stages(save: Any, tmp_path: Path) -> None:
     assert read.keys() == state().keys()
     assert all(torch.equal(value, expected[name]) for name, value in read.items())
     with trainer(whole(1), 3, ranks=1) as engine:
-        assert load_checkpoint(engine, path).mismatches == ()
+        assert load_checkpoint(engine, path).missing_keys == []
         assert named(engine).keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())
 
@@ -136,8 +135,8 @@ def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
     with trainer(whole(1), 2, ranks=1) as engine:
         with pytest.raises(CheckpointError, match=r"1\.0\.bias.*\n.*nose.*\nstrict=False"):
             load_checkpoint(engine, path)
-        found = load_checkpoint(engine, path, strict=False).mismatches
-        assert [str(m).partition(":")[0] for m in found] == ["1.0.bias", "nose"]
+        found = load_checkpoint(engine, path, strict=False)
+        assert (found.missing_keys, found.unexpected_keys) == (["1.0.bias"], ["nose"])
         assert torch.equal(named(engine)["1.0.bias"], whole(1)[1][0].bias)
         assert torch.equal(named(engine)["1.0.weight"], state()["1.0.weight"])
         path = changed(tmp_path, {"1.0.bias": torch.zeros(2)})
@@ -240,11 +239,11 @@ def test_a_model_in_one_process_is_told_how(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint at"):
-        open_checkpoint(tmp_path / "nothing")
+        read_checkpoint(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="File name too long"):
-        open_checkpoint(tmp_path / ("x" * 300))
+        read_checkpoint(tmp_path / ("x" * 300))
     with pytest.raises(CheckpointError, match=r"expected in .* there is nothing"):
-        open_checkpoint(tmp_path)
+        read_checkpoint(tmp_path)
     (tmp_path / "x.pt").write_text("no")
     (tmp_path / "x.safetensors").write_text("no")
     (tmp_path / "x.index.json").write_text("{}")
@@ -256,7 +255,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         "": "no index with a weight_map",
     }.items():
         with pytest.raises(CheckpointError, match=message):
-            open_checkpoint(tmp_path / name)
+            read_checkpoint(tmp_path / name)
     (tmp_path / ".metadata").write_text("no")
     with pytest.raises(CheckpointError, match=r"cannot read .*\.metadata"):
-        open_checkpoint(tmp_path)
+        read_checkpoint(tmp_path)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.checkpoint.writer import unworried
+from autosplit.checkpoint.saving import unworried
 from autosplit.pipeline import PipelineTrainer
 from tests.checkpoint.checkpoint_workers import adam, trainer, whole
 
@@ -83,33 +83,34 @@ def test_whenever_a_save_is_killed(
 ) -> None:
     """Old or new, whole, for every reader; and the next save removes what was left."""
     outcomes = []
-    with small() as engine:
-        for count in itertools.count():
-            path = tmp_path / str(count) / "it"
+    for count in itertools.count():
+        path = tmp_path / str(count) / "it"
+        died = False
+        with small() as engine:
             set_all(engine, 1.0)
             if there:
                 save_checkpoint(engine, path)
             set_all(engine, 2.0)
-            died = False
             try:
                 with broken_after(count, Killed(), monkeypatch):
                     save_checkpoint(engine, path)
             except (Killed, CheckpointError):  # the latter where torch has caught the former
                 died = True
-            if there or (path / ".metadata").exists():
-                found = values(path)
-                state = {"model": {"bias": torch.zeros(2)}}
-                with unworried():
-                    load(state, checkpoint_id=path, no_dist=True)
-                assert found == {state["model"]["bias"][0].item()}
-                outcomes.append(found.pop())
+        if there or (path / ".metadata").exists():
+            found = values(path)
+            state = {"model": {"bias": torch.zeros(2)}}
+            with unworried():
+                load(state, checkpoint_id=path, no_dist=True)
+            assert found == {state["model"]["bias"][0].item()}
+            outcomes.append(found.pop())
+        with small() as engine:
             set_all(engine, 3.0)
             save_checkpoint(engine, path)
-            assert values(path) == {3.0}
-            assert len(saves(path)) == 1
-            assert [each.name for each in path.parent.iterdir()] == ["it"]
-            if not died:
-                break
+        assert values(path) == {3.0}
+        assert len(saves(path)) == 1
+        assert [each.name for each in path.parent.iterdir()] == ["it"]
+        if not died:
+            break
     assert count > 8
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == ({1.0, 2.0} if there else {2.0})
@@ -167,7 +168,7 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_text("mine")
     with (
         trainer(whole(0), 2, ranks=1) as engine,
-        pytest.raises(CheckpointError, match="is a file: give the path of a folder"),
+        pytest.raises(CheckpointError, match="Not a directory|exists"),
     ):
         save_checkpoint(engine, tmp_path / "x.pt")
     assert (tmp_path / "x.pt").read_text() == "mine"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -28,19 +27,16 @@ def refused(path: Path, match: str) -> None:
         train(engine, 0, 1)
 
 
-def test_what_belongs_to_no_manifest_is_noticed(tmp_path: Path) -> None:
+def test_digests_are_compared(tmp_path: Path) -> None:
     path = forms.own(tmp_path)
-    manifest = next(iter(path.rglob("manifest.json")))
-    content = json.loads(manifest.read_text())
-    for changed, message in (
-        ({"form": 1}, "nobody knows whether .* is whole: KeyError"),
-        ({"form": 1, "sha256": {".metadata": "0"}}, "not of the save that wrote the rest"),
-        ({"form": 1, "sha256": dict.fromkeys(content["sha256"], "0")}, r"\.metadata is damaged"),
-    ):
-        manifest.write_text(json.dumps(changed))
-        refused(path, message)
-    manifest.unlink()
-    refused(path, "nobody knows whether")
+    metadata, (file,) = path / ".metadata", path.rglob("*.distcp")
+    for each, message in ((metadata, r"\.metadata: it is damaged"), (file, "distcp is damaged")):
+        content = each.read_bytes()
+        changed = content.replace(b"lr", b"rl") if each is metadata else content[::-1]
+        for other in (changed, content[:-1]):
+            each.write_bytes(other)
+            refused(path, f"{message}|is cut off")
+        each.write_bytes(content)
 
 
 def test_parts_that_do_not_cover_a_tensor_are_noticed(tmp_path: Path) -> None:
@@ -77,7 +73,7 @@ def test_integers_are_not_taken_for_weights(write: Callable[..., Path], tmp_path
     """As when the kind is changed in the header of a file whose values nobody can check."""
     integers = forms.state()["1.0.weight"].view(torch.int32)
     path = write(tmp_path, {**forms.state(), "1.0.weight": integers})
-    refused(path, r"1\.0\.weight: expected torch\.float32, came integer")
+    refused(path, r"1\.0\.weight: expected torch\.float32, came torch.int32")
 
 
 def test_tensors_without_values_are_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from autosplit import PipelineError
-from autosplit.checkpoint import load_checkpoint, open_checkpoint, read_checkpoint, save_checkpoint
+from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from tests.all_true import assert_all
 from tests.checkpoint import rank_workers
 from tests.checkpoint.checkpoint_workers import dropping, named, train, trainer, whole
@@ -41,7 +41,7 @@ def test_training_goes_on_under_another_number_of_stages(two: Any) -> None:
 
 
 def test_tied_parameters_are_written_under_all_names_by_one_rank(two: Any) -> None:
-    tensors = open_checkpoint(two[0] / "2").model
+    tensors = read_checkpoint(two[0] / "2")
     assert {"0.weight", "5.weight"} <= tensors.keys()
     assert tensors.keys() == whole().state_dict().keys()
     written = dcp.FileSystemReader(two[0] / "2").read_metadata()
@@ -67,7 +67,8 @@ def test_it_goes_on_on_one_rank(two: Any) -> None:
 def test_what_fails_on_one_rank_is_told_on_all(two: Any) -> None:
     for rank in two[1]:
         found = rank["refusals"]
-        assert found["full disk"].startswith("rank 1: cannot write to")
+        assert found["full disk"].startswith("cannot write to")
+        assert "rank 1: " in found["full disk"]
         assert found["other steps"] == "the ranks are at different steps: [0, 1]"
         assert "the ranks save to different folders" in found["other folders"]
         assert "rank 1 sees another checkpoint at" in found["two checkpoints"]
@@ -75,7 +76,7 @@ def test_what_fails_on_one_rank_is_told_on_all(two: Any) -> None:
         assert "__1_0.distcp is damaged" in found["damaged"]
         assert "4.running_var: expected [8], is missing" in found["wrong"]
         assert "1.0.bias: expected [8], came [3]" in found["wrong"]
-        assert "more: the model has no such tensor, came [2]" in found["wrong"]
+        assert "more: the model has no such tensor" in found["wrong"]
 
 
 def test_a_failed_save_keeps_the_old_checkpoint(two: Any) -> None:

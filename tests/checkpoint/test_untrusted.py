@@ -15,8 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from autosplit import CheckpointError
-from autosplit.checkpoint import load_checkpoint, open_checkpoint, read_checkpoint
-from autosplit.checkpoint.metadata import read_metadata
+from autosplit.checkpoint import load_checkpoint, read_checkpoint
 from tests.checkpoint import forms
 from tests.checkpoint.checkpoint_workers import named, trainer, whole
 
@@ -76,7 +75,7 @@ def test_metadata_can_name_nothing_else(call: bytes, payload: Payload, tmp_path:
     content = call % str(payload.witness).encode() if b"%s" in call else call
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match="asks for"):
-        read_metadata(tmp_path / ".metadata")
+        read_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_metadata_cannot_change_torchs_classes(what: bytes, tmp_path: Path) -> N
     content = b"\x80\x02ctorch.distributed.checkpoint." + what + b"N}U\x05stateK\x01s\x86b."
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match="it would change a"):
-        read_metadata(tmp_path / ".metadata")
+        read_checkpoint(tmp_path)
     assert not hasattr(dcp.Metadata, "state")
 
 
@@ -136,11 +135,11 @@ def test_an_index_does_not_lead_out_of_its_folder(way: str, tmp_path: Path) -> N
 def test_an_index_names_files_only(tmp_path: Path) -> None:
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"0.weight": "."}}))
     with pytest.raises(CheckpointError, match="expected a file"):
-        open_checkpoint(tmp_path)
+        read_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "pipe.pt")  # opening it would wait for whoever writes
     (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"0.weight": "pipe.pt"}}))
     with pytest.raises(CheckpointError, match="expected a file"):
-        open_checkpoint(tmp_path)
+        read_checkpoint(tmp_path)
 
 
 def test_metadata_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
@@ -157,4 +156,4 @@ def test_numbers_that_take_all_memory_are_refused(tmp_path: Path) -> None:
     content = b"\x80\x04Nr\xff\xff\xff\x7f."  # the memo of the unpickler in C would be of 16 GiB
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match="it is damaged"):
-        read_metadata(tmp_path / ".metadata")
+        read_checkpoint(tmp_path)

@@ -1,0 +1,61 @@
+"""Tensors and plain values: what can be read back from a checkpoint without running anything."""
+
+from __future__ import annotations
+
+import io
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autosplit.errors import CheckpointError
+
+
+def load_plain(content: bytes, what: str) -> Any:
+    """What ``torch.save`` wrote, if it is tensors and plain values; nothing else is made or run.
+
+    Raises:
+        CheckpointError: it is something else, or damaged.
+    """
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"cannot read {what} as tensors and plain values, and nothing else is read, since that "
+            f"could run code: {reason}"
+        ) from error
+
+
+def plain(value: Any) -> Any:
+    """The same with Python's own numbers in the place of numpy's and others'."""
+    if value is None or isinstance(value, bool | str | bytes | Tensor):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if type(value) in (list, tuple, set):
+        return type(value)(map(plain, value))
+    if type(value) is dict:
+        return {plain(key): plain(each) for key, each in value.items()}
+    return value
+
+
+def packed(value: Any, what: str) -> bytes:
+    """``plain(value)`` as a checkpoint has it.
+
+    Raises:
+        CheckpointError: it has more than tensors and plain values.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(plain(value), buffer)
+        load_plain(buffer.getvalue(), what)
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} has something that a checkpoint cannot have, only tensors and plain values "
+            f"can be read back: {error}"
+        ) from error
+    return buffer.getvalue()
