@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import CheckpointError
-from autosplit.torch_internals.dtensor import laid_out
+from autosplit.torch_internals.dtensor import copied_along
 
 from .naming import Groups
 from .plain import packed, plain
@@ -133,7 +133,7 @@ def restore(
 def _value(checkpoint: Checkpoint, key: str, parameter: Tensor) -> Any:
     kind = checkpoint.tensor(key)
     if kind is None or kind.size != parameter.shape:
-        return laid_out(checkpoint.read(key), parameter)
+        return copied_along(checkpoint.read(key), parameter)
     value = torch.empty_like(parameter, dtype=kind.properties.dtype)  # sharded as it is
     checkpoint.fill(key, value)
     return value

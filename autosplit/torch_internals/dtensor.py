@@ -134,10 +134,9 @@ def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
         return tensor.redistribute(placements=placements)
 
 
-def laid_out(value: Any, tensor: Tensor) -> Any:
-    """A value that each rank has the whole of, as ``tensor`` lies over ranks: a DTensor of the same
-    sharding where it has its shape, else of copies; itself where that is no DTensor, or where it
-    is a single number. Nothing is sent.
+def copied_along(value: Any, tensor: Tensor) -> Any:
+    """A value that each rank has the whole of, as copies on the ranks of ``tensor``; itself where
+    that is no DTensor, or where it is a single number. Nothing is sent.
     """
     if not (is_dtensor(tensor) and isinstance(value, Tensor) and value.dim()):
         return value
@@ -145,13 +144,8 @@ def laid_out(value: Any, tensor: Tensor) -> Any:
 
     lies = Sharding.of(tensor)
     copies = [Replicate()] * len(lies.placements)
-    found: Any = distribute_tensor(
-        value.detach().to(tensor.device),
-        lies.mesh,
-        lies.placements if value.shape == lies.shape else copies,
-        src_data_rank=None,
-    )
-    return found
+    given = value.detach().to(tensor.device)
+    return distribute_tensor(given, lies.mesh, copies, src_data_rank=None)
 
 
 _WHOLE = {
