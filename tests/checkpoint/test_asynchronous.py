@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from traceback import StackSummary
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest

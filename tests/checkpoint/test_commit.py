@@ -168,7 +168,7 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_text("mine")
     with (
         trainer(whole(0), 2, ranks=1) as engine,
-        pytest.raises(CheckpointError, match="Not a directory|exists"),
+        pytest.raises(CheckpointError, match=r"Not a directory|exists"),
     ):
         save_checkpoint(engine, tmp_path / "x.pt")
     assert (tmp_path / "x.pt").read_text() == "mine"
