@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from autosplit.compare.factory import convert
 from autosplit.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -37,6 +36,27 @@ def configure(kind: type[Settings], overrides: Mapping[str, object]) -> Settings
                 f"unknown setting {name!r} of {kind.__name__}; known: {', '.join(known)}"
             )
     return kind(**{name: convert(name, value, hints[name]) for name, value in overrides.items()})
+
+
+def convert(name: str, value: object, kind: type) -> object:
+    """The value of a setting that is an int, float, bool or str, or the text of one.
+
+    Raises:
+        PipelineError: it is something else.
+    """
+    truths = {"true": True, "1": True, "false": False, "0": False}
+    try:
+        if isinstance(value, str):
+            return truths[value.lower()] if kind is bool else kind(value)
+        if kind is float and type(value) is int:
+            return float(value)
+    except (KeyError, ValueError):
+        pass
+    # type() and not isinstance(): True is an int, but `dim=True` is a mistake.
+    if type(value) is kind:
+        return value
+    expected = "true or false" if kind is bool else kind.__name__
+    raise PipelineError(f"setting {name} expects {expected}, got {value!r}")
 
 
 def _nothing_shared(stages: int) -> Sequence[Sequence[tuple[int, str]]]:

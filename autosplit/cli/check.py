@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from autosplit.cli.options import dimensions, typed_errors
+from autosplit.cli.options import Assigned, Listed, typed_errors
 from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.mesh.dimensions import DIMENSIONS, PIPELINE, check_dimensions
 from autosplit.pipeline.builders.build import SCHEDULES, build
@@ -99,8 +99,8 @@ class _CannotTell(click.ClickException):
 @click.argument("schedule")
 @click.option(
     "--mesh",
-    callback=dimensions,
-    metavar="NAME=SIZE,...",
+    type=Listed(Assigned(click.IntRange(min=1))),
+    default=(),
     help=f"Dimensions and their sizes: {', '.join(DIMENSIONS)}.",
 )
 @click.option("--backend", type=click.Choice(["nccl"]), default="nccl", help="Whose rules.")
@@ -128,7 +128,7 @@ def check(
     2 where that cannot be told: there is no such schedule, or an illegal one.
     """
     sizes = dict(mesh)
-    check_dimensions([*sizes])
+    check_dimensions([name for name, _ in mesh])
     try:
         found, rows = read_schedule(schedule, sizes.get(PIPELINE), microbatches)
     except DeadlockError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import click
 
 from autosplit.compare.example import samples_of, trained_example
+from autosplit.compare.run import Comparison, Settings, comparison_table, durations_table
 from autosplit.compare.run import compare as run
-from autosplit.compare.settings import Comparison, Settings, comparison_table, durations_table
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.schedule_request import AUTO
@@ -20,11 +21,11 @@ from autosplit.runtime.split_options import check_backend
 from autosplit.text.files import write_text
 
 from .options import (
+    COUNTS,
+    FOLDER,
+    NAMES,
     backend,
-    counts,
-    folder_to_write,
     json_option,
-    names,
     setting,
     tell_written,
     typed_errors,
@@ -36,37 +37,15 @@ from .options import (
 @setting
 @backend
 @click.option("--stages", default=2, show_default=True, help="Pipeline stages.")
-@click.option("--ranks", type=int, help="Processes; default: one for each stage.")
+@click.option("--ranks", type=click.IntRange(1, 256), help="Processes; default: one a stage.")
+@click.option("--schedule", type=NAMES, default="1f1b", show_default=True, help="One or more.")
 @click.option(
-    "--schedule",
-    "schedules",
-    default="1f1b",
-    show_default=True,
-    callback=names,
-    help="Schedule, or several with commas.",
+    "--microbatches", type=COUNTS, default="2", show_default=True, help="In a step: one or more."
 )
 @click.option(
-    "--microbatches",
-    default="2",
-    show_default=True,
-    callback=counts,
-    help="Microbatches in a step, or several counts with commas.",
+    "--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Timed, of each."
 )
-@click.option(
-    "--weights",
-    help="Where the split schedule puts weight gradients; left out: where suits it.",
-)
-@click.option("--steps", default=20, show_default=True, help="Timed steps of each.")
-@click.option("--warmup", default=2, show_default=True, help="Steps before the timed ones.")
-@click.option(
-    "--lr", "learning_rate", default=1e-3, show_default=True, help="Learning rate of AdamW."
-)
-@click.option("--threads", default=1, show_default=True, help="Torch threads of each process.")
-@click.option("--timeout", default=120.0, show_default=True, help="Seconds to wait for a rank.")
-@folder_to_write(
-    "--output",
-    help="Folder for trace.json, timeline.png, results.json and the graphs.",
-)
+@click.option("--output", type=FOLDER, help="For trace.json, timeline.png and results.json.")
 @json_option
 @typed_errors
 def compare(
@@ -75,6 +54,8 @@ def compare(
     json_file: pathlib.Path | None,
     stages: int,
     ranks: int | None,
+    schedule: tuple[str, ...],
+    microbatches: tuple[int, ...],
     **options: Any,
 ) -> None:
     """Train FACTORY with the fused and with the split backward, alternating step by step, and print
@@ -82,9 +63,9 @@ def compare(
     kwargs). Trained is the output's own loss, or the output where it is a number; else its mean
     square stands in.
     """
-    dump = str(output / "graphs") if output else None
+    cases = [*itertools.product(schedule, microbatches)]
     ranks = stages if ranks is None else ranks
-    settings = Settings(factory=factory, stages=stages, ranks=ranks, dump=dump, **options)
+    settings = Settings(factory, stages=stages, ranks=ranks, cases=cases, **options)
     _check_before_launch(settings)
     found = run(settings)
     if found is None:
@@ -94,8 +75,8 @@ def compare(
     if json_file:
         _write_json(found, json_file)
     if output:
-        files = [*_write_timelines(found, output), output / "results.json", output / "graphs"]
-        _write_json(found, output / "results.json")
+        files = [*_write_timelines(found, output), output / "results.json"]
+        _write_json(found, files[-1])
         tell_written(files)
 
 
@@ -107,7 +88,7 @@ def _check_before_launch(settings: Settings) -> None:
             raise ScheduleError(
                 f"{AUTO!r} is searched while a trainer runs: compare schedules by name"
             )
-        build(name, settings.stages, count, weights=settings.weights, ranks=settings.ranks)
+        build(name, settings.stages, count, ranks=settings.ranks)
     samples_of(trained_example(settings.factory, settings.overrides)[1])
 
 

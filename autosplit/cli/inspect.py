@@ -8,9 +8,8 @@ from typing import Any
 import click
 from torch import Tensor, nn
 
-from autosplit.cli.options import backend, folder_to_write, memory_option, setting, typed_errors
-from autosplit.compare.example import example_of
-from autosplit.compare.factory import failures_of, prepared
+from autosplit.cli.options import FOLDER, backend, memory_option, setting, typed_errors
+from autosplit.compare.example import example_of, failures_of
 from autosplit.errors import AutosplitError
 from autosplit.module import SplitModule
 from autosplit.splitting import split
@@ -52,11 +51,11 @@ def _with_grad(leaf: Any) -> Any:
     "--no-input-grads", is_flag=True, help="Inputs need no gradient, as in a first stage."
 )
 @memory_option
-@folder_to_write("--dump", "folder", help="Write the graphs to this folder.")
+@click.option("--dump", "folder", type=FOLDER, help="Write the graphs to this folder.")
 @typed_errors
 def inspect(
     factory: str,
-    overrides: dict[str, str],
+    overrides: dict[str, object],
     backend: str,
     no_input_grads: bool,
     memory: str | int,
@@ -65,7 +64,7 @@ def inspect(
     """Report how FACTORY's model is split. FACTORY (MODULE:NAME) returns (model, args) or
     (model, args, kwargs).
     """
-    model, args, kwargs = example_of(prepared(factory, overrides)(), factory)
+    model, args, kwargs = example_of(factory, overrides)
     if not no_input_grads:
         leaves, spec = tree_flatten((args, kwargs))
         args, kwargs = tree_unflatten([*map(_with_grad, leaves)], spec)

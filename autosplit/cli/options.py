@@ -1,7 +1,8 @@
-"""Options that several commands share."""
+"""What several commands share: kinds of values, options, errors as messages."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import click
 
-from autosplit.errors import AutosplitError, OutputError
+from autosplit.errors import AutosplitError
 from autosplit.text.figures import parse_size
 from autosplit.text.files import check_file, check_folder
 
@@ -39,124 +40,107 @@ def _words(error: AutosplitError) -> str:
     return text
 
 
+class Read(click.ParamType):  # type: ignore[type-arg]
+    """A value that a function reads from text.
+
+    Args:
+        name: of such values, for help.
+        read: raises an ``AutosplitError`` or a ``ValueError`` where the text is none.
+    """
+
+    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
+        self.name, self._read = name, read
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        try:
+            return self._read(value) if isinstance(value, str) else value
+        except (AutosplitError, ValueError) as error:
+            self.fail(str(error), param, ctx)
+
+
+class Listed(click.ParamType):  # type: ignore[type-arg]
+    """One or more values with commas between them."""
+
+    def __init__(self, each: click.ParamType[Any]) -> None:
+        self.name, self._each = f"{each.name},...", each
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if not parts:
+            self.fail(f"expected one or more values with commas, got {value!r}", param, ctx)
+        return tuple(self._each.convert(part, param, ctx) for part in parts)
+
+
+COUNTS = Listed(click.IntRange(min=1))
+NAMES = Listed(click.STRING)
+NUMBERS = Listed(click.FLOAT)
+
+
+class Assigned(click.ParamType):  # type: ignore[type-arg]
+    """``NAME=VALUE`` as a pair."""
+
+    name = "NAME=VALUE"
+
+    def __init__(self, each: click.ParamType[Any]) -> None:
+        self._each = each
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        name, sign, text = map(str.strip, value.partition("="))
+        if not (name and sign):
+            self.fail(f"expected NAME=VALUE, got {value!r}", param, ctx)
+        return name, self._each.convert(text, param, ctx)
+
+
+def _literal(text: str) -> object:
+    """A Python literal's value, in which true and false may be small; any other text itself."""
+    try:
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+class _Written(click.Path):
+    """A file or folder to write, refused before anything is computed that would then be lost."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        path: Any = super().convert(value, param, ctx)
+        try:
+            (check_file if self.file_okay else check_folder)(path)
+        except AutosplitError as error:
+            self.fail(str(error), param, ctx)
+        return path
+
+
+FILE = _Written(path_type=pathlib.Path, dir_okay=False)
+FOLDER = _Written(path_type=pathlib.Path, file_okay=False)
+SIZE = Read("SIZE", lambda text: parse_size(text, "bytes"))
+
 backend = click.option(
     "--backend",
     default="eager",
     show_default=True,
     help="How graphs are run: eager, inductor.",
 )
-
-
-def _overrides(
-    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> dict[str, str]:
-    pairs = [value.partition("=") for value in values]
-    wrong = [name for name, sign, _ in pairs if not (name and sign)]
-    if wrong:
-        raise click.BadParameter(f"expected NAME=VALUE, got {wrong[0]!r}")
-    return {name: value for name, _, value in pairs}
-
-
-def names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """Of an option that may be left out; then there are none."""
-    if value is None:
-        return ()
-    found = tuple(part.strip() for part in value.split(",") if part.strip())
-    if not found:
-        raise click.BadParameter(f"expected one or more names with commas, got {value!r}")
-    return found
-
-
-def counts(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    try:
-        counts = tuple(int(part) for part in value.split(","))
-    except ValueError as error:
-        raise click.BadParameter(f"expected counts such as 2,4, got {value!r}") from error
-    if min(counts) < 1:
-        raise click.BadParameter(f"expected counts of at least 1, got {value!r}")
-    return counts
-
-
-def dimensions(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> tuple[tuple[str, int], ...]:
-    """Names and sizes of a mesh; without any, none."""
-    pairs = [part.strip().partition("=") for part in (value or "").split(",") if part.strip()]
-    try:
-        found = tuple((name.strip(), int(size)) for name, _, size in pairs)
-    except ValueError as error:
-        raise click.BadParameter(f"expected NAME=SIZE,... such as pp=2, got {value!r}") from error
-    if len({name for name, _ in found}) < len(found) or any(size < 1 for _, size in found):
-        raise click.BadParameter(f"expected each dimension once, of 1 or more ranks, got {value!r}")
-    return found
-
-
-def _memory(context: click.Context, parameter: click.Parameter, value: str) -> str | int:
-    """The name of a setting, or a number of bytes."""
-    try:
-        return parse_size(value, "bytes") if value[:1].isdecimal() else value
-    except AutosplitError as error:
-        raise click.BadParameter(str(error)) from error
-
-
 memory_option = click.option(
     "--memory",
     default="balanced",
     show_default=True,
-    callback=_memory,
+    type=Read("MEMORY", lambda t: parse_size(t, "bytes") if t[:1].isdecimal() else t),
     help="fast, balanced, lean, or what a microbatch may hold between I and W, such as 10MiB.",
 )
-
-
-def numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in value.split(","))
-    except ValueError as error:
-        raise click.BadParameter(f"expected numbers such as 2,1.5, got {value!r}") from error
-
-
 setting = click.option(
     "--set",
     "overrides",
     multiple=True,
-    metavar="NAME=VALUE",
-    callback=_overrides,
-    help="Keyword setting for the factory; may be repeated.",
+    type=Assigned(Read("VALUE", _literal)),
+    callback=lambda context, parameter, pairs: dict(pairs),
+    help="Keyword setting for the factory, a Python literal or text; may be repeated.",
 )
-
-
-def _writable(check: Callable[[pathlib.Path], None]) -> Callable[..., pathlib.Path | None]:
-    def callback(
-        context: click.Context, parameter: click.Parameter, value: pathlib.Path | None
-    ) -> pathlib.Path | None:
-        """Refused before anything is measured that would then be lost."""
-        if value is not None:
-            try:
-                check(value)
-            except OutputError as error:
-                raise click.BadParameter(str(error)) from error
-        return value
-
-    return callback
-
-
-def file_to_write(*names: str, **more: Any) -> Callable[[Any], Any]:
-    """An option for a file that the command writes."""
-    kind = click.Path(path_type=pathlib.Path, dir_okay=False)
-    return click.option(*names, type=kind, callback=_writable(check_file), **more)
-
-
-def folder_to_write(*names: str, **more: Any) -> Callable[[Any], Any]:
-    """An option for a folder that the command writes into."""
-    kind = click.Path(path_type=pathlib.Path, file_okay=False)
-    return click.option(*names, type=kind, callback=_writable(check_folder), **more)
-
-
-json_option = file_to_write("--json", "json_file", help="Write the rows to this file.")
+json_option = click.option("--json", "json_file", type=FILE, help="Write the rows to this file.")
 
 
 def tell_written(files: Sequence[pathlib.Path]) -> None:

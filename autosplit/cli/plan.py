@@ -14,23 +14,21 @@ import torch
 from torch import nn
 
 from autosplit.compare.example import example_of, resized, samples_of
-from autosplit.compare.factory import prepared
 from autosplit.errors import PlanError
 from autosplit.mesh.costs import DeviceSpeed, Link, measure_device
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, check_seconds, estimate, profile
-from autosplit.planner.cuts import CapError, Limits
+from autosplit.planner.cuts import Limits
 from autosplit.planner.devices import DeviceKind, device_kind, link_of
 from autosplit.planner.meta_model import meta_model
 from autosplit.planner.plan import Plan
 from autosplit.planner.plan_search import search_plans, search_table
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.text.figures import parse_size, size_text
 from autosplit.text.files import write_text
 from autosplit.text.progress import working
 
-from .options import backend, counts, file_to_write, memory_option, names, setting, typed_errors
+from .options import COUNTS, FILE, NAMES, SIZE, backend, memory_option, setting, typed_errors
 
 
 def _limits(
@@ -55,27 +53,6 @@ def _speed(machine: DeviceKind | None, model: nn.Module) -> DeviceSpeed:
     return machine.speed(max(elements, key=elements.__getitem__, default=torch.float32))
 
 
-def _check_hope(model: nn.Module, devices: int, limits: Limits) -> None:
-    """Refuse a limit that the parameters alone exceed, before anything is captured or measured."""
-    trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
-    least = math.ceil(limits.factor * trained / devices)
-    if least > limits.cap:
-        raise CapError(
-            f"{devices} devices of {size_text(math.floor(limits.cap))} cannot hold the "
-            "model: its trained parameters, their gradients and the optimizer's state alone take "
-            f"{size_text(least)} a device: raise the limit, or use more devices",
-            float(least),
-        )
-
-
-def _limit(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    """Bytes of a device; any, where the option is left out."""
-    try:
-        return None if value is None else parse_size(value)
-    except PlanError as error:
-        raise click.BadParameter(str(error)) from error
-
-
 @click.command()
 @click.argument("factory")
 @setting
@@ -85,10 +62,10 @@ def _limit(context: click.Context, parameter: click.Parameter, value: str | None
     "--batch", type=click.IntRange(min=1), help="Samples in a step; default: as the example has."
 )
 @memory_option
-@click.option("--limit", callback=_limit, help="Most that a device may hold, such as 80GiB.")
+@click.option("--limit", type=SIZE, help="Most that a device may hold, such as 80GiB.")
 @click.option("--stages", type=click.IntRange(min=1), help="Default: as the schedules want.")
-@click.option("--schedule", "schedules", callback=names, help="Default: try all.")
-@click.option("--microbatches", callback=counts, help="Default: about 1, 2 and 4 a device.")
+@click.option("--schedule", "schedules", type=NAMES, default=(), help="Default: try all.")
+@click.option("--microbatches", type=COUNTS, help="Default: about 1, 2 and 4 a device.")
 @click.option("--estimate", "estimated", is_flag=True, help="From FLOPs and bytes, not measured.")
 @click.option("--device", help="Plan for this device, such as h100, or TFLOPS,GB/s.")
 @click.option(
@@ -105,18 +82,14 @@ def _limit(context: click.Context, parameter: click.Parameter, value: str | None
     show_default=True,
     help="Bytes for each byte of parameters; Adam has 2.",
 )
+@click.option("--rows", type=click.IntRange(min=1), default=10, help="Configurations to show.")
 @click.option(
-    "--rows",
-    default=10,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Configurations to show.",
+    "--output", type=FILE, help="Write what gives partition() the plan, and its figures, as JSON."
 )
-@file_to_write("--output", help="Write what gives partition() the plan, and its figures, as JSON.")
 @typed_errors
 def plan(
     factory: str,
-    overrides: dict[str, str],
+    overrides: dict[str, object],
     backend: str,
     devices: int,
     batch: int | None,
@@ -145,8 +118,7 @@ def plan(
     check_seconds(seconds)
     split = SplitOptions(backend, memory)
     limits = _limits(machine, limit, link, optimizer_state)
-    model, args, kwargs = meta_model(lambda: example_of(prepared(factory, overrides)(), factory))
-    _check_hope(model, devices, limits)
+    model, args, kwargs = meta_model(lambda: example_of(factory, overrides))
     batch = samples_of((args, kwargs)) if batch is None else batch
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     options = BlockOptions(split, device=None if estimated else here)

@@ -11,9 +11,8 @@ from typing import Any
 
 import click
 from tabulate import tabulate
-from tqdm import tqdm
 
-from autosplit.cli.options import folder_to_write, json_option, numbers, tell_written, typed_errors
+from autosplit.cli.options import FOLDER, NUMBERS, json_option, tell_written, typed_errors
 from autosplit.dump.tables import milliseconds
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
@@ -29,8 +28,6 @@ from autosplit.text.files import write_text
 
 MOST = 200_000
 """Actions of a step, over all chunks: some twenty schedules of it take minutes and gigabytes."""
-
-_SHORTEST, _LARGEST = 1e-30, 1e30  # in seconds and any unit of memory: beyond, sums lose digits
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ Survey = tuple[list[SimulatedSchedule], dict[str, str]]
 
 
 def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = math.inf) -> Survey:
-    """Simulate every schedule in every form. On a terminal a bar shows how far it is.
+    """Simulate every schedule in every form.
 
     Args:
         costs: of one stage a rank; where a schedule has several stages a rank, each is cut into as
@@ -74,30 +71,22 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
         cap: the most that a rank may keep.
 
     Raises:
-        ScheduleError: a bad count, more than ``MOST`` actions, a step that takes no time or no
-            finite one, or nothing within the cap.
+        ScheduleError: a bad count, more than ``MOST`` actions, or nothing within the cap.
     """
     ranks = len(costs.times)
     check_counts(microbatches=microbatches)
     check_size(ranks * chunks, microbatches, MOST)
     caps_of(cap, ranks)
-    work = microbatches * sum(map(sum, costs.times))
-    kept = microbatches * sum(each.saved + each.deferred for each in costs.memory)
-    if not (_SHORTEST < work < _LARGEST and kept < _LARGEST):
-        raise ScheduleError(
-            f"a step of {work:g} seconds of work in which {kept:g} is saved and deferred cannot be "
-            f"compared with others: give times of which one at least is > 0, and neither more than "
-            f"{_LARGEST:g} in all"
-        )
     found: list[SimulatedSchedule] = []
     refused: dict[str, str] = {}
-    # None: shown on a terminal, not in a log file.
-    families = tqdm(SCHEDULES.items(), desc="simulating", unit="schedule", disable=None)
-    for name, family in families:
+    for name, family in SCHEDULES.items():
         cut = costs.cut(family.chunks or chunks)
         try:
             for weights, schedule in forms(name, cut.times, microbatches, ranks):
-                found.append(_simulated(name, weights, schedule, cut, cap))
+                peaks = tuple(peak_memory(schedule, cut.memory))
+                fits = max(peaks) <= cap * ROUNDING
+                timeline = cut.timeline(schedule)
+                found.append(SimulatedSchedule(name, weights, schedule, timeline, peaks, fits))
         except ScheduleError as error:
             refused[name] = str(error)
     if not found:
@@ -111,20 +100,8 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
     return found, refused
 
 
-def _simulated(
-    name: str, weights: str, schedule: Schedule, costs: Costs, cap: float
-) -> SimulatedSchedule:
-    timeline, peaks = costs.timeline(schedule), tuple(peak_memory(schedule, costs.memory))
-    if not math.isfinite(timeline.makespan):
-        raise ScheduleError(f"a step of {name!r} takes no finite time: give links that take less")
-    fits = max(peaks) <= cap * ROUNDING
-    return SimulatedSchedule(name, weights, schedule, timeline, peaks, fits)
-
-
 def _each(what: str, numbers: Sequence[float], size: int, stages: int) -> list[Sequence[float]]:
     """``size`` numbers for each stage."""
-    if not all(math.isfinite(each) and each >= 0.0 for each in numbers):
-        raise ScheduleError(f"{what} must be finite numbers >= 0, got {list(numbers)}")
     if len(numbers) == size:
         return [numbers] * stages
     if len(numbers) != size * stages:
@@ -157,7 +134,7 @@ def survey_table(entries: Sequence[SimulatedSchedule]) -> str:
     """
     fitting = [entry for entry in entries if entry.fits]
     front = [id(entry) for entry in pareto_front(fitting)]
-    shortest = min(entry.timeline.step_time for entry in fitting)
+    shortest = min(entry.timeline.step_time for entry in fitting) or math.inf
     rows = [
         [
             entry.name,
@@ -203,11 +180,7 @@ def survey_rows(entries: Sequence[SimulatedSchedule]) -> list[dict[str, Any]]:
             "makespan": 1e3 * entry.timeline.makespan,
             "step_time": 1e3 * entry.timeline.step_time,
             "bubble": max(0.0, entry.timeline.bubble_ratio()),
-            "bubble_by_rank": [
-                max(0.0, entry.timeline.bubble_ratio(rank)) for rank in range(entry.timeline.ranks)
-            ],
-            "peak_memory": max(entry.peaks),
-            "peak_memory_by_rank": list(entry.peaks),
+            "peak_memory": entry.peaks,
         }
         for entry in entries
     ]
@@ -229,7 +202,7 @@ def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule
 @click.option(
     "--times",
     required=True,
-    callback=numbers,
+    type=NUMBERS,
     metavar="F,I,W[,F,I,W...]",
     help="Milliseconds of F, I and W: of every stage, or of each in turn.",
 )
@@ -237,7 +210,7 @@ def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule
     "--memory",
     default="1,1",
     show_default=True,
-    callback=numbers,
+    type=NUMBERS,
     metavar="SAVED,DEFERRED[,...]",
     help="What a stage keeps of a microbatch from F to I and from I to W, in any unit.",
 )
@@ -257,7 +230,7 @@ def pareto_front(entries: Sequence[SimulatedSchedule]) -> list[SimulatedSchedule
     help="Most that a rank may keep, in the unit of --memory; what keeps more is no best.",
 )
 @click.option("--schedule", help="Draw this one's timeline; default: the shortest step's.")
-@folder_to_write("--output", help="Folder for trace.json and timeline.png.")
+@click.option("--output", type=FOLDER, help="For trace.json and timeline.png.")
 @json_option
 @typed_errors
 def simulate(

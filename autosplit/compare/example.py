@@ -1,35 +1,104 @@
-"""What a factory returns, as commands take it: a model with example inputs; batches of these."""
+"""A user's function named as `MODULE:FACTORY`, called with settings from a command line, its
+failures told as its own; the model with example inputs that it returns, and batches of these.
+
+A factory takes keyword settings (`--set dim=256`) and returns `(model, args)`, see `example_of`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
-from collections.abc import Mapping
+import pkgutil
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import PipelineError, PlanError
+from autosplit.errors import AutosplitError, PipelineError, PlanError
 from autosplit.text.figures import size_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-from .factory import prepared
+
+def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
+    """What the function that `spec` names, a text like "examples.models:llama", returns.
+
+    The working directory comes first on `sys.path` from here on, as under `python -m`, so
+    that a model's file needs no installation and its own late imports work too.
+
+    Raises:
+        PipelineError: there is no such function, it does not take the settings, or it raises.
+    """
+    module, _, attribute = spec.partition(":")
+    if not (module and attribute):
+        raise PipelineError(
+            f"expected MODULE:FACTORY, for example examples.models:llama, got {spec!r}"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with failures_of(f"looking for {spec} in {os.getcwd()} and the installed packages"):
+        factory = pkgutil.resolve_name(spec)
+        signature = inspect.signature(factory)
+    try:
+        signature.bind(**settings)
+    except TypeError as error:
+        listed = ", ".join(f"{name}={value}" for name, value in settings.items()) or "no settings"
+        raise PipelineError(f"{spec}{signature} cannot be called with {listed}: {error}") from None
+    with failures_of(spec):
+        return factory(**settings)
 
 
-def example_of(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+@contextlib.contextmanager
+def failures_of(what: str) -> Iterator[None]:
+    """Around a user's own code: an error of it says whose it is, and where.
+
+    Args:
+        what: is called, for messages.
+
+    Raises:
+        PipelineError: in place of any error that is not autosplit's own.
+    """
+    try:
+        yield
+    except AutosplitError:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        raise PipelineError(
+            f"{what} raised {type(error).__name__}: {error} ({_where(error)})"
+        ) from error
+
+
+def _where(error: Exception) -> str:
+    """The user's line: the last one that is neither in torch nor in Python's import."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    names = [(frame, Path(frame.filename).as_posix()) for frame in frames]
+    own = [frame for frame, name in names if "/torch/" not in name and name[0] != "<"]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def example_of(
+    spec: str, settings: Mapping[str, object]
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A model with its positional and keyword inputs.
 
     Args:
-        made: what the factory `spec` returned: `(model, args)`, `(model, args, kwargs)`, where a
-            dictionary as `args` is keyword inputs; or a model that has `dummy_inputs`, as those of
+        spec: a function that returns `(model, args)`, `(model, args, kwargs)`, where a dictionary
+            as `args` is keyword inputs; or a model that has `dummy_inputs`, as those of
             transformers do.
-        spec: for messages.
+        settings: its keywords.
 
     Raises:
-        PipelineError: `made` is something else.
+        PipelineError: as `call_factory`; or it returns something else.
     """
+    made = call_factory(spec, settings)
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         model, args, kwargs = *made[:2], made[2] if len(made) == 3 else {}
         if isinstance(args, Mapping) and not kwargs:
@@ -50,16 +119,16 @@ def example_of(made: Any, spec: str) -> tuple[nn.Module, tuple[Any, ...], dict[s
     )
 
 
-def trained_example(spec: str, overrides: Mapping[str, object]) -> tuple[nn.Module, Any]:
+def trained_example(spec: str, settings: Mapping[str, object]) -> tuple[nn.Module, Any]:
     """The model that the factory `spec` returns for these settings, and the inputs of a microbatch,
     as a trainer takes them. Weights are drawn from the same seed wherever this is called.
 
     Raises:
-        PipelineError: as `prepared` and `example_of`.
+        PipelineError: as `example_of`.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, args, kwargs = example_of(prepared(spec, overrides)(), spec)
+        model, args, kwargs = example_of(spec, settings)
     names = inspect.signature(model.forward).parameters
     return model, {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
 
@@ -75,12 +144,6 @@ def own_loss(output: Any, targets: Any) -> Tensor:
     floating = (each for each in leaves if isinstance(each, Tensor) and each.is_floating_point())
     first = next(floating)
     return first if first.dim() == 0 else first.float().square().mean()
-
-
-def tokens_of(inputs: Any) -> int:
-    """Of a sample: the length of token ids; 1 where there are none."""
-    first = next(each for each in tree_flatten(inputs)[0] if isinstance(each, Tensor))
-    return 1 if first.dim() < 2 or first.is_floating_point() else first.shape[1]
 
 
 def resized(inputs: Any, size: int) -> Any:

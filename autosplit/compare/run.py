@@ -1,26 +1,24 @@
-"""A comparison: its ranks started, and what each does. Every rank makes the same calls in the same
-order.
+"""A comparison: fused against split, on ranks that alternate step by step; its table.
+
+Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 import os
-import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from autosplit.dump.dump import dump
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.engine.default_group import gather, process_group
 from autosplit.pipeline.engine.launch import launch
@@ -33,66 +31,133 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, profile
 from autosplit.planner.cutting import device_of_trainer, on_all_ranks
 from autosplit.runtime.split_options import SplitOptions
-from autosplit.stage import Stage
-from autosplit.text.figures import spread
+from autosplit.text.figures import size_text, spread
+from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-from .example import own_loss, resized, samples_of, tokens_of, trained_example
-from .settings import Comparison, Row, Settings
+from .example import own_loss, resized, samples_of, trained_example
 
 Gradients = Mapping[str, Tensor]
 
+_WARM_UP = 2  # steps of each before the timed ones
+_TIMEOUT, _WAITS = 120.0, 40  # seconds to wait for a rank, and so many single waits at most
 
-def single_process_gradients(module: nn.Module, microbatches: Sequence[Any]) -> Gradients:
-    """Gradients of the mean loss over the microbatches' inputs, by name, on the CPU; of the whole
-    model, which runs in this process.
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to compare. Picklable: every rank gets a copy.
+
+    Attributes:
+        factory: ``MODULE:FACTORY`` that returns a model and the inputs of a microbatch.
+        overrides: keyword settings for the factory.
+        stages: number of pipeline stages.
+        ranks: number of processes; fewer along a pipeline than stages puts several stages in one.
+        cases: schedules and numbers of microbatches, in the order in which they are compared.
+        steps: timed steps of each of the two, alternating.
+        backend: how the stages' graphs are run, see ``autosplit.split``.
+        profiling: seconds of measuring what a whole model's blocks cost, to cut it by.
     """
-    for inputs in microbatches:
-        loss = own_loss(_called(module, inputs), ())
-        loss.backward(torch.full_like(loss, 1.0 / len(microbatches)))
-    return _on_cpu(module)
+
+    factory: str
+    overrides: Mapping[str, object]
+    stages: int
+    ranks: int
+    cases: Sequence[tuple[str, int]]
+    steps: int = 20
+    backend: str = "eager"
+    profiling: float = 10.0
 
 
-def _called(module: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the comparison.
 
-
-def chunks(inputs: Any, count: int, device: torch.device) -> list[Any]:
-    """Those of a batch in ``count`` equal parts along dimension 0."""
-    leaves, spec = tree_flatten(inputs)
-    cut = [
-        each.to(device=device).chunk(count) if isinstance(each, Tensor) else [each] * count
-        for each in leaves
-    ]
-    return [tree_unflatten([each[at] for each in cut], spec) for at in range(count)]
-
-
-def _on_cpu(module: nn.Module) -> Gradients:
-    named = module.named_parameters()
-    return {name: each.grad.cpu() for name, each in named if each.grad is not None}
-
-
-def largest_difference(mine: Gradients, whole: Gradients) -> float:
-    """The largest absolute difference of stages' gradients from those of the whole model; infinite
-    where they lack one. Of a parameter that several stages hold each has the sum.
+    Attributes:
+        schedule: schedule name.
+        split: whether input and weight gradients ran apart.
+        stages: number of stages.
+        microbatches: microbatches in a step.
+        median_s: median seconds of a step: forward, backward, optimizer, until all ranks are done.
+        spread_s: interquartile range of the same.
+        speedup: median over the alternating pairs of fused time / this row's time; 1 for fused.
+        ideal_speedup: the same from simulated steps with the durations measured in this run.
+        bubble: idle share of the ranks' time between first start and last end, measured.
+        ideal_bubble: the same, simulated with the durations measured in this run.
+        peak_bytes: per rank, the most bytes of tensors at any time of forward and backward.
+        max_grad_diff: largest difference from gradients of single-process autograd, of the whole
+            model; None where those differ from call to call, as with dropout.
+        durations_s: action kind -> median seconds, by stage.
     """
-    if not mine.keys() >= whole.keys():
-        return float("inf")
-    differences = [(mine[name] - grad).abs().max().item() for name, grad in whole.items()]
-    return max(differences, default=0.0)
+
+    schedule: str
+    split: bool
+    stages: int
+    microbatches: int
+    median_s: float
+    spread_s: float
+    speedup: float
+    ideal_speedup: float
+    bubble: float
+    ideal_bubble: float
+    peak_bytes: list[int]
+    max_grad_diff: float | None
+    durations_s: dict[str, list[float]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.schedule} {'split' if self.split else 'fused'}, M={self.microbatches}"
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the time that splitting gains or costs is no more than the steps' spread."""
+        return self.split and abs(self.speedup - 1) * self.median_s <= self.spread_s
 
 
-def measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelCosts:
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Rows, and for each the step whose time is nearest to the median, and the ideal one.
+
+    The ideal is simulated from the row's median durations: no transfer takes time, nothing waits
+    for anything but its input.
+    """
+
+    rows: list[Row]
+    timelines: list[Timeline]
+    ideals: list[Timeline]
+
+
+def compare(settings: Settings) -> Comparison | None:
+    """Run a comparison on ranks of this machine, or as one rank of a torchrun launch.
+
+    Returns:
+        What was found; None on ranks other than 0 under torchrun.
+
+    Raises:
+        PipelineError: a rank failed; carries its error.
+    """
+    if "RANK" in os.environ:
+        with process_group(_TIMEOUT):
+            found = compare_on_rank(settings)
+        return found if os.environ["RANK"] == "0" else None
+    return launch(compare_on_rank, settings.ranks, (settings,), timeout=_TIMEOUT * _WAITS)[0]
+
+
+def compare_on_rank(settings: Settings) -> Comparison:
+    """Run the whole comparison; the result is the same on every rank."""
+    model, inputs = trained_example(settings.factory, settings.overrides)
+    costs = _measured_costs(model, inputs, settings)
+    found: list[_Summary] = []
+    for schedule, microbatches in settings.cases:
+        with working(f"{schedule} of {microbatches} microbatches"):
+            found += _Case(settings, model, inputs, costs, schedule, microbatches).run()
+    return Comparison(*map(list, zip(*found, strict=True)))
+
+
+def _measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelCosts:
     """What the blocks of the whole model cost, measured on all ranks at once."""
     whole = WholeModel.capture(copy.deepcopy(model), inputs)
-    options = BlockOptions(
-        split=SplitOptions(settings.backend),
-        loss_fn=own_loss,
-        targets=(),
-        device=device_of_trainer(),
-    )
+    split, device = SplitOptions(settings.backend), device_of_trainer()
+    options = BlockOptions(split=split, loss_fn=own_loss, targets=(), device=device)
     return on_all_ranks(
         lambda: profile(whole, options, seconds=settings.profiling), lambda costs: costs
     )
@@ -111,54 +176,11 @@ class _Run:
     difference: float | None = 0.0
     peak: list[int] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
-    losses: list[float] = dataclasses.field(default_factory=list)
     timelines: list[Timeline] = dataclasses.field(default_factory=list)
 
     def durations(self) -> dict[tuple[int, ActionKind], float]:
         """Median seconds by (stage, kind) over all timed steps."""
         return median_durations(timeline.spans for timeline in self.timelines)
-
-
-# A comparison as a whole may take this many single waits.
-_WAITS = 40
-
-
-def compare(settings: Settings) -> Comparison | None:
-    """Run a comparison on ranks of this machine, or as one rank of a torchrun launch.
-
-    Returns:
-        What was found; None on ranks other than 0 under torchrun.
-
-    Raises:
-        PipelineError: a rank failed; carries its error.
-    """
-    if "RANK" in os.environ:
-        with process_group(settings.timeout):
-            found = compare_on_rank(settings)
-        return found if os.environ["RANK"] == "0" else None
-    return launch(
-        compare_on_rank,
-        settings.ranks,
-        (settings,),
-        timeout=settings.timeout * _WAITS,
-        threads=settings.threads,
-    )[0]
-
-
-def compare_on_rank(settings: Settings) -> Comparison:
-    """Run the whole comparison; the result is the same on every rank."""
-    model, inputs = trained_example(settings.factory, settings.overrides)
-    costs = measured_costs(model, inputs, settings)
-    cases = settings.cases
-    found: list[_Summary] = []
-    total = len(cases) * 2 * (settings.warmup + settings.steps + 2)
-    # None: shown on a terminal, not in a log file.
-    with tqdm(total=total, unit="step", disable=True if _rank() > 0 else None) as bar:
-        for schedule, microbatches in cases:
-            bar.set_description(f"{schedule} M={microbatches}")
-            case = _Case(settings, model, inputs, costs, schedule, microbatches, bar.update)
-            found += case.run()
-    return Comparison(*map(list, zip(*found, strict=True)))
 
 
 class _Case:
@@ -172,16 +194,16 @@ class _Case:
         costs: ModelCosts,
         schedule: str,
         microbatches: int,
-        advance: Callable[[], Any],
     ) -> None:
-        self.settings = settings
+        self.settings, self.costs = settings, costs
         self.model, self.inputs = model, inputs
-        self.costs = costs
-        self.schedule = schedule
-        self.microbatches = microbatches
-        self.samples = microbatches * samples_of(inputs)
-        self.batch = resized(inputs, self.samples)
-        self.advance = advance
+        self.schedule, self.microbatches = schedule, microbatches
+        batch = self.batch = resized(inputs, microbatches * samples_of(inputs))
+        # Trainers take tensors; named inputs have other values, too, which are fixed when the model
+        # is cut.
+        if isinstance(batch, Mapping):
+            batch = {name: each for name, each in batch.items() if isinstance(each, Tensor)}
+        self.given = batch, ()
 
     def run(self) -> list[_Summary]:
         runs = [_Run(self._trainer(split), split) for split in (False, True)]
@@ -189,10 +211,9 @@ class _Case:
             self._check_gradients(runs)
             for run in runs:
                 self._measure_memory(run)
-            for step in range(self.settings.warmup + self.settings.steps):
+            for step in range(_WARM_UP + self.settings.steps):
                 for run in runs:
-                    self._time_step(run, timed=step >= self.settings.warmup)
-            self._dump_graphs(runs[1])
+                    self._time_step(run, timed=step >= _WARM_UP)
         finally:
             for run in runs:
                 run.trainer.close()
@@ -203,85 +224,66 @@ class _Case:
         return PipelineTrainer(
             copy.deepcopy(self.model),
             own_loss,
-            lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate),
+            lambda parameters: torch.optim.AdamW(parameters),
             example=self.inputs,
             stages=settings.stages,
             microbatches=self.microbatches,
             schedule=self._schedule(split),
             stage_options=StageOptions(backend=settings.backend, planning={"costs": self.costs}),
-            run_options=RunOptions(
-                split_backward=split,
-                weights=settings.weights if split else None,
-                timeout=settings.timeout,
-                record=True,
-            ),
+            run_options=RunOptions(split_backward=split, timeout=_TIMEOUT, record=True),
         )
 
     def _schedule(self, split: bool) -> str:
         """Some schedules exist only split; what they are held against is 1F1B."""
         return self.schedule if split or SCHEDULES[self.schedule].fused else "1f1b"
 
-    @property
-    def _given(self) -> tuple[Any, Any]:
-        """What trainers take of a batch: tensors; named inputs have other values, too, which are
-        fixed when the model is cut.
-        """
-        inputs = self.batch
-        if isinstance(inputs, Mapping):
-            inputs = {k: v for k, v in inputs.items() if isinstance(v, Tensor)}
-        return inputs, ()
-
     def _check_gradients(self, runs: list[_Run]) -> None:
-        """Compare both trainers' gradients of step 0 with plain autograd's, on rank 0."""
-        whole, again = None, functools.cache(lambda: self._whole(runs[0].trainer.device))
+        """Compare both trainers' gradients of the first step with plain autograd's, on rank 0."""
+        wholes = [self._whole(runs[0].trainer.device) for _ in runs] if dist.get_rank() == 0 else []
         for run in runs:
-            run.trainer.forward_backward(self._given)
-            gathered = _gather([*map(_on_cpu, run.trainer.modules.values())])
-            if _rank() == 0:
-                whole = whole or self._whole(run.trainer.device)
-                mine = {name: g for part in gathered for own in part for name, g in own.items()}
-                run.difference = largest_difference(mine, whole)
-                if 0.0 < run.difference < math.inf and largest_difference(whole, again()):
+            run.trainer.forward_backward(self.given)
+            own = [_gradients(module) for module in run.trainer.modules.values()]
+            mine = {name: g for part in gather(own) for each in part for name, g in each.items()}
+            if wholes:
+                run.difference = largest_difference(mine, wholes[0])
+                if 0.0 < run.difference < math.inf and largest_difference(*wholes):
                     run.difference = None
             for module in run.trainer.modules.values():
                 module.zero_grad(set_to_none=True)
-            self.advance()
 
     def _whole(self, device: torch.device) -> Gradients:
-        parts = chunks(self.batch, self.microbatches, device)
-        return single_process_gradients(copy.deepcopy(self.model).to(device), parts)
+        """Those of the mean loss over the microbatches, of the whole model in this process."""
+        model, count = copy.deepcopy(self.model).to(device), self.microbatches
+        leaves, spec = tree_flatten(self.batch)
+        cut = [
+            each.to(device).chunk(count) if isinstance(each, Tensor) else [each] * count
+            for each in leaves
+        ]
+        for parts in zip(*cut, strict=True):
+            inputs = tree_unflatten([*parts], spec)
+            args = inputs if isinstance(inputs, tuple) else (inputs,)
+            output = model(**inputs) if isinstance(inputs, Mapping) else model(*args)
+            (own_loss(output, ()) / count).backward()
+        return _gradients(model)
 
     def _measure_memory(self, run: _Run) -> None:
         """Steps that are not timed; the optimizer's state exists from here on."""
-        trainer, batch = run.trainer, self._given
-        trainer.step(batch)
+        trainer = run.trainer
+        trainer.step(self.given)
         trainer.record = "memory"
-        trainer.step(batch)
-        memory = trainer.memory()
+        trainer.step(self.given)
+        memory, at = trainer.memory(), trainer.rank
         trainer.record = True
-        at = trainer.rank
-        run.peak = _gather(memory.fixed[at] + memory.peak_activations[at])
-        self.advance()
+        run.peak = gather(memory.fixed[at] + memory.peak_activations[at])
 
     def _time_step(self, run: _Run, *, timed: bool) -> None:
-        batch = self._given
-        _barrier()
+        dist.barrier()
         start = time.perf_counter()
-        losses = run.trainer.step(batch)
+        run.trainer.step(self.given)
         seconds = time.perf_counter() - start
-        run.losses.append(losses.mean().item())
         if timed:
             run.seconds.append(seconds)
             run.timelines.append(run.trainer.timeline())
-        self.advance()
-
-    def _dump_graphs(self, run: _Run) -> None:
-        if self.settings.dump is None:
-            return
-        for index, stage in run.trainer.stages.items():
-            if isinstance(stage, Stage):
-                folder = pathlib.Path(self.settings.dump) / f"stage{index}"
-                dump(stage.functions, folder, f"stage {index} of {self.settings.factory}")
 
     def _summarise(self, run: _Run, fused: _Run) -> _Summary:
         durations = run.durations()
@@ -296,19 +298,31 @@ class _Case:
             microbatches=self.microbatches,
             median_s=median,
             spread_s=spread(run.seconds),
-            tokens_per_s=self.samples * tokens_of(self.inputs) / median,
             speedup=statistics.median(a / b for a, b in pairs),
             ideal_speedup=ideal_fused.makespan / ideal.makespan,
             bubble=statistics.median(each.bubble_ratio() for each in run.timelines),
             ideal_bubble=ideal.bubble_ratio(),
             peak_bytes=run.peak,
             max_grad_diff=run.difference,
-            first_loss=run.losses[0],
-            last_loss=run.losses[-1],
             durations_s=_by_kind(durations, self.settings.stages),
         )
         nearest = min(range(len(run.seconds)), key=lambda i: abs(run.seconds[i] - median))
         return row, run.timelines[nearest], ideal
+
+
+def _gradients(module: nn.Module) -> Gradients:
+    named = module.named_parameters()
+    return {name: each.grad.cpu() for name, each in named if each.grad is not None}
+
+
+def largest_difference(mine: Gradients, whole: Gradients) -> float:
+    """The largest absolute difference of stages' gradients from those of the whole model; infinite
+    where they lack one. Of a parameter that several stages hold each has the sum.
+    """
+    if not mine.keys() >= whole.keys():
+        return float("inf")
+    differences = [(mine[name] - grad).abs().max().item() for name, grad in whole.items()]
+    return max(differences, default=0.0)
 
 
 def _by_kind(durations: dict[tuple[int, ActionKind], float], stages: int) -> dict[str, list[float]]:
@@ -316,17 +330,53 @@ def _by_kind(durations: dict[tuple[int, ActionKind], float], stages: int) -> dic
     return {kind: [durations[stage, ActionKind(kind)] for stage in range(stages)] for kind in kinds}
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+_HEADERS = (
+    "schedule",
+    "M",
+    "backward",
+    "step ms",
+    "spread ms",
+    "speed-up",
+    "ideal",
+    "bubble",
+    "ideal bubble",
+    "peak memory by rank",
+    "grad diff",
+)
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def comparison_table(rows: Sequence[Row], style: str = "simple") -> str:
+    """A row each; times are medians, the spread is the interquartile range."""
+    align = ("left", "right", "left", *["right"] * 6, "left", "right")
+    table = [_cells(row) for row in rows]
+    return tabulate(table, _HEADERS, tablefmt=style, colalign=align, disable_numparse=True)
 
 
-def _gather(value: Any) -> list[Any]:
-    """The value of every rank, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    return gather(value)
+def _cells(row: Row) -> list[str]:
+    return [
+        row.schedule,
+        str(row.microbatches),
+        "split" if row.split else "fused",
+        f"{1e3 * row.median_s:.1f}",
+        f"{1e3 * row.spread_s:.1f}",
+        f"{'~' * row.is_noise}{row.speedup:.3f}x",
+        f"{row.ideal_speedup:.3f}x",
+        f"{row.bubble:.1%}",
+        f"{row.ideal_bubble:.1%}",
+        ", ".join(map(size_text, row.peak_bytes)),
+        "random" if row.max_grad_diff is None else f"{row.max_grad_diff:.2g}",
+    ]
+
+
+def durations_table(rows: Sequence[Row], style: str = "simple") -> str:
+    """Median milliseconds of every kind of action, stage by stage."""
+    table = [
+        [row.schedule, str(row.microbatches), "split" if row.split else "fused", kind]
+        + [f"{1e3 * seconds:.1f}" for seconds in by_stage]
+        for row in rows
+        for kind, by_stage in row.durations_s.items()
+    ]
+    stages = max((row.stages for row in rows), default=0)
+    headers = ["schedule", "M", "backward", "action", *(f"stage {n} ms" for n in range(stages))]
+    align = ("left", "right", "left", "left", *["right"] * stages)
+    return tabulate(table, headers, tablefmt=style, colalign=align, disable_numparse=True)

@@ -212,7 +212,9 @@ def check_dimensions(names: Sequence[str]) -> None:
     Raises:
         PipelineError: names them, and those that are known.
     """
-    for name in names:
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise PipelineError(f"a mesh has each dimension once, got {', '.join(names)}")
         if name not in DIMENSIONS:
             raise PipelineError(
                 f"mesh dimension {name!r} is not supported; those that are: {known_dimensions()}"

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from autosplit.compare import settings as comparison
+from autosplit.compare import run as comparison
 from autosplit.compare.run import compare
 from autosplit.errors import PipelineError
 
@@ -18,35 +18,18 @@ from .theory import BY_LABEL, PUBLISHED_MEMORY, PUBLISHED_THROUGHPUT, SCHEDULES,
 RANKS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Cells(comparison.Settings):
-    """The paper's schedules, each with its own number of microbatches; ``schedules`` are labels."""
-
-    @property
-    def cases(self) -> list[tuple[str, int]]:
-        chosen = (BY_LABEL[label] for label in self.schedules)
-        return [(each.name, each.microbatches(self.ranks)) for each in chosen]
-
-
 def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """Two rows a cell; fused and split alternate step by step in one run."""
     for family in settings.families:
+        chosen = [BY_LABEL[label] for label in settings.schedules]
         found = compare(
-            Cells(
-                factory=f"examples.families.automatic:{family}",
-                overrides={name: str(value) for name, value in settings.overrides(family).items()},
+            comparison.Settings(
+                f"examples.families.automatic:{family}",
+                settings.overrides(family),
                 stages=RANKS,
                 ranks=RANKS,
-                schedules=settings.schedules,
-                microbatches=tuple(
-                    BY_LABEL[label].microbatches(RANKS) for label in settings.schedules
-                ),
-                weights=None,
+                cases=[(each.name, each.microbatches(RANKS)) for each in chosen],
                 steps=settings.steps,
-                warmup=2,
-                learning_rate=1e-3,
-                threads=1,
-                timeout=120.0,
                 profiling=settings.profiling,
             )
         )

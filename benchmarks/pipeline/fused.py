@@ -6,8 +6,7 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from autosplit.compare.run import compare
-from autosplit.compare.settings import Row, Settings, comparison_table, durations_table
+from autosplit.compare.run import Row, Settings, compare, comparison_table, durations_table
 from autosplit.report.timelines import draw_timelines
 
 from ..results import Rows, table
@@ -15,20 +14,8 @@ from ..results import Rows, table
 
 def measure(steps: int) -> Rows:
     """Train the decoder with both backwards; leaves the timelines of the run beside the page."""
-    settings = Settings(
-        factory="examples.models:llama",
-        overrides={},
-        stages=2,
-        ranks=2,
-        schedules=("1f1b",),
-        microbatches=(2, 4),
-        weights="fill",
-        steps=steps,
-        warmup=2,
-        learning_rate=1e-3,
-        threads=1,
-        timeout=120.0,
-    )
+    cases = [("1f1b", 2), ("1f1b", 4)]
+    settings = Settings("examples.models:llama", {}, stages=2, ranks=2, cases=cases, steps=steps)
     found = compare(settings)
     if found is None:
         raise SystemExit("run this without torchrun")

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from autosplit.compare.factory import prepared
+from autosplit.compare.example import call_factory
 from autosplit.pipeline.engine.launch import launch
 from autosplit.text.figures import quartiles, ratios, spread
 
@@ -103,7 +103,7 @@ def _on_rank(
     backend: str,
 ) -> list[Row]:
     warnings.filterwarnings("ignore")
-    turns = Turns(prepared(factory, overrides)(), backend)
+    turns = Turns(call_factory(factory, overrides), backend)
     return [row for count in microbatches for row in _compare(turns, contenders, count, rounds)]
 
 

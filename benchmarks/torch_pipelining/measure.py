@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autosplit.compare.factory import prepared
+from autosplit.compare.example import call_factory
 from autosplit.pipeline.engine.launch import launch
 from examples.workload import Workload
 
@@ -88,7 +88,7 @@ def measure(settings: Settings) -> list[Row]:
 def _on_rank(settings: Settings) -> list[Row]:
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)  # torch logs the whole schedule with each error that is expected
-    field = Field(prepared(FACTORY, settings.model)())
+    field = Field(call_factory(FACTORY, settings.model))
     return [
         row
         for schedule in settings.schedules

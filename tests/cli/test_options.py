@@ -6,7 +6,7 @@ import click
 import pytest
 import torch
 
-from autosplit.cli.options import typed_errors
+from autosplit.cli.options import setting, typed_errors
 from autosplit.compare.example import resized
 from autosplit.errors import AutosplitError, PipelineError, PlanError, ScheduleError
 
@@ -31,6 +31,20 @@ def test_tracebacks_of_ranks_are_for_errors_that_do_not_say_all(
     with pytest.raises(click.ClickException) as failed:
         command()
     assert failed.value.message == f"PipelineError: {said}"
+
+
+# --- settings of a factory ------------------------------------------------------------------------
+
+
+def test_settings_are_literals_or_texts() -> None:
+    command = click.Command("set", callback=lambda overrides: overrides)
+    given = {"n": "4", "tied": "false", "late": "True", "by": "(1, 2)", "act": "relu", "to": "a=b"}
+    read = setting(command).main(
+        [word for each in given.items() for word in ("--set", "=".join(each))],
+        standalone_mode=False,
+    )
+    expected = {"n": 4, "tied": False, "late": True, "by": (1, 2), "act": "relu", "to": "a=b"}
+    assert read == expected
 
 
 # --- example inputs of another size ---------------------------------------------------------------
