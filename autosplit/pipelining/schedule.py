@@ -14,7 +14,7 @@ from torch import Tensor
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.module import SplitModule
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.validation.torch_csv import rows_for_torch
+from autosplit.pipeline.validation.torch_csv import check_memory
 from autosplit.pipeline.validation.validate import validate
 from autosplit.torch_internals.distributed import fsdp_part
 from autosplit.torch_internals.pipelining_schedules import runtime_of
@@ -44,7 +44,8 @@ def torch_schedule(
             than were given.
     """
     validate(schedule)
-    rows = rows_for_torch(schedule)
+    check_memory(schedule)
+    rows = [[*map(str, row)] for row in schedule.ranks]
     _check_stages(schedule, stages)
     return runtime_of(schedule.name, rows, stages, schedule.microbatches, loss_fn, options)
 

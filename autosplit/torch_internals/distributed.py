@@ -79,14 +79,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return found
 
 
-def csv_has_send_waits() -> bool:
-    """Whether a schedule that torch reads must say where sends are waited for, as from 2.15 on."""
-    # Here, as importing autosplit imports nothing distributed.
-    from torch.distributed.pipelining import schedules
-
-    return hasattr(schedules, "WAIT_SEND_F")
-
-
 def refuse_sharded(module: nn.Module) -> None:
     """FSDP gathers parameters, and reduces and frees weight gradients, in hooks that no graph has.
 

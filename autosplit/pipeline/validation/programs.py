@@ -30,7 +30,6 @@ from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import posts_of
 
 from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs
-from .torch_csv import COMPUTED, WAITS
 
 COMMUNICATORS = {
     "pair": "{low}:{high}",
@@ -52,8 +51,16 @@ _PEERS = {
 }
 """How many stages further the other end of a message is."""
 
-_TAKES = {kind: each for each in COMPUTED if each not in WAITS for kind in COMPUTED[each]}
-_SENDS = {wait: send for send, wait in WAITS.items()}
+_TAKES = {
+    ActionKind.FORWARD: ActionKind.RECV_F,
+    ActionKind.BACKWARD_INPUT: ActionKind.RECV_B,
+    ActionKind.BACKWARD: ActionKind.RECV_B,
+}
+"""What an action waits for, if it was received."""
+_SENDS = {
+    ActionKind.WAIT_SEND_F: ActionKind.SEND_F,
+    ActionKind.WAIT_SEND_B: ActionKind.SEND_B,
+}
 
 
 class Host:
@@ -134,7 +141,7 @@ class Host:
             self._before.append(self._posted.pop(message))
 
     def _message(self, action: Action) -> None:
-        sends = action.kind in WAITS
+        sends = action.kind in _SENDS.values()
         peer = self._placement[action.stage + _PEERS[action.kind]]
         source, target = (self._rank, peer) if sends else (peer, self._rank)
         low, high = sorted((source, target))
