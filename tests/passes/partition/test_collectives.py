@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 import autosplit
 from autosplit.passes import CollectiveCosts, Kind, SplitGraphs, memory_setting, run
-from autosplit.passes.analysis.operator_cost import flops
+from autosplit.passes.analysis.operator_cost import duration, flops
 from autosplit.passes.analysis.operators import is_start, is_wait
 from autosplit.passes.graph import calls, outputs
 from autosplit.passes.partition.collectives import schedule
@@ -74,6 +74,22 @@ def products_under_way(module: fx.GraphModule | None) -> int:
     return found
 
 
+def waits_with_products(module: fx.GraphModule | None) -> int:
+    """How many waits have a matrix product between the start before them and themselves."""
+    assert module is not None
+    begun = products = False
+    found = 0
+    for node in calls(module.graph):
+        if is_start(node):
+            begun, products = True, False
+        elif is_wait(node):
+            found += begun and products
+            begun = False
+        else:
+            products |= bool(flops(node))
+    return found
+
+
 def early(graphs: SplitGraphs) -> list[str]:
     """Parameters whose gradients I computes."""
     assert graphs.backward_input is not None
@@ -117,6 +133,18 @@ def test_i_takes_what_fills_its_waits(mesh: DeviceMesh) -> None:
         found.append({name for name in early(made) if name.endswith("weight")})
     assert not any("up" in name or "down" in name for name in found[0])
     assert found[0] < found[1] < found[2]
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.3])
+def test_a_product_that_hardly_fits_is_kept_for_the_next_wait(
+    mesh: DeviceMesh, factor: float
+) -> None:
+    """Costs that are a little high would else have two fill one wait and none the next."""
+    joint = joint_of(model(mesh), torch.randn(4, 32, 64, requires_grad=True))
+    product = next(duration(node) for node in calls(joint.graph) if flops(node))
+    costs = CollectiveCosts(factor * product, 0.0)
+    made = run(joint, memory=memory_setting("balanced", collectives=costs))
+    assert waits_with_products(made.backward_input) == len(starts(made.backward_input)) - 1
 
 
 def test_weight_gradients_of_repeated_blocks_fill_waits_around_them(mesh: DeviceMesh) -> None:
