@@ -48,7 +48,9 @@ class Settings:
             raise ValueError(
                 f"gloo, or strict:{','.join(f'{each}=' for each in known)}; got {text}"
             )
-        found = {key: kinds.get(key, lambda each: each == "1")(each) for key, each in pairs.items()}
+        found = {
+            key: kinds.get(key, lambda each: bool(int(each)))(each) for key, each in pairs.items()
+        }
         return cls(**found) if name == "strict" else None
 
     def __str__(self) -> str:
