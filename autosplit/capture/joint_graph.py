@@ -226,9 +226,8 @@ def _around_regions(
             _prepare(module, exported)
             guards.blocks = [call.guards for call in calls]
             names = {id(tensor): name for name, tensor in _state(module)}
-            with session.tokens(exported, calls), tracing_calls(calls):
+            with session.apart(exported, calls), tracing_calls(calls):
                 captured = _traced(module, exported, guards, (args, kwargs), decompositions)
-            session.check(calls)
             expand(captured.joint, calls, names)
             return captured
         except PythonStateError:  # the whole would be refused, too

@@ -1,9 +1,9 @@
 """``Region``: a kind of block as graphs, and ``RegionCall``: a call of one of these blocks.
 
-While the model around is traced, three operators stand for F, I and W of a block. What F saves and
-what I defers are one token each, and so are the block's parameters and their gradients: a trace
-takes its time by the tensor, and the block's own trace knows all of them. ``expand`` puts it in
-afterwards: calls of blocks in a joint graph, from tokens to all tensors that they stand for.
+While the model around is traced, two operators stand for a block: one for F, one for I and W. They
+take and return what crosses between the block and the model, and neither the block's parameters nor
+what F saves and I defers: a trace takes its time by the tensor, and the block's own trace knows all
+of them. ``expand`` puts them in afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -36,44 +36,35 @@ if TYPE_CHECKING:
 _CALLS: ContextVar[Sequence[RegionCall]] = ContextVar("calls of blocks in a trace")
 
 _LIBRARY = torch.library.Library("autosplit_block", "DEF")
-_LIBRARY.define("forward(int call, Tensor[] inputs, Tensor state) -> Tensor[]")
-_LIBRARY.define("backward_input(int call, Tensor saved, Tensor[] grads) -> Tensor[]")
-_LIBRARY.define("backward_weight(int call, Tensor deferred) -> Tensor")
+_LIBRARY.define("forward(int call, Tensor[] inputs) -> Tensor[]")
+_LIBRARY.define("backward(int call, Tensor[] grads) -> Tensor[]")
 
 FORWARD: Any = torch.ops.autosplit_block.forward.default
-BACKWARD_INPUT: Any = torch.ops.autosplit_block.backward_input.default
-BACKWARD_WEIGHT: Any = torch.ops.autosplit_block.backward_weight.default
+BACKWARD: Any = torch.ops.autosplit_block.backward.default
+
+ANCHOR = "autosplit_anchor"
+"""A parameter of the graph around: it stands for those of all blocks, so that autograd has each
+call in its graph, whatever the call is given."""
 
 
-def new_token() -> Tensor:
-    """A tensor that stands for several."""
+def new_anchor() -> Tensor:
+    """One, and what stands for its gradient."""
     return torch.empty(1)
 
 
-def _forward(call: int, inputs: list[Tensor], state: Tensor) -> list[Tensor]:
+def _forward(call: int, inputs: list[Tensor]) -> list[Tensor]:
     region = _CALLS.get()[call].region
-    return [*_like(region, region.returned), new_token()]
+    return [region.empty(node.meta["val"]) for node in region.returned.values()]
 
 
-def _backward_input(call: int, saved: Tensor, grads: list[Tensor]) -> list[Tensor]:
+def _backward(call: int, grads: list[Tensor]) -> list[Tensor]:
     region = _CALLS.get()[call].region
-    return [*_like(region, region.input_grads), new_token()]
+    made = [region.empty(node.meta["val"]) for node in region.input_grads.values()]
+    return [*made, new_anchor()]
 
 
-def _backward_weight(call: int, deferred: Tensor) -> Tensor:
-    return new_token()
-
-
-def _like(region: Region, nodes: Mapping[Role, fx.Node]) -> list[Tensor]:
-    return [region.empty(node.meta["val"]) for node in nodes.values()]
-
-
-for _name, _fake in (
-    ("forward", _forward),
-    ("backward_input", _backward_input),
-    ("backward_weight", _backward_weight),
-):
-    torch.library.register_fake(f"autosplit_block::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_fake("autosplit_block::forward", _forward, lib=_LIBRARY)
+torch.library.register_fake("autosplit_block::backward", _backward, lib=_LIBRARY)
 
 
 @contextlib.contextmanager
@@ -84,10 +75,6 @@ def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
         yield
     finally:
         _CALLS.reset(token)
-
-
-STATE_TOKEN = "autosplit_state"
-"""Attribute of a block under which a trace finds the token of its parameters and buffers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -123,16 +110,19 @@ class Region:
         return {h: Subgraph.of(f"{self.name}_{h}", m) for h, m in made.items() if m is not None}
 
     @cached_property
-    def results(self) -> list[Any]:
-        """Leaves of what a call returns: constants, and for tensors what makes them in F."""
-        made = {role.name: v for role, v in outputs(self.graphs.forward.graph, Kind.OUTPUT)}
-        return [made[path] for path in self.capture.outputs]
+    def results(self) -> dict[str, Any]:
+        """Path of each leaf of what a call returns -> a constant, or the node that computes it."""
+        return {role.name: v for role, v in outputs(self.graphs.joint.graph, Kind.OUTPUT)}
 
     @cached_property
-    def returned(self) -> dict[Role, fx.Node]:
-        """What F computes for the caller, in order."""
-        joint = self.graphs.joint.graph
-        return {r: v for r, v in outputs(joint, Kind.OUTPUT) if isinstance(v, fx.Node)}
+    def returned(self) -> dict[str, fx.Node]:
+        """Those that are computed, in order."""
+        return {path: v for path, v in self.results.items() if isinstance(v, fx.Node)}
+
+    def result(self, tensors: Mapping[str, Tensor]) -> Any:
+        """What a call returns, where these tensors were computed."""
+        leaves = [tensors.get(path, self.results[path]) for path in self.capture.outputs]
+        return tree_unflatten(leaves, self.capture.output_spec)
 
     @cached_property
     def tangents(self) -> dict[Role, fx.Node]:
@@ -176,7 +166,7 @@ class Region:
         return False
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class RegionCall:
     """One call of a block in the forward of a model; in Dynamo's graph, the function that a node
     calls.
@@ -187,7 +177,7 @@ class RegionCall:
         block: that is called.
         name: the block's name in the model.
         guards: what must hold for the block to be called like this.
-        refusal: why it cannot be called by itself, once a trace of its backward has found that.
+        refuse: raises, as it cannot be called by itself, for the reason given.
     """
 
     number: int
@@ -195,31 +185,22 @@ class RegionCall:
     block: nn.Module
     name: str
     guards: BlockGuards
-    refusal: str | None = None
+    refuse: Callable[[str], None]
 
     @property
     def __name__(self) -> str:
         return f"call_{self.region.name}"
 
-    def __call__(self, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the block returns, for a trace.
-
-        Args:
-            state: the token of its parameters and buffers.
-            args: positional inputs.
-            kwargs: keyword inputs.
-        """
+    def __call__(self, anchor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the block returns, for a trace."""
         region = self.region
         leaves, _ = tree_flatten((args, kwargs))
         given = dict(zip(region.capture.inputs, leaves, strict=True))
         taken = [given[role.name] for role in region.taken]
-        made = _Call.apply(self, state, *taken)  # type: ignore[no-untyped-call]
-        found = dict(zip([role.name for role in region.returned], made, strict=True))
-        paths = zip(region.capture.outputs, region.results, strict=True)
-        results = [found.get(path, leaf) for path, leaf in paths]
-        return tree_unflatten(results, region.capture.output_spec)
+        made = _Call.apply(self, anchor, *taken)  # type: ignore[no-untyped-call]
+        return region.result(dict(zip(region.returned, made, strict=True)))
 
-    def laid_out(self, gradient: Tensor | None, traced: Tensor, result: Tensor) -> Tensor:
+    def laid_out(self, gradient: Tensor | None, result: Tensor, traced: Tensor) -> Tensor:
         """A gradient of a result with the strides that the block was traced with.
 
         Refused is one that is not there, as zeros in its place could become NaN in the block, and
@@ -229,7 +210,7 @@ class RegionCall:
         # Made anew: the value that the block was traced with is unknown to this trace.
         made = self.region.empty(traced)
         if gradient is None:
-            self.refusal = "nobody computes the gradient of one of its results"
+            self.refuse("nobody computes the gradient of one of its results")
         elif gradient.stride() == made.stride():
             return gradient
         elif gradient.is_contiguous() and traced.is_contiguous():
@@ -237,7 +218,7 @@ class RegionCall:
         elif traced.is_contiguous() and not result.is_contiguous():
             return gradient.contiguous()
         else:
-            self.refusal = "the gradient of one of its results is not laid out as that is"
+            self.refuse("the gradient of one of its results is not laid out as that is")
         return made
 
 
@@ -245,48 +226,34 @@ class _Call(torch.autograd.Function):
     """F of a block, and I and W behind it."""
 
     @staticmethod
-    def forward(ctx: Any, call: RegionCall, state: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        region = call.region
-        *results, saved = FORWARD(call.number, list(given), state)
+    def forward(ctx: Any, call: RegionCall, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        results = FORWARD(call.number, list(given))
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(saved)
-        trained = {role.name for role in region.tangents}
-        constant = [
-            t for r, t in zip(region.returned, results, strict=True) if r.name not in trained
-        ]
-        ctx.mark_non_differentiable(*constant)
+        trained = {role.name for role in call.region.tangents}
+        pairs = zip(call.region.returned, results, strict=True)
+        ctx.mark_non_differentiable(*[made for path, made in pairs if path not in trained])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        region: Region = ctx.call.region
-        (saved,) = ctx.saved_tensors
-        arrived = dict(zip([role.name for role in region.returned], grads, strict=True))
-        returned = {role.name: node.meta["val"] for role, node in region.returned.items()}
+        call: RegionCall = ctx.call
+        region = call.region
+        arrived = dict(zip(region.returned, grads, strict=True))
         given = [
-            ctx.call.laid_out(arrived[role.name], node.meta["val"], returned[role.name])
-            for role, node in region.tangents.items()
+            call.laid_out(arrived[r.name], region.returned[r.name].meta["val"], node.meta["val"])
+            for r, node in region.tangents.items()
         ]
-        *made, deferred = BACKWARD_INPUT(ctx.call.number, saved, given)
+        *made, anchor = BACKWARD(call.number, given)
         found = dict(zip([role.name for role in region.input_grads], made, strict=True))
-        of_state = BACKWARD_WEIGHT(ctx.call.number, deferred) if region.trained else None
-        return None, of_state, *[found.get(role.name) for role in region.taken]
-
-
-def stand_in(call: RegionCall) -> nn.Module:
-    """A module with a token in place of the parameters and buffers of a block."""
-    made = nn.Module()
-    token = nn.Parameter(torch.empty(1), requires_grad=call.region.trained)
-    made.register_parameter(STATE_TOKEN, token)
-    return made
+        return None, anchor, *[found.get(role.name) for role in region.taken]
 
 
 _NO_WORD = re.compile(r"\W+")
 
 
 def expand(joint: fx.GraphModule, calls: Sequence[RegionCall], names: Mapping[int, str]) -> None:
-    """Replace F, I and W of blocks, as they were traced, by calls of the blocks' graphs.
+    """Replace blocks, as they were traced, by calls of the blocks' F, I and W.
 
     Args:
         joint: a joint graph with roles; changed in place.
@@ -296,116 +263,93 @@ def expand(joint: fx.GraphModule, calls: Sequence[RegionCall], names: Mapping[in
     Raises:
         CaptureError: blocks share a parameter, with each other or with what is around.
     """
-    _Expansion(joint, calls, names).run()
-    joint.graph.eliminate_dead_code(lambda node: node.op in {"placeholder", "output"})
+    graph, expansion = joint.graph, _Expansion(joint.graph, names)
+    for node in list(graph.nodes):
+        if node.target is FORWARD:
+            expansion.forward(node, calls[node.args[0]])
+        elif node.target is BACKWARD:
+            expansion.backward(node, calls[node.args[0]])
+    around = [pair for pair in outputs(graph) if pair[0].name != ANCHOR]
+    found = {**expansion.updates, **dict(around), **expansion.gradients}
+    graph.output_node().args = ([*found.values()],)
+    graph.output_node().meta["roles"] = tuple(found)
+    graph.eliminate_dead_code(lambda node: node.op in {"placeholder", "output"})
     joint.recompile()
 
 
 class _Expansion:
-    def __init__(
-        self, joint: fx.GraphModule, calls: Sequence[RegionCall], names: Mapping[int, str]
-    ) -> None:
-        self._graph = joint.graph
-        self._calls = calls
-        self._names = names
-        self._mode = next(
-            node.meta["val"].fake_mode for node in placeholders(joint.graph) if "val" in node.meta
-        )
-        self._state: dict[Role, fx.Node] = {}
+    """Attributes:
+    updates: of buffers of blocks, by role.
+    gradients: of parameters of blocks, by role.
+    """
+
+    def __init__(self, graph: fx.Graph, names: Mapping[int, str]) -> None:
+        self._graph, self._names = graph, names
+        holes = placeholders(graph)
+        self._mode = next(n.meta["val"].fake_mode for n in holes if "val" in n.meta)
+        self._taken = {*map(role_of, holes)}
         self._values: dict[tuple[int, Any], Tensor] = {}
-        self._known: dict[int, dict[Role, fx.Node]] = {}
-        self._updates: dict[Role, fx.Node] = {}
-        self._gradients: dict[str, dict[Role, fx.Node]] = {}
+        self._known: dict[RegionCall, dict[Role, fx.Node]] = {}
+        self.updates: dict[Role, fx.Node] = {}
+        self.gradients: dict[Role, fx.Node] = {}
 
-    def run(self) -> None:
-        taken = {role_of(node): node for node in placeholders(self._graph)}
-        for node in list(self._graph.nodes):
-            if node.target is FORWARD:
-                self._forward(node, taken)
-            elif node.target is BACKWARD_INPUT:
-                self._backward_input(node)
-            elif node.target is BACKWARD_WEIGHT:
-                self._backward_weight(node)
-        self._return_all()
-        for role, node in taken.items():
-            if role.name.endswith(STATE_TOKEN):
-                for user in list(node.users):
-                    user.replace_input_with(node, None)  # type: ignore[arg-type]
-                self._graph.erase_node(node)
-
-    def _forward(self, node: fx.Node, taken: dict[Role, fx.Node]) -> None:
-        number, given, _ = node.args
-        call = self._calls[number]  # type: ignore[index]
+    def forward(self, node: fx.Node, call: RegionCall) -> None:
+        """Put F in place of a node."""
         region = call.region
-        known = dict(zip(region.taken, given, strict=True))  # type: ignore[arg-type]
-        tensors = {**dict(call.block.named_parameters()), **dict(call.block.named_buffers())}
+        known = dict(zip(region.taken, node.args[1], strict=True))  # type: ignore[arg-type]
         for role in region.state:
-            outer = Role(role.kind, self._names[id(tensors[role.name])])
-            if outer in taken:
+            outer = self._outer(call, role)
+            if outer in self._taken:
                 raise CaptureError(f"{outer.name} is used in several places")
-            known[role] = taken[outer] = self._placeholder(outer, region, role)
-        found = self._call(node, call, "forward", known)
-        known |= found
-        self._updates |= {
-            Role(role.kind, self._names[id(tensors[role.name])]): found[role]
-            for role, _ in outputs(region.graphs.joint.graph, Kind.UPDATE)
-        }
-        self._known[number] = known  # type: ignore[index]
-        self._hand_out(node, [known[role] for role in region.returned])
+            self._taken.add(outer)
+            known[role] = self._placeholder(outer, region, role)
+        self._known[call] = known
+        self._call(node, call, "forward")
+        joint = region.graphs.joint.graph
+        for role, _ in outputs(joint, Kind.UPDATE):
+            self.updates[self._outer(call, role)] = known[role]
+        self._hand_out(node, [known[Role(Kind.OUTPUT, path)] for path in region.returned])
+
+    def backward(self, node: fx.Node, call: RegionCall) -> None:
+        """Put I and W in place of a node."""
+        region, known = call.region, self._known[call]
+        known |= zip(region.tangents, node.args[1], strict=True)  # type: ignore[arg-type]
+        self._call(node, call, "backward_input")
+        if region.trained:
+            self._call(node, call, "backward_weight")
+        for role, _ in outputs(region.graphs.joint.graph, Kind.PARAMETER_GRAD):
+            self.gradients[self._outer(call, role)] = known[role]
+        self._hand_out(node, [known[role] for role in region.input_grads])
+
+    def _outer(self, call: RegionCall, role: Role) -> Role:
+        """What the model calls a parameter or buffer of a block."""
+        return Role(role.kind, self._names[id(operator.attrgetter(role.name)(call.block))])
 
     def _placeholder(self, role: Role, region: Region, inner: Role) -> fx.Node:
         traced = region.state[inner]
-        first = next(iter(self._graph.nodes))
-        with self._graph.inserting_before(first):
+        with self._graph.inserting_before(next(iter(self._graph.nodes))):
             node = self._graph.placeholder(traced.name)
         node.target = node.name
         node.meta = {"role": role, "val": self._shared(region, inner, traced.meta["val"], region)}
         return node
 
-    def _backward_input(self, node: fx.Node) -> None:
-        number, _, grads = node.args
-        call, known = self._calls[number], self._known[number]  # type: ignore[index]
-        region = call.region
-        known |= dict(zip(region.tangents, grads, strict=True))  # type: ignore[arg-type]
-        known |= self._call(node, call, "backward_input", known)
-        self._hand_out(node, [known[role] for role in region.input_grads])
-
-    def _backward_weight(self, node: fx.Node) -> None:
-        number, _ = node.args
-        call, known = self._calls[number], self._known[number]  # type: ignore[index]
-        found = self._call(node, call, "backward_weight", known)
-        tensors = dict(call.block.named_parameters())
-        known |= found
-        made = {
-            Role(role.kind, self._names[id(tensors[role.name])]): known[role]
-            for role, _ in outputs(call.region.graphs.joint.graph, Kind.PARAMETER_GRAD)
-        }
-        self._gradients[f"{call.name}.{STATE_TOKEN}"] = made
-
-    def _call(
-        self, node: fx.Node, call: RegionCall, half: str, known: Mapping[Role, fx.Node]
-    ) -> dict[Role, fx.Node]:
-        """A call of F, I or W in place of a node; its results by role."""
-        region = call.region
+    def _call(self, node: fx.Node, call: RegionCall, half: str) -> None:
+        """Put a call of F, I or W before a node; what it returns is known from then on."""
+        region, known = call.region, self._known[call]
         part = region.parts[half]
         with self._graph.inserting_before(node):
             given = [known[role] for role in part.given]
             values = [self._shared(part, at, each, region) for at, each in enumerate(part.values)]
             made = call_subgraph(self._graph, part, given, values)
         roles = {at: role for role, at in part.results.items() if isinstance(at, int)}
+        noted = {key: node.meta[key] for key in (ORIGIN, "stack_trace") if key in node.meta}
         for at, each in enumerate(made):
-            name = f"{call.name}_{roles[at].name}"
-            each.name = self._graph._graph_namespace.create_name(_NO_WORD.sub("_", name), None)
-        for each in made:
-            maker = each.args[0]
-            for new in (each, maker):
-                for key in (ORIGIN, "stack_trace"):
-                    if key in node.meta:
-                        new.meta[key] = node.meta[key]  # type: ignore[union-attr]
-        return {
-            role: made[at] if isinstance(at, int) else known[at]
-            for role, at in part.results.items()
-        }
+            name = _NO_WORD.sub("_", f"{call.name}_{roles[at].name}")
+            each.name = self._graph._graph_namespace.create_name(name, None)
+            for new in (each, *each.all_input_nodes):
+                new.meta |= noted
+        for role, place in part.results.items():
+            known[role] = made[place] if isinstance(place, int) else known[place]
 
     def _shared(self, of: object, at: Any, traced: Any, region: Region) -> Any:
         """A fake tensor of this trace, in memory as large as in the region: one for all calls, as
@@ -425,17 +369,8 @@ class _Expansion:
 
     @staticmethod
     def _hand_out(node: fx.Node, values: Sequence[fx.Node]) -> None:
-        """Have what reads results of a node read others, but for its token."""
+        """Have what reads results of a node read others, but for the gradient of the anchor."""
         for user in list(node.users):
             at: Any = user.args[1] if user.target is operator.getitem else None
             if at is not None and at < len(values):
                 user.replace_all_uses_with(values[at])
-
-    def _return_all(self) -> None:
-        found: dict[Role, Any] = {**self._updates}
-        for role, value in outputs(self._graph):
-            expanded = self._gradients.get(role.name)
-            found |= {role: value} if expanded is None else expanded
-        output = self._graph.output_node()
-        output.args = (list(found.values()),)
-        output.meta["roles"] = tuple(found)

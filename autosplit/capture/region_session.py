@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch._dynamo
@@ -34,7 +34,7 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflat
 from .guards import BlockGuards
 from .input_sizes import leave_open, sizes_around
 from .key_value_cache import cache_argument, caching
-from .region import STATE_TOKEN, Region, RegionCall, stand_in
+from .region import ANCHOR, Region, RegionCall, new_anchor
 from .workarounds.dynamo import function_modes_of_the_call
 
 if TYPE_CHECKING:
@@ -267,21 +267,19 @@ class RegionSession:
                 region, _ = self._match(name, block, leaves, spec)
         except Exception as error:
             self._refuse(name, str(error))
-            raise RegionRefusedError(name) from error
         trained = {role.name for role in region.tangents}
-        paths = zip(region.capture.outputs, region.results, strict=True)
-        found = [
-            _computed(region.empty(each.meta["val"]), path in trained)
-            if isinstance(each, fx.Node)
-            else each
-            for path, each in paths
-        ]
-        return tree_unflatten(found, region.capture.output_spec)
+        made = {path: region.empty(node.meta["val"]) for path, node in region.returned.items()}
+        return region.result({path: _computed(v, path in trained) for path, v in made.items()})
 
-    def _refuse(self, name: str, reason: str) -> None:
-        """Have a block, and all that look like it, captured with the model."""
+    def _refuse(self, name: str, reason: str) -> NoReturn:
+        """Have a block, and all that look like it, captured with the model.
+
+        Raises:
+            RegionRefusedError: always.
+        """
         look = look_of(self._blocks[name])
         self.refused |= {n: reason for n, b in self._blocks.items() if look_of(b) == look}
+        raise RegionRefusedError(name)
 
     def _match(
         self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec
@@ -328,16 +326,6 @@ class RegionSession:
         self._known.setdefault(signature, []).append(region)
         return region, BlockGuards(region.capture.guards, block, args, kwargs)
 
-    def check(self, calls: Sequence[RegionCall]) -> None:
-        """Raises:
-        RegionRefusedError: the trace of a backward found a block that cannot be called by itself.
-        """
-        refused = [call for call in calls if call.refusal is not None]
-        for call in refused:
-            self._refuse(call.name, str(call.refusal))
-        if refused:
-            raise RegionRefusedError(refused[0].name)
-
     def forget_stand_ins(self, captured: CaptureOutput, scope: dict[str, Any]) -> None:
         """Drop the guards that the functions in place of the blocks' forwards are there."""
         guards = captured.graph_capture_output.output_graph.guards.inner
@@ -348,26 +336,25 @@ class RegionSession:
                 guards.remove(guard)
 
     @contextlib.contextmanager
-    def tokens(self, exported: fx.GraphModule, calls: Sequence[RegionCall]) -> Iterator[None]:
-        """While modules with a token each stand in for the blocks that are called.
-
-        Args:
-            exported: Dynamo's graph, which shares the model's submodules.
-            calls: in this graph.
+    def apart(self, exported: fx.GraphModule, calls: Sequence[RegionCall]) -> Iterator[None]:
+        """While the blocks that are called are not in Dynamo's graph, which shares the model's
+        submodules, and an anchor is.
         """
+        anchor = nn.Parameter(new_anchor(), any(call.region.trained for call in calls))
+        exported._parameters = {**exported._parameters, ANCHOR: anchor}
         places = []
-        for call in calls:
-            parent, _, key = call.name.rpartition(".")
+        for name in {call.name for call in calls}:
+            parent, _, key = name.rpartition(".")
             # The model's own submodules are also the graph's.
             owners = [self._model.get_submodule(parent)] if parent else [self._model, exported]
-            places += [(owner._modules, key, call) for owner in owners]
+            places += [(owner._modules, key, self._blocks[name]) for owner in owners]
         try:
-            for modules, key, call in places:
-                modules[key] = stand_in(call)
+            for modules, key, _ in places:
+                modules[key] = nn.Module()
             yield
         finally:
-            for modules, key, call in places:
-                modules[key] = self._blocks[call.name]
+            for modules, key, block in places:
+                modules[key] = block
 
     def bind(self, exported: fx.GraphModule) -> list[RegionCall]:
         """Have the captured graph call the regions of its blocks; returns the calls, whose regions
@@ -379,7 +366,6 @@ class RegionSession:
             if node.target in self._called_by:
                 name, _ = self._called_by[node.target]
                 self._refuse(name, "it is called in the body of a higher-order operator")
-                raise RegionRefusedError(name)
         found: list[RegionCall] = []
         for node in list(exported.graph.nodes):
             if node.target not in self._called_by:
@@ -389,12 +375,12 @@ class RegionSession:
             region, guards = self._match(name, block, *tree_flatten(given))
             if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
                 self._refuse(name, "its gradient of a tensor that is read elsewhere, too, is a sum")
-                raise RegionRefusedError(name)
-            call = RegionCall(len(found), region, block, name, guards)
+            refuse = partial(self._refuse, name)
+            call = RegionCall(len(found), region, block, name, guards, refuse)
             with exported.graph.inserting_before(node):
-                state = exported.graph.create_node("get_attr", f"{name}.{STATE_TOKEN}")
+                anchor = exported.graph.create_node("get_attr", ANCHOR)
             node.target = call
-            node.args, node.kwargs = (state, tuple(node.args), dict(node.kwargs)), {}
+            node.args, node.kwargs = (anchor, tuple(node.args), dict(node.kwargs)), {}
             found.append(call)
         return found
 

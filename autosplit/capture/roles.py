@@ -215,7 +215,7 @@ class ModuleRoles(DescriptorRoles):
     def primal(self, desc: Any) -> Role | None:
         match desc:
             case d.ParamAOTInput():
-                return Role(Kind.PARAMETER, self.state[desc.target])
+                return Role(Kind.PARAMETER, self.state.get(desc.target, desc.target))
             case d.BufferAOTInput():
                 return Role(Kind.BUFFER, self.state[desc.target])
             case d.PlainAOTInput():
