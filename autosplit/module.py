@@ -201,7 +201,7 @@ class SplitModule(ModuleProxy):
         if not torch.is_grad_enabled() and self._options.backend == "eager" and not self._sharded:
             return self.unsplit(*args, **kwargs)  # the same bits, and no graph to capture
         fallback = self._fallback
-        if fallback.partial is not None and not fallback.captures_again:
+        if fallback.partial is not None:
             return fallback.run_by_graphs(fallback.partial, args, kwargs)
         leaves, structure = flatten(args, kwargs)
         failing = None
@@ -354,7 +354,7 @@ class SplitModule(ModuleProxy):
     def _by_graphs(self) -> Partial | None:
         """The model split graph by graph, where that is what reports are about."""
         fallback = self._fallback
-        return fallback.partial if fallback.is_in_use(bool(self._graphs.captured)) else None
+        return fallback.partial if fallback.is_in_use else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in _TRANSIENT}

@@ -78,9 +78,9 @@ def _hooks(module: nn.Module, *tables: str) -> Iterator[ModuleHook]:
                 yield ModuleHook(name, type(part).__name__, hook)
 
 
-class ConstructionError(CaptureError):
-    """The forward constructs an object, such as a module, which no graph holds: as a rule it does
-    so on its first call only.
+class PythonStateError(CaptureError):
+    """The forward changes Python state or constructs an object, such as a module, which no graph
+    holds: often its first call alone does.
     """
 
 
@@ -90,7 +90,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
 
     Raises:
         FailingCallError: an operator refused its inputs.
-        ConstructionError: it was in a constructor.
+        PythonStateError: it was in a constructor.
         CaptureError: anything else.
     """
     try:
@@ -107,7 +107,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         if isinstance(error, TorchRuntimeError):
             kind = FailingCallError
         elif any(frame.name == "__init__" for frame in getattr(error, "real_stack", None) or ()):
-            kind = ConstructionError
+            kind = PythonStateError
         reason, advice = _reason(error), _advice(module, where, error)
         raise kind(
             f"{type(module).__name__} cannot be captured in one graph.\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autosplit.device import generators_kept
-from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
@@ -19,43 +16,6 @@ def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Call the module once, so that it fills caches and settings; restore random generators."""
     with generators_kept():
         _run(module, args, kwargs)
-
-
-def is_passing(
-    error: CaptureError,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    capture: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object],
-    *,
-    insist: bool,
-) -> bool:
-    """Whether a call after this one can be traced. Tried on a copy, so that a refusal leaves the
-    module as it was; not where a call of a copy leaves traces outside of it.
-
-    Args:
-        error: what came of tracing the first call.
-        module: what was traced.
-        args: positional inputs.
-        kwargs: keyword inputs.
-        capture: traces a call, or raises.
-        insist: try it also where the error is not about Python state, if the first call differs.
-    """
-    # Dynamo takes over a second to import; here it was imported before the error.
-    from .side_effects import PythonStateError, first_call_differs
-
-    if isinstance(error, PythonStateError):
-        if not error.inside:
-            return False
-    elif not insist or not first_call_differs(module, args, kwargs):
-        return False
-    try:
-        twin = copy.deepcopy(module)
-        warm_up(twin, args, kwargs)
-        capture(twin, args, kwargs)
-    except Exception:  # no copies of this one, or what its forward raises, it will raise again
-        return False
-    return True
 
 
 @torch.no_grad()

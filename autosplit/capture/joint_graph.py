@@ -34,7 +34,7 @@ from autosplit.torch_internals.pytree import (
     tree_unflatten,
 )
 
-from .diagnosis import user_errors
+from .diagnosis import PythonStateError, user_errors
 from .export import export
 from .guards import Guards, unobserved
 from .input_sizes import InputSizes, is_open
@@ -43,7 +43,6 @@ from .region import expand, tracing_calls
 from .region_session import RegionSession, SplitBlock
 from .region_session import are_captured as regions_wanted
 from .roles import ModuleRoles, canonical_names, shardings, with_roles
-from .side_effects import PythonStateError
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 

@@ -25,8 +25,8 @@ from autosplit.passes.analysis.operators import writes_in_backward
 from autosplit.passes.graph import ORIGIN, STATE, Origin, inputs, placeholders, source_line
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor
 
+from .diagnosis import PythonStateError
 from .module_paths import frames
-from .side_effects import PythonStateError
 
 _TAG = "partitioner_tag"
 _FORWARD = {"is_forward", "must_be_in_forward"}
@@ -324,8 +324,7 @@ def _refuse_unshaped(name: str, graph: fx.Graph) -> None:
     if before is not None and not before.meta["val"].numel():
         raise PythonStateError(
             f"the forward fills buffer {name!r}, which has no elements; call the module once "
-            "before it is split",
-            inside=True,
+            "before it is split"
         )
 
 

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-from .diagnosis import definition, told_once
+from .diagnosis import PythonStateError, definition, told_once
 
 _SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")
 _SIGN = "side effects"  # in a warning of Dynamo's that names the objects that are written to
@@ -37,18 +37,6 @@ _TABLES = ("_parameters", "_modules")
 _MARK = "composable_api_state"  # in names of attributes under which fully_shard keeps its state
 
 Contents = dict[Any, Any]
-
-
-class PythonStateError(CaptureError):
-    """The forward changes Python state, which a graph cannot repeat.
-
-    Attributes:
-        inside: all of that belongs to the module, so that a call of a copy leaves no traces.
-    """
-
-    def __init__(self, message: str, *, inside: bool) -> None:
-        super().__init__(message)
-        self.inside = inside
 
 
 class Setter(NamedTuple):
@@ -102,32 +90,6 @@ def pass_on(caught: list[warnings.WarningMessage]) -> None:
             warnings.warn_explicit(warning.message, warning.category, *place)
 
 
-class AttributeSnapshot:
-    """Attributes of a module and of all its submodules at one time."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._before = [(part, _contents(part)) for part in module.modules()]
-
-    @property
-    def differs(self) -> bool:
-        """Whether an attribute has changed since."""
-        return not all(_unchanged(contents, _contents(part)) for part, contents in self._before)
-
-
-def first_call_differs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call leaves attributes of submodules changed, as one that fills a cache or
-    installs hooks does. Tried on a copy without data; False where that cannot run.
-    """
-    try:
-        twin, mode = _without_data(module)
-        before = AttributeSnapshot(twin)
-        with told_once():
-            _run(twin, args, kwargs, mode)
-    except Exception:
-        return False
-    return before.differs
-
-
 def error_of_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
@@ -177,8 +139,7 @@ class _WrittenObjects:
                 f"Python state, {', '.join(map(_readable, lasting))}, which a graph cannot repeat "
                 "on every call. Keep such state outside of the forward, or in a buffer that is "
                 "written in place. If only the first call does it, call the model once before it "
-                "is split.",
-                inside=self._are_copied(lasting),
+                "is split."
             )
         written = [self._find(each, self.module) for each in self._below]
         return [Setter(each, _contents(each)) for each in written]
@@ -188,15 +149,6 @@ class _WrittenObjects:
         if not self._me or not source.startswith(f"L['{self._me}']"):
             return None
         return eval(source, {"L": {self._me: root}})
-
-    def _are_copied(self, sources: list[str]) -> bool:
-        """Whether a copy of the module has copies of these objects."""
-        try:
-            twin, _ = _without_data(self.module)
-        except Exception:  # there are no copies of this one
-            return False
-        pairs = [(self._find(source, self.module), self._find(source, twin)) for source in sources]
-        return all(mine is not None and mine is not copied for mine, copied in pairs)
 
     def _left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """The objects that a call leaves changed. Globals are restored; containers among them

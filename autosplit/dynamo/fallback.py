@@ -29,9 +29,8 @@ class Fallback:
         queue: of the microbatches that wait for W.
 
     Attributes:
-        partial: the model split graph by graph; None until it is needed. Calls go to it without a
-            try to capture them, unless
-        captures_again: whether the next call is to be captured whole all the same.
+        partial: the model split graph by graph; None until it is needed. From then on calls go to
+            it without a try to capture them.
     """
 
     def __init__(
@@ -46,15 +45,14 @@ class Fallback:
         self._model, self._queue = model, queue
         self._options, self._fullgraph = options, fullgraph
         self.partial: Partial | None = self._by_graphs("dynamic=True") if dynamic else None
-        self.captures_again = False
-        self._unproven: AutosplitError | None = None  # why by graphs, until a call was looked at
+        self._unproven = False  # whether no call by graphs has run yet
         self._failing: FailingCallError | None = None  # why no graph is tried any more
         self._unsplit: dict[str, int] = {}
 
-    def is_in_use(self, has_graphs: bool) -> bool:
+    @property
+    def is_in_use(self) -> bool:
         """Whether reports are to be about the model split graph by graph."""
-        whole = self.captures_again and has_graphs
-        return self.partial is not None and not whole and self._failing is None
+        return self.partial is not None and self._failing is None
 
     def give_up(self, error: AutosplitError) -> Partial:
         """Split graph by graph from now on.
@@ -73,23 +71,18 @@ class Fallback:
         if self.partial is None:
             because = error.because if isinstance(error, CaptureError) else str(error)
             self.partial = self._by_graphs(str(error), because)
-            self._unproven = error
-        self.captures_again = False
+            self._unproven = True
         return self.partial
 
     def run_by_graphs(self, partial: Partial, args: Any, kwargs: Any) -> Any:
         """The forward graph by graph. If a first one fails, it is run by plain autograd, and so are
-        later ones unless that fails, too; if it leaves the model changed, a whole graph may hold
-        the next.
+        later ones unless that fails, too.
         """
-        unproven = self._unproven
         if self._failing is not None:
             return self.run_unsplit(self._failing, args, kwargs)
-        if unproven is None:
+        if not self._unproven:
             return partial(*args, **kwargs)
-        from autosplit.capture.side_effects import AttributeSnapshot, PythonStateError
-
-        before, restore = AttributeSnapshot(self._model), _restoring(self._model)
+        restore = _restoring(self._model)
         waiting = self._queue.works()
         failing = None
         try:
@@ -106,9 +99,7 @@ class Fallback:
             result = self.run_unsplit(failing, args, kwargs)  # here, for the user's own error alone
             self.partial, self._failing = partial, failing
             return result
-        self._unproven = None
-        outside = isinstance(unproven, PythonStateError) and not unproven.inside
-        self.captures_again = outside or before.differs
+        self._unproven = False
         return result
 
     def run_unsplit(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:

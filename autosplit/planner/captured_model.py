@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.backends.backend import collecting_new_objects_only
-from autosplit.capture.first_call import is_passing, warm_up
+from autosplit.capture.diagnosis import PythonStateError
+from autosplit.capture.first_call import warm_up
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.module_paths import name_modules, stack
 from autosplit.capture.workarounds.custom_functions import make_traceable
@@ -52,11 +53,8 @@ def _captured(
     """The forward; behind the first call where that is another. Without values there is none."""
     try:
         return capture_forward(model, args, kwargs)
-    except CaptureError as error:
-        passing = has_values and is_passing(
-            error, model, args, kwargs, capture_forward, insist=True
-        )
-        if not passing:
+    except PythonStateError:
+        if not has_values:
             raise
     warm_up(model, args, kwargs)
     return capture_forward(model, args, kwargs)

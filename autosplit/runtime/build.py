@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.backends.backend import Backend, collecting_new_objects_only
-from autosplit.capture.first_call import (
-    is_passing,
-    is_unshaped,
-    warm_up,
-)
+from autosplit.capture.first_call import is_unshaped, warm_up
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
 from autosplit.passes import Memory, PassError, SplitGraphs, run
 from autosplit.text.files import check_folder, writing
@@ -62,8 +58,8 @@ def trace(
 ) -> SplitFunctions:
     """Capture, split and compile a module for inputs like these.
 
-    The forward's Python is not run, unless a first call does what later ones do not: fill a
-    cache, build submodules. Such a call is made here, and the generators of random numbers put
+    The forward's Python is not run, unless a call changes Python state or builds submodules, as
+    many do the first time only. Such a call is made here, and the generators of random numbers put
     back; or, with ``called`` and where it gives lazy parameters their shape, left to the caller.
 
     With ``AUTOSPLIT_DUMP=dir`` in the environment every stage of the pass pipeline is
@@ -75,8 +71,7 @@ def trace(
         kwargs: example keyword inputs.
         options: how it is split.
         called: whether the inputs are those of a call that is to be run.
-        insist: whether nothing but a graph will do. Then a forward that cannot be traced may be
-            tried on a copy without data, and what it does outside of the module it does then, too.
+        insist: whether nothing but a graph will do, and a call may be made for it.
         regions: whether blocks that the module has several of are captured once a kind, and called
             by the graphs, unless a budget is of the whole.
         gathering: gathers the parameters that graphs read, where ``fully_shard`` has sharded them.
@@ -158,7 +153,7 @@ def _capture(
     insist: bool,
 ) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
-    from autosplit.capture.diagnosis import ConstructionError
+    from autosplit.capture.diagnosis import PythonStateError
     from autosplit.capture.joint_graph import capture
 
     if is_unshaped(module):
@@ -168,21 +163,14 @@ def _capture(
     options: dict[str, Any] = {"decompositions": backend.decompositions, "split": split}
     try:
         return capture(module, args, kwargs, **options)
-    except CaptureError as error:
+    except PythonStateError as error:
         # Many forwards fill a cache or a setting on their first call only.
-        if called and isinstance(error, ConstructionError):
-            # It may draw random numbers, so nothing but the call itself will do.
-            raise FirstCallError(str(error)) from error
-
-        def again(twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            capture(twin, args, kwargs, **options)
-
-        if not is_passing(error, module, args, kwargs, again, insist=insist):
-            raise
         if called:
             raise FirstCallError(str(error)) from error
-        warm_up(module, args, kwargs)
-        return capture(module, args, kwargs, **options)
+        if not insist:
+            raise
+    warm_up(module, args, kwargs)
+    return capture(module, args, kwargs, **options)
 
 
 @contextlib.contextmanager
