@@ -8,20 +8,24 @@ Layers whose caches are of another kind than ``DynamicLayer`` (windows) are capt
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 _ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
-# What filling a place sets, and what some versions set besides.
-_FILLED = {"device", "is_initialized", "keys", "values"}
-_OTHERS = {"dtype", "record_past"}
+
+class _OnePlace:
+    """A cache for one layer, whatever its number."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def update(self, keys: Any, values: Any, *place: Any, **options: Any) -> Any:
+        return self.layer.update(keys, values)
 
 
 class CachedBlock(nn.Module):
@@ -31,20 +35,20 @@ class CachedBlock(nn.Module):
         block: the block.
         name: of the argument that takes the cache.
         at: its place among positional ones.
+        layer: makes what a cache has for each layer.
     """
 
-    def __init__(self, block: nn.Module, name: str, at: int) -> None:
+    def __init__(self, block: nn.Module, name: str, at: int, layer: Callable[[], Any]) -> None:
         super().__init__()
         self.block = block
         self.train(block.training)
-        self._name, self._at = name, at
-        self._place: Any = _one_place()
+        self._name, self._at, self._layer = name, at, layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cache = self._place()
-        args, kwargs = _with_cache(cache, self._name, self._at, args, kwargs)
+        layer = self._layer()
+        args, kwargs = _with_cache(_OnePlace(layer), self._name, self._at, args, kwargs)
         results = self.block(*args, **kwargs)
-        return results, cache.keys, cache.values
+        return results, layer.keys, layer.values
 
 
 def cache_argument(block: nn.Module) -> tuple[str, int] | None:
@@ -71,31 +75,22 @@ def caching(
         plain: the block as an operator.
         operator: makes a module one.
     """
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import DynamicCache, DynamicLayer
 
     numbers: set[Any] = {vars(each).get("layer_idx") for each in block.modules()} - {None}
-    configs = [each.config for each in block.modules() if hasattr(each, "config")]
     if len(numbers) != 1:
         return plain
     (place,) = numbers
-    layers = DynamicCache(config=configs[0] if configs else None).layers
-    layer = layers[place] if place < len(layers) else _plain_layer()
-    if not _is_known(layer):
-        return plain
-    kind, has_dtype = type(layer), "dtype" in vars(layer)
-    cached = operator(CachedBlock(block, name, at))
+    cached = operator(CachedBlock(block, name, at, DynamicLayer))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cache: Any = args[at] if len(args) > at else kwargs.get(name)
         if type(cache) is DynamicCache and len(cache.layers) > place:
             layer = cache.layers[place]
-            if type(layer) is kind and not layer.is_initialized:
+            if type(layer) is DynamicLayer and not layer.is_initialized:
                 others, named = _with_cache(None, name, at, args, kwargs)
                 results, keys, values = cached(*others, **named)
-                # As lazy_initialization does, which makes empty tensors first.
-                layer.is_initialized, layer.device = True, keys.device
-                if has_dtype:
-                    layer.dtype = keys.dtype
+                layer.lazy_initialization(keys, values)
                 layer.keys, layer.values = keys, values
                 return results
         return plain(*args, **kwargs)
@@ -110,40 +105,3 @@ def _with_cache(
     if len(args) > at:
         return (*args[:at], cache, *args[at + 1 :]), kwargs
     return args, {**kwargs, name: cache}
-
-
-def _plain_layer() -> Any:
-    from transformers.cache_utils import DynamicLayer
-
-    return DynamicLayer()
-
-
-def _is_known(layer: Any) -> bool:
-    """Whether filling a layer of a cache sets what ``caching`` does, and nothing else."""
-    if type(layer) is not type(_plain_layer()):
-        return False
-    layer.lazy_initialization(torch.empty(0), torch.empty(0))
-    return _FILLED <= {*vars(layer)} <= _FILLED | _OTHERS
-
-
-@functools.cache  # guards ask which class it is
-def _one_place() -> type:
-    from transformers.cache_utils import DynamicLayer
-
-    class OnePlace:
-        """A cache for one layer, whatever its number: it does as a layer of ``DynamicCache``."""
-
-        is_initialized = False
-        record_past = False
-        keys: Tensor
-        values: Tensor
-        lazy_initialization = DynamicLayer.lazy_initialization
-        write = DynamicLayer.update
-
-        def update(
-            self, key_states: Tensor, value_states: Tensor, *place: Any, **options: Any
-        ) -> tuple[Tensor, Tensor]:
-            found: tuple[Tensor, Tensor] = self.write(key_states, value_states)
-            return found
-
-    return OnePlace
