@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autosplit.pipeline.schedule.routes import Parcel
 from autosplit.pipeline.schedule.wiring import Feeds
-from autosplit.text.progress import working
-
-from .first_error import LostPeerError
-from .groups import Groups
-
-_LOOK_EVERY = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,63 +38,23 @@ class TensorMeta:
 Boundary = tuple[TensorMeta, ...]
 """The tensors between one stage and the next, in order."""
 
+Dependence = Sequence[Sequence[bool]]
+"""Of each output of a stage, for each of its inputs whether that output's gradient gives it one."""
 
-class Negotiation:
-    """The agreed boundaries of one mode of running ("train", "evaluate").
 
-    Boundary s lies after stage s. The last stage's is not crossed: it holds the loss, which every
-    rank wants to know about.
+class Boundaries:
+    """The agreed boundaries of batches of one shape, in training or in evaluation.
 
-    Not every tensor that could have a gradient gets one: of what a stage does not use, and of what
-    it uses only for such, none comes back, as under autograd. That is told from the last stage to
-    the first, when all are built.
+    Boundary s lies after stage s. The last stage's is not crossed: it holds the loss. Training
+    knows all before its first step; in evaluation, a rank knows those that have crossed there.
 
     Attributes:
-        known: the boundaries that this rank knows so far.
+        known: what each stage puts out.
     """
 
-    def __init__(self, mode: str, groups: Groups, check: Callable[[], None]) -> None:
-        self._mode = mode
-        self._groups = groups
-        self._check = check
+    def __init__(self) -> None:
         self.known: dict[int, Boundary] = {}
-        self._given: dict[tuple[int, int], tuple[bool, ...]] = {}
-
-    def publish(self, boundary: int, metas: Sequence[TensorMeta]) -> Boundary:
-        """Settle a boundary; the rank that holds the stage before it does so."""
-        agreed = self.known[boundary] = tuple(metas)
-        self._tell(f"{boundary}/built", [(m.shape, str(m.dtype), m.requires_grad) for m in agreed])
-        return agreed
-
-    def learn(self, boundary: int) -> Boundary:
-        """Wait until ``boundary`` is settled.
-
-        Raises:
-            LostPeerError: another rank failed, or a stage was not ready within the timeout. Stages
-                become ready one after another; each has the whole timeout.
-        """
-        if boundary not in self.known:
-            for stage in range(boundary + 1):
-                if stage not in self.known:
-                    heard = self._hear(f"{stage}/built", stage)
-                    self.known[stage] = tuple([_meta(*each) for each in heard])
-        return self.known[boundary]
-
-    def publish_gradients(self, boundary: int, taker: int, given: Sequence[bool]) -> None:
-        """Say of which tensors that cross a boundary to a stage that stage gives a gradient."""
-        self._given[boundary, taker] = tuple(given)
-        self._tell(f"{boundary}/gradients of {taker}", given)
-
-    def gradients(self, boundary: int, taker: int) -> Sequence[bool]:
-        """Of which it does; waits until that is said.
-
-        Raises:
-            LostPeerError: as for ``learn``.
-        """
-        if (boundary, taker) not in self._given:
-            heard = self._hear(f"{boundary}/gradients of {taker}", taker)
-            self._given[boundary, taker] = tuple(heard)
-        return self._given[boundary, taker]
+        self._given: dict[tuple[int, int], Sequence[bool]] = {}
 
     def crossing(self, parcel: Parcel, feeds: Feeds) -> Sequence[TensorMeta | None]:
         """What is in a parcel between stages that are known; None for a gradient that is not."""
@@ -114,32 +65,34 @@ class Negotiation:
         given = self._given.get((boundary, taker)) or [meta.requires_grad for meta in metas]
         return [meta if is_given else None for meta, is_given in zip(metas, given, strict=True)]
 
-    def _tell(self, what: str, said: object) -> None:
-        if self._groups.ranks > 1:
-            self._groups.store.set(self._key(what), json.dumps(said))
+    def settle_gradients(self, dependence: Sequence[Dependence | None], feeds: Feeds) -> None:
+        """Work out which gradients come back, from the last stage to the first: not every tensor
+        that could have one gets one. Of what a stage does not use, and of what it uses only for
+        such, none comes back, as under autograd.
 
-    def _hear(self, what: str, stage: int) -> Any:
-        store, timeout, key = self._groups.store, self._groups.timeout, self._key(what)
-        deadline = time.monotonic() + timeout
-        with self._groups.place.waits(), working(f"waiting for stage {stage}"):
-            while not store.check([key]):
-                self._check()
-                if time.monotonic() > deadline:
-                    waited = f"waited {timeout:.3g} s for stage {stage} to be built"
-                    raise LostPeerError(
-                        f"{waited}: is that rank stuck? A longer timeout= leaves more time for "
-                        "building",
-                        waited,
-                    )
-                time.sleep(_LOOK_EVERY)
-        return json.loads(store.get(key))
-
-    def _key(self, what: str) -> str:
-        return f"autosplit/{self._mode}/{what}"
-
-
-def _meta(shape: Sequence[int], dtype: str, wants: bool) -> TensorMeta:
-    return TensorMeta(torch.Size(shape), getattr(torch, dtype.removeprefix("torch.")), wants)
+        Args:
+            dependence: of each stage; None where that is not known: all that are wanted come back.
+            feeds: who feeds whom.
+        """
+        last = len(dependence) - 1
+        for stage in range(last, -1, -1):
+            come = [stage == last] * len(self.known[stage])
+            for target in feeds.targets(stage):
+                taken = feeds.select(range(len(come)), stage, target)
+                for at, is_given in zip(taken, self._given[stage, target], strict=True):
+                    come[at] |= is_given
+            rows = dependence[stage]
+            for source in feeds.sources(stage):
+                metas = feeds.select(self.known[source], source, stage)
+                given = [meta.requires_grad for meta in metas]
+                if rows is not None:
+                    arrived = [row for row, comes in zip(rows, come, strict=True) if comes]
+                    places = feeds.places(source, stage) or [[at] for at in range(len(metas))]
+                    pairs = zip(given, places, strict=True)
+                    given = [
+                        g and any(row[at] for at in own for row in arrived) for g, own in pairs
+                    ]
+                self._given[source, stage] = given
 
 
 def listed(metas: Sequence[TensorMeta | None]) -> str:

@@ -153,8 +153,8 @@ class Control:
             dist.broadcast(found, origin, group=self.group)
         return int(found)
 
-    def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, by rank.
+    def gather(self, value: Any, awaited: str = OTHERS) -> list[Any]:
+        """``value`` of every rank, by rank; ``awaited`` is what this waits for, in words.
 
         Raises:
             LostPeerError: some rank did not take part.
@@ -162,7 +162,7 @@ class Control:
         """
         if self.ranks == 1:
             return [value]
-        with self.losing(OTHERS):
+        with self.losing(awaited):
             rows = gather_in(value, self.group, self._doing())
         # The members of a group are in the order of their numbers in the default one.
         return [rows[sorted(self.members).index(each)] for each in self.members]

@@ -27,8 +27,9 @@ from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import is_flat
 from autosplit.torch_internals.state import modes_kept, versions
 
-from .boundaries import Negotiation, TensorMeta
+from .boundaries import Boundaries, Boundary, Dependence, TensorMeta
 from .executor import BackwardStage
+from .groups import Groups
 from .transport import Receive, arguments
 
 
@@ -274,20 +275,21 @@ def build_stages(
     modules: Mapping[int, nn.Module],
     stages: int,
     feeds: Feeds,
-    negotiation: Negotiation,
+    groups: Groups,
     factory: StageFactory,
     *,
     inputs: Sequence[Tensor],
     targets: Sequence[Tensor],
     device: torch.device,
-) -> dict[int, TrainableStage]:
-    """Build this rank's stages, each as soon as the shapes of its inputs are known.
+) -> tuple[dict[int, TrainableStage], Boundaries]:
+    """Build this rank's stages, and agree on what crosses between all: stage after stage, whoever
+    holds one builds it for what those before it put out, and tells the others; collective.
 
     Args:
         modules: this rank's modules by stage, the last one with its loss.
         stages: how many stages there are.
         feeds: who feeds whom.
-        negotiation: where stages learn their input shapes and publish their output shapes.
+        groups: the trainer's process groups.
         factory: makes a stage.
         inputs: one microbatch's inputs; only those that this rank's stages take are needed.
         targets: one microbatch's targets; only the last stage's rank needs them.
@@ -295,55 +297,36 @@ def build_stages(
 
     Raises:
         PipelineError: the loss is not one floating scalar that needs a gradient.
-        LostPeerError: another rank failed or was not ready in time.
+        LostPeerError: another rank failed or was not ready in time. Each stage has the whole
+            timeout.
     """
     built: dict[int, TrainableStage] = {}
-    for index in sorted(modules):
-        args = _examples(index, feeds, negotiation, inputs, device)
-        if index == stages - 1:
-            args += [tensor.detach() for tensor in targets]
-        stage = factory(modules[index], args, index=index)
-        metas = [TensorMeta(*spec) for spec in stage.output_specs]
-        feeds.check_outputs(index, len(metas))
-        if index == stages - 1:
-            check_loss(metas)
-        negotiation.publish(index, metas)
-        built[index] = stage
-    return built
+    boundaries = Boundaries()
+    dependence: list[Dependence | None] = []
+    for index in range(stages):
+        told: tuple[Boundary, Dependence | None] | None = None
+        if index in modules:
+            args = _examples(index, feeds, boundaries, inputs, device)
+            if index == stages - 1:
+                args += [tensor.detach() for tensor in targets]
+            stage = built[index] = factory(modules[index], args, index=index)
+            metas = tuple([TensorMeta(*spec) for spec in stage.output_specs])
+            feeds.check_outputs(index, len(metas))
+            if index == stages - 1:
+                check_loss(metas)
+            told = metas, dependence_of(stage, len(metas))
+        heard = groups.gather(told, f"stage {index} to be built")
+        boundaries.known[index], rows = next(filter(None, heard))
+        dependence.append(rows)
+    boundaries.settle_gradients(dependence, feeds)
+    return built, boundaries
 
 
-def agree_on_gradients(
-    stages: Mapping[int, TrainableStage], count: int, feeds: Feeds, negotiation: Negotiation
-) -> None:
-    """Tell the other ranks which gradients this rank's stages give, once all stages are built; each
-    knows when it has heard which it gets.
-
-    Args:
-        stages: this rank's.
-        count: how many there are.
-        feeds: who feeds whom.
-        negotiation: where the boundaries are agreed on.
-
-    Raises:
-        LostPeerError: another rank failed or was not ready in time.
-    """
-    negotiation.learn(count - 1)
-    for index in sorted(stages, reverse=True):
-        come = [index == count - 1] * len(negotiation.known[index])
-        for target in feeds.targets(index):
-            taken = feeds.select(range(len(come)), index, target)
-            for at, is_given in zip(taken, negotiation.gradients(index, target), strict=True):
-                come[at] |= is_given
-        stage = stages[index]
-        gives = stage.inputs_given(come) if isinstance(stage, KnowsGradients) else None
-        for source in feeds.sources(index):
-            metas = feeds.select(negotiation.known[source], source, index)
-            given = [meta.requires_grad for meta in metas]
-            if gives is not None:
-                places = feeds.places(source, index) or [[at] for at in range(len(metas))]
-                pairs = zip(given, places, strict=True)
-                given = [each and any(gives[at] for at in own) for each, own in pairs]
-            negotiation.publish_gradients(source, index, given)
+def dependence_of(stage: TrainableStage, outputs: int) -> Dependence | None:
+    """For which of its inputs a stage gives a gradient, by output; None: it does not know."""
+    if not isinstance(stage, KnowsGradients):
+        return None
+    return [stage.inputs_given([at == one for at in range(outputs)]) for one in range(outputs)]
 
 
 _NO_TENSOR = "no tensor: return it as it is, without .item() or float()"
@@ -365,15 +348,14 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
 def _examples(
     index: int,
     feeds: Feeds,
-    negotiation: Negotiation,
+    boundaries: Boundaries,
     inputs: Sequence[Tensor],
     device: torch.device,
 ) -> list[Tensor]:
     """Example arguments of a stage, without targets."""
 
     def made_by(stage: int) -> Receive:
-        metas = negotiation.learn(stage)
-        wanted = feeds.select(metas, stage, index)
+        wanted = feeds.select(boundaries.known[stage], stage, index)
         return lambda: [_example(meta, device) for meta in wanted]
 
     receives = [made_by(stage) for stage in feeds.sources(index)]

@@ -1,12 +1,14 @@
 """Tensors between stages, over point-to-point messages or by hand on one rank.
 
-Shapes are agreed on once, so a message is nothing but data. Receives are posted ahead; sends are
+Shapes are agreed on before training, so a message is nothing but data; in evaluation the first that
+crosses a boundary says them. Receives are posted ahead; sends are
 not waited for, and what they send is kept until a later message proves that it arrived (see
 ``routes``) or the step ends. What several stages take is sent to each.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +24,7 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel, Routes, parcels_of
 from autosplit.pipeline.schedule.wiring import Feeds
 
-from .boundaries import Boundary, Negotiation, TensorMeta
+from .boundaries import Boundaries, TensorMeta
 from .first_error import LostPeerError
 from .groups import Groups, lost
 
@@ -62,7 +64,7 @@ class Mailbox:
         link: carries the messages.
         peer: the other rank.
         routes: what it sends, in its order, and which tensors those are.
-        negotiation: where shapes are agreed on.
+        boundaries: what crosses.
         device: where tensors are received.
     """
 
@@ -71,11 +73,12 @@ class Mailbox:
         link: Groups,
         peer: int,
         routes: Routes,
-        negotiation: Negotiation,
+        boundaries: Boundaries,
         device: torch.device,
     ) -> None:
         self._link, self._peer, self._device = link, peer, device
-        self._negotiation, self._feeds = negotiation, routes.feeds
+        self._boundaries, self._feeds = boundaries, routes.feeds
+        self._told = {*boundaries.known}
         self._parcels = routes.receives.get(peer, ())
         self._posted = self._retired = 0
         self._coming: dict[Parcel, _Message] = {}
@@ -95,6 +98,11 @@ class Mailbox:
         """Start sending those that there are."""
         message = _Message(parcel, "needs", [], [])
         self._sent.append(message)
+        if parcel.boundary not in self._told:
+            self._told.add(parcel.boundary)
+            text = bytearray(pickle.dumps(self._boundaries.known[parcel.boundary]))
+            told = torch.frombuffer(text.ljust(_TOLD), dtype=torch.uint8)
+            self._start(message, self._link.isend, told.to(self._device))
         for tensor in tensors:
             if tensor is not None:
                 self._start(message, self._link.isend, tensor.contiguous())
@@ -111,8 +119,8 @@ class Mailbox:
 
     def post_next(self) -> None:
         """Post one receive more, if its shapes are known."""
-        known, left = self._negotiation.known, self._parcels[self._posted :]
-        if left and left[0].boundary in known:
+        left = self._parcels[self._posted :]
+        if left and left[0].boundary in self._boundaries.known:
             self._post()
 
     def take(self, parcel: Parcel, place: int, proven: int) -> list[Tensor | None]:
@@ -124,7 +132,7 @@ class Mailbox:
             proven: how many of the messages sent to it have arrived if anything travelled.
         """
         while self._posted <= place:
-            self._negotiation.learn(self._parcels[self._posted].boundary)
+            self._learn(self._parcels[self._posted])
             self._post()
         message = self._coming.pop(parcel)
         self._wait(message)
@@ -132,11 +140,21 @@ class Mailbox:
             self.retire(proven)
         return message.tensors
 
+    def _learn(self, parcel: Parcel) -> None:
+        """Wait for the shapes at a boundary, ahead of the first that crosses it."""
+        known, boundary = self._boundaries.known, parcel.boundary
+        if boundary not in known:
+            told = torch.empty(_TOLD, dtype=torch.uint8, device=self._device)
+            message = _Message(parcel, "makes", [], [])
+            self._start(message, self._link.irecv, told)
+            self._wait(message)
+            known[boundary] = pickle.loads(bytes(told.tolist()))
+
     def _post(self) -> None:
         parcel = self._parcels[self._posted]
         self._posted += 1
         message = self._coming[parcel] = _Message(parcel, "makes", [], [])
-        for meta in self._negotiation.crossing(parcel, self._feeds):
+        for meta in self._boundaries.crossing(parcel, self._feeds):
             if meta is None:
                 message.tensors.append(None)
             else:
@@ -169,14 +187,17 @@ class Mailbox:
         return lost(what, perf_counter() - begun, self._link.timeout, error)
 
 
+_TOLD = 2**15
+"""Bytes that say what crosses a boundary."""
+
+
 class Transport:
     """One rank's messages under one schedule; the same calls every step.
 
     Args:
         routes: what travels where.
         link: carries the messages.
-        negotiation: where the shapes at each boundary are agreed on: before the first step, or
-            by the first tensors that cross.
+        boundaries: what crosses; those that are not known yet are by the first tensors that do.
         device: where received tensors are made.
         posts: from whom the next receives are posted before an action, see ``posts_of``: over NCCL,
             each that is posted is a kernel that waits on the device, and may hold up what is
@@ -190,15 +211,15 @@ class Transport:
         self,
         routes: Routes,
         link: Groups,
-        negotiation: Negotiation,
+        boundaries: Boundaries,
         *,
         device: torch.device,
         posts: Mapping[Action, Sequence[int]],
     ) -> None:
-        self._posts, self._negotiation, self._device = posts, negotiation, device
+        self._posts, self._boundaries, self._device = posts, boundaries, device
         self._routes, self.feeds = routes, routes.feeds
         self._boxes = {
-            peer: Mailbox(link, peer, routes, negotiation, device)
+            peer: Mailbox(link, peer, routes, boundaries, device)
             for peer in {**routes.sends, **routes.receives}
         }
         self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
@@ -265,10 +286,13 @@ class Transport:
     def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
         feeds = self.feeds
         puts = [(self._put(each), feeds.positions(each.boundary, each.taker)) for each in parcels]
-        known, stage = self._negotiation.known, result.stage
+        known, stage = self._boundaries.known, result.stage
 
         def send(tensors: Sequence[Tensor]) -> None:
-            agreed = known[stage] if stage in known else self._agree(stage, tensors)
+            if stage not in known:  # the first outputs are what later ones are held to
+                feeds.check_outputs(stage, len(tensors))
+                known[stage] = tuple(map(TensorMeta.of, tensors))
+            agreed = known[stage]
             if len(tensors) != len(agreed):
                 raise PipelineError(
                     f"stage {stage} put out {len(tensors)} tensors for microbatch "
@@ -285,13 +309,11 @@ class Transport:
         return send
 
     def _gradient_sender(self, parcel: Parcel) -> Send:
-        put, result, negotiation = self._put(parcel), parcel.result, self._negotiation
+        put, result = self._put(parcel), parcel.result
         choose = gradients_for(parcel.boundary, parcel.taker, self.feeds)
-        agreed: Sequence[TensorMeta | None] = ()
+        agreed = self._boundaries.crossing(parcel, self.feeds)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
-            nonlocal agreed
-            agreed = agreed or negotiation.crossing(parcel, self.feeds)
             if choose is not None:
                 gradients = choose(gradients)
             if len(gradients) < len(agreed):
@@ -320,15 +342,10 @@ class Transport:
             return partial(self._here.__setitem__, parcel)
         return partial(self._boxes[self._target[parcel]].put, parcel)
 
-    def _agree(self, stage: int, given: Sequence[Tensor]) -> Boundary:
-        """The first outputs are what later ones are held to."""
-        self.feeds.check_outputs(stage, len(given))
-        return self._negotiation.publish(stage, [TensorMeta.of(tensor) for tensor in given])
-
     def _refuse_unexpected(self, parcel: Parcel, place: int) -> None:
         """Refuse a gradient that the other stage does not wait for, though it could use it."""
         boundary, taker = parcel.boundary, parcel.taker
-        metas = self.feeds.select(self._negotiation.known[boundary], boundary, taker)
+        metas = self.feeds.select(self._boundaries.known[boundary], boundary, taker)
         if metas[place].requires_grad:
             raise PipelineError(
                 f"there is a {self._gradient_name(parcel, place)} in microbatch "

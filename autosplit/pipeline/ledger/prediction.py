@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autosplit.passes import Kind, Role
-from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
+from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.routes import Parcel, parcels_for, parcels_of, result_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -133,13 +133,13 @@ def _bytes(held: _Held) -> int:
     return sum(each.bytes for each in {*held.values()})
 
 
-def received_bytes(stage: Stage, feeds: Feeds, negotiation: Negotiation) -> dict[str, int]:
+def received_bytes(stage: Stage, feeds: Feeds, boundaries: Boundaries) -> dict[str, int]:
     """Bytes of each input of a stage that another one sends, by name."""
     sources = feeds.sources(stage.index)
     metas: dict[tuple[int | None, int], TensorMeta] = {
         (source, position): meta
         for source in sources
-        for position, meta in enumerate(negotiation.known[source])
+        for position, meta in enumerate(boundaries.known[source])
     }
     names = stage.functions.capture.inputs  # behind these are the targets, of the batch
     taken: list[tuple[int | None, int]] = [*metas]
@@ -153,7 +153,7 @@ def message_levels(
     schedule: Schedule,
     rank: int,
     feeds: Feeds,
-    negotiation: Negotiation,
+    boundaries: Boundaries,
     lent: Mapping[int, Collection[int]],
 ) -> list[int]:
     """What a rank's messages hold, as ``Transport`` has them: for each action of its row, while it
@@ -163,7 +163,7 @@ def message_levels(
         schedule: what is run.
         rank: whose messages.
         feeds: who feeds whom.
-        negotiation: where it was agreed on what stages put out and get back.
+        boundaries: what stages put out and get back.
         lent: by stage of this rank, places of outputs whose memory counts elsewhere.
     """
     posts, routes = posts_of(schedule, feeds)[rank], routes_of(schedule, feeds)[rank]
@@ -176,7 +176,7 @@ def message_levels(
 
     def change(parcel: Parcel, more: int) -> None:
         nonlocal now
-        metas = negotiation.crossing(parcel, feeds)
+        metas = boundaries.crossing(parcel, feeds)
         places = feeds.positions(parcel.boundary, parcel.taker) or range(len(metas))
         for place, meta in zip(places, metas, strict=True):
             if meta is None or (parcel.forward and place in lent.get(parcel.boundary, ())):
@@ -202,14 +202,14 @@ def message_levels(
             if parcel in source:
                 peer = source[parcel]
                 post(peer, parcel)
-                tells = any(negotiation.crossing(parcel, feeds))  # else nothing travels
+                tells = any(boundaries.crossing(parcel, feeds))  # else nothing travels
                 while tells and retired[peer] < routes.proven[parcel]:
                     change(sent[peer].popleft(), -1)
                     retired[peer] += 1
             change(parcel, -1)  # it is the stage's now
         found.append(now)
         if action.kind is ActionKind.FORWARD and action.stage == schedule.stages - 1:
-            now += sum(map(_size, negotiation.known[action.stage]))  # losses stay until the end
+            now += sum(map(_size, boundaries.known[action.stage]))  # losses stay until the end
         for parcel in parcels_of(result_of(action), feeds):
             change(parcel, 1)
             if (target := schedule.placement[parcel.stage]) != rank:

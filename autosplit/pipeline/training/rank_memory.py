@@ -102,7 +102,7 @@ class RankMemory:
         if step is not None and len(stages) == len(step.stages):
             kinds = {action.kind for action in row}
             for index, stage in stages.items():
-                received = received_bytes(stage, feeds, step.negotiation)
+                received = received_bytes(stage, feeds, step.boundaries)
                 known[index] = StageBytes(stage, self._calls, received, kinds)
         sizes = [StageMemory(0.0, 0.0)] * schedule.stages  # of which nothing moves here
         for part in self._groups.gather({index: each.memory for index, each in known.items()}):
@@ -111,7 +111,7 @@ class RankMemory:
         if step is None or not known:
             return None
         lent = {index: each.lent for index, each in known.items()}
-        messages = message_levels(schedule, rank, feeds, step.negotiation, lent)
+        messages = message_levels(schedule, rank, feeds, step.boundaries, lent)
         found = []
         for action, own, sent in zip(row, levels_of(schedule, sizes)[rank], messages, strict=True):
             # The first to make gradients adds to none.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import CaptureError, FailingCallError, PipelineError, PlanError
-from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta, listed
+from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta, listed
 from autosplit.pipeline.engine.executor import Executor, ForwardStage
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
@@ -23,7 +23,6 @@ from autosplit.pipeline.engine.stages import (
     ModuleStage,
     StageFactory,
     TrainableStage,
-    agree_on_gradients,
     build_stages,
     check_inputs,
     compile_stages,
@@ -80,14 +79,16 @@ class ShapedStep:
     Attributes:
         parts: what they are.
         evaluates: whether it only runs forward.
-        negotiation: where the shapes between stages are agreed on.
+        boundaries: the shapes between stages.
+        dtype: of the losses, once one has run.
         stages: those of the rank, in training; empty until the first such batch.
         executor: runs them; None until then.
     """
 
     parts: Parts
     evaluates: bool
-    negotiation: Negotiation
+    boundaries: Boundaries = field(default_factory=Boundaries)
+    dtype: torch.dtype = torch.float32
     stages: Mapping[int, TrainableStage] = field(default_factory=dict)
     executor: Executor | None = None
 
@@ -156,7 +157,6 @@ class Runner:
         )
         self._steps: dict[int, ShapedStep] = {}  # by bit, in the order in which they were used
         self._fitting: dict[Hashable, int] = {}  # the bits of those that may run such a batch
-        self._begun = 0
         self._observer: Observer | None = None
         self._faces: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
         self._known: dict[int, Stage] = {}
@@ -243,11 +243,11 @@ class Runner:
         """Build the stages of a training step from its first batch, whole and cut."""
         place = self._groups.place
         with place("building its stages"):
-            step.stages = build_stages(
+            step.stages, step.boundaries = build_stages(
                 self._complete(batch),
                 self.schedule.stages,
                 self._feeds,
-                step.negotiation,
+                self._groups,
                 self._stage,
                 inputs=inputs[0] if inputs else (),
                 targets=targets[0] if targets else (),
@@ -255,7 +255,7 @@ class Runner:
             )
         with place("compiling its stages"):
             compile_stages(step.stages, self.schedule)
-        agree_on_gradients(step.stages, self.schedule.stages, self._feeds, step.negotiation)
+        step.dtype = step.boundaries.known[self._last][0].dtype
         # A step's clock starts for all ranks together, of replicas of the pipeline too.
         self._groups.everybody.meet()
         return self._prepare(step, self.schedule, step.stages)
@@ -273,23 +273,18 @@ class Runner:
             moves = Moves(stages, schedule, groups, self._device, self._store)
         loss_grad = None
         if stages is step.stages:
-            scale, dtype = 1.0 / schedule.microbatches, self._loss_dtype(step)
-            loss_grad = torch.full((), scale, dtype=dtype, device=self._device)
+            scale = 1.0 / schedule.microbatches
+            loss_grad = torch.full((), scale, dtype=step.dtype, device=self._device)
         step.executor = Executor(
             stages,
             schedule,
             groups.rank,
-            Transport(routes, groups, step.negotiation, device=self._device, posts=posts),
+            Transport(routes, groups, step.boundaries, device=self._device, posts=posts),
             loss_grad=loss_grad,
             place=groups.place,
             moves=moves,
         )
         return step.executor
-
-    def _loss_dtype(self, step: ShapedStep) -> torch.dtype:
-        """Waits until the last stage's rank has said."""
-        known = step.negotiation
-        return (known.known.get(self._last) or known.learn(self._last))[0].dtype
 
     def _stage(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
         """A stage for ``module(*args)``: that of another step where it can take them, whose graphs
@@ -347,7 +342,8 @@ class Runner:
             observer: is shown what the loss is given, where that is computed.
         """
         step, inputs, targets = self._take(batch, evaluates=True)
-        executor = step.executor or self._build_evaluation(step, batch)
+        known = step.executor
+        executor = known or self._build_evaluation(step, batch)
         for call in self._held.before:
             call()
         self._observer = observer
@@ -355,8 +351,9 @@ class Runner:
         self._observer = None
         for call in self._held.behind:
             call()
-        if losses and self._last not in step.negotiation.known:
-            step.negotiation.publish(self._last, [TensorMeta.of(next(iter(losses.values())))])
+        if known is None:
+            own = next((each.dtype for each in losses.values()), None)
+            step.dtype = next(filter(None, self._groups.gather(own)))
         return self._agree(step, losses, inputs + targets, clipping=False)
 
     def _build_evaluation(self, step: ShapedStep, batch: Batch | None) -> Executor:
@@ -429,9 +426,7 @@ class Runner:
             del self._steps[free]
             left = ((key, bits & ~free) for key, bits in self._fitting.items())
             self._fitting = {key: bits for key, bits in left if bits}
-        self._begun += 1
-        negotiation = Negotiation(f"step {self._begun}", self._groups, self._guard.check)
-        self._steps[free] = ShapedStep(agreed, evaluates, negotiation)
+        self._steps[free] = ShapedStep(agreed, evaluates)
         return free
 
     def _tune(self, tuner: Tuner) -> None:
@@ -467,7 +462,7 @@ class Runner:
             count=self.schedule.microbatches,
             squares=self._held.squares() if clipping else None,
             batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
-            dtype=self._loss_dtype(step),
+            dtype=step.dtype,
         )
 
 

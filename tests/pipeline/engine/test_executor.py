@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.boundaries import Negotiation
+from autosplit.pipeline.engine.boundaries import Boundaries
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.first_error import LostPeerError
 from autosplit.pipeline.engine.groups import Groups
@@ -45,8 +45,9 @@ class NoBackward:
 
 def executor(stages: dict[int, Any], count: int) -> Executor:
     schedule, groups = build("gpipe", count, 1, ranks=1), Groups(1, CPU, 1.0)
-    negotiation = Negotiation("train", groups, lambda: None)
-    transport = Transport(routes_of(schedule)[0], groups, negotiation, device=CPU, posts={})
+    boundaries = Boundaries()
+    boundaries.known |= dict.fromkeys(range(count), ())
+    transport = Transport(routes_of(schedule)[0], groups, boundaries, device=CPU, posts={})
     return Executor(stages, schedule, 0, transport, loss_grad=torch.tensor(1.0))
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
-from autosplit.pipeline.engine.first_error import LostPeerError
+from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.routes import Parcel, routes_of
+from autosplit.pipeline.schedule.wiring import Feeds
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")
@@ -48,17 +48,6 @@ def test_tensors_travel_as_bytes_whatever_they_hold() -> None:
 
 
 @ranks(2)
-def test_a_stage_that_is_never_built_ends_the_wait() -> None:
-    groups = Groups(2, CPU, 30.0)
-    groups.timeout = 0.2
-    if dist.get_rank() == 1:
-        with pytest.raises(LostPeerError, match=r"waited 0.2 s for stage 0 to be built"):
-            Negotiation("never", groups, lambda: None).learn(1)
-    dist.barrier()
-    groups.destroy()
-
-
-@ranks(2)
 def test_connections_end_when_a_trainer_is_closed() -> None:
     """Not when the garbage collector comes, which would hold up whatever runs then."""
     groups = Groups(2, CPU, 30.0)
@@ -76,11 +65,11 @@ def test_connections_end_when_a_trainer_is_closed() -> None:
 
 def _transport(*metas: TensorMeta, given: Sequence[bool] = ()) -> Transport:
     groups = Groups(1, CPU, 1.0)
-    negotiation = Negotiation("train", groups, lambda: None)
-    negotiation.publish(0, metas)
-    negotiation.publish_gradients(0, 1, given)
+    boundaries, feeds = Boundaries(), Feeds(2)
+    boundaries.known |= {0: metas, 1: (_meta(),)}
+    boundaries.settle_gradients([None, [given] if given else None], feeds)
     routes = routes_of(build("gpipe", 2, 1, ranks=1))[0]
-    return Transport(routes, groups, negotiation, device=CPU, posts={})
+    return Transport(routes, groups, boundaries, device=CPU, posts={})
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> TensorMeta:

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
+from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
-from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.stages import agree_on_gradients
+from autosplit.pipeline.engine.stages import dependence_of
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -126,9 +125,10 @@ def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
     inputs = [[torch.randn(ROWS), torch.arange(ROWS) % 2] for _ in range(schedule.microbatches)]
     stages, known = _stages(model, inputs[0])
     feeds = Feeds(model.stages, model.wiring)
-    negotiation = Negotiation("train", Groups(1, CPU, 1.0), lambda: None)
-    negotiation.known.update(enumerate(known))
-    agree_on_gradients(dict(enumerate(stages)), model.stages, feeds, negotiation)
+    boundaries = Boundaries()
+    boundaries.known.update(enumerate(known))
+    pairs = zip(stages, known, strict=True)
+    boundaries.settle_gradients([dependence_of(each, len(out)) for each, out in pairs], feeds)
 
     wire: Wire = {}
     posts = posts_of(schedule, feeds)
@@ -139,7 +139,7 @@ def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
             {i: stage for i, stage in enumerate(stages) if schedule.placement[i] == rank},
             schedule,
             rank,
-            Transport(routes, port, negotiation, device=CPU, posts=posts[rank]),
+            Transport(routes, port, boundaries, device=CPU, posts=posts[rank]),
             loss_grad=torch.tensor(1.0),
         )
         executor.run(inputs, [[] for _ in inputs])

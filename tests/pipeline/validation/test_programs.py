@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.engine.boundaries import Negotiation, TensorMeta
+from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
-from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.action import Action
@@ -90,11 +89,11 @@ class Stage:
 def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     """By the engine, as it is over NCCL."""
     log, feeds = Log(), Feeds(schedule.stages)
-    negotiation = Negotiation("train", Groups(1, CPU, 1.0), lambda: None)
-    negotiation.known |= dict.fromkeys(range(schedule.stages), (META,))
+    boundaries = Boundaries()
+    boundaries.known |= dict.fromkeys(range(schedule.stages), (META,))
     link: Any = log
     posts = posts_of(schedule, feeds)[rank]
-    transport = Transport(routes_of(schedule)[rank], link, negotiation, device=CPU, posts=posts)
+    transport = Transport(routes_of(schedule)[rank], link, boundaries, device=CPU, posts=posts)
     stages = dict.fromkeys(schedule.held(rank), Stage())
     executor = Executor(stages, schedule, rank, transport, loss_grad=torch.ones(1))
     count = schedule.microbatches
