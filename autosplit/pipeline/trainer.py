@@ -42,8 +42,14 @@ from .training.options import (
 )
 from .training.rank_state import OptimizerFunction, RankState
 from .training.runner import Runner
-from .training.shared_parameters import union_of_groups
-from .training.stage_modules import LossFunction, MetricFunction, StageSource, by_name, numbers
+from .training.stage_modules import (
+    LossFunction,
+    MetricFunction,
+    StageSource,
+    by_name,
+    numbers,
+    union_of_groups,
+)
 from .whole_model import Example, Model, cut, is_whole, refuse_beside_stages
 
 
@@ -189,7 +195,7 @@ class PipelineTrainer:
             self._held = held = RankState(
                 source, self.shared_parameters, schedule, self._groups, self.device, settled
             )
-            if held.sharded is not None and not isinstance(factory, SplitStage):
+            if not isinstance(factory, SplitStage):
                 held.sharded.refuse_factory(factory)
             self.modules = held.modules
             held.take_optimizer(optimizer_fn)

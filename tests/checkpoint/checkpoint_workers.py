@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.pipeline.training.shared_parameters import Holder
+from autosplit.pipeline.training.stage_modules import Holder
 from autosplit.planner.meta_model import Initialiser, materialise_stage
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.tables import chain_of

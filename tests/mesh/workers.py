@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.errors import AutosplitError
 from autosplit.pipeline import PipelineTrainer
-from autosplit.pipeline.training import reductions
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.trainer_options import grouped
 
@@ -59,8 +58,6 @@ def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def trainer(
     mesh: DeviceMesh | None = None, build: Any = block, stages: int | None = 2, **options: Any
 ) -> PipelineTrainer:
-    """``cap``: bytes of a bucket."""
-    reductions.CAP = options.pop("cap", 25 * 2**20)
     options = {"microbatches": M, "timeout": 60.0, **options}
     return PipelineTrainer(
         build,

@@ -26,7 +26,7 @@ from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 
 from .auto_schedule import first_schedule, usual_times
-from .shared_parameters import Holder
+from .stage_modules import Holder
 
 MEMORY = "memory"
 

@@ -15,11 +15,9 @@ from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.dtensor import is_dtensor, lay_gradient_out, local_tensor
 
-from .reductions import Reduction, reducing
+from .copies import Copies, Wait
 from .sharded_stages import ShardedStages
-from .shared_parameters import Holder, SharedParameters
-from .stage_copies import ModelReplicas, TensorParts
-from .stage_modules import StageSource
+from .stage_modules import Holder, StageSource
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -27,7 +25,6 @@ OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class RankState:
     """This rank's stage modules and trainable parameters, kept equal with their replicas.
 
-    What there is none of is None, and nobody asks it: one rank without a mesh has none.
     Creating one is collective over all ranks.
 
     Args:
@@ -43,15 +40,13 @@ class RankState:
         parameters: those that need a gradient, each once.
         optimizer: moves them, once it was taken; None if there are none.
         sharded: the stages that are sharded.
-        parts: of tensors that other ranks have other parts of.
-        shared: the parameters of which there are several copies in the pipeline.
         before: what comes before the actions of a step, call by call.
         behind: what follows them.
         reduces: whether gradients are summed with those of other copies or ranks in a step.
 
     Raises:
-        PipelineError: a stage that is no module, or what ``ShardedStages``, ``TensorParts``,
-            and ``SharedParameters`` refuse; or sharded stages share parameters.
+        PipelineError: a stage that is no module, or what ``ShardedStages`` and ``Copies`` refuse;
+            or sharded stages share parameters.
     """
 
     def __init__(
@@ -63,7 +58,7 @@ class RankState:
         device: torch.device,
         settled: Callable[[], None],
     ) -> None:
-        self.modules: dict[int, nn.Module] = {}
+        self.modules = modules = dict[int, nn.Module]()
         for index in schedule.held(groups.rank):
             module = stages.build(index)
             if not isinstance(module, nn.Module):
@@ -71,43 +66,31 @@ class RankState:
                     f"stage {index} must be an nn.Module; got a {type(module).__name__}"
                 )
             _check_tied(index, module, shared)
-            self.modules[index] = module.to(device)
-        layout, modules = groups.layout, self.modules
-        sharded = ShardedStages(modules, groups)
-        self.sharded = sharded if sharded.parameters else None
-        if self.sharded is not None and shared:
+            modules[index] = module.to(device)
+        self.sharded = sharded = ShardedStages(modules, groups, settled)
+        if sharded.parameters and shared:
             raise PipelineError(
                 "parameters that fully_shard has sharded are shared by several stages "
                 "(shared_parameters), whose gradients would have to be summed across both: take "
                 "'dp_replicate' in place of 'dp_shard', or stages that have parameters of their own"
             )
-        self.parts: TensorParts | None = None
-        if layout.exchanges or self.sharded is not None or any(_dtensors(modules.values())):
-            self.parts = TensorParts(modules, groups, sharded.lying)
-        self.shared: SharedParameters | None = None
-        if shared:
-            self.shared = SharedParameters(shared, modules, schedule, groups)
-        replicas: ModelReplicas | None = None
-        if layout.shares > 1:
-            replicas = ModelReplicas(modules, groups, sharded.lying)
-        self.before: tuple[Callable[[], None], ...] = ()
-        if self.sharded is not None:
-            self.before = (self.sharded.gather_all,)
-        self.behind: tuple[Callable[[], None], ...] = (
-            *((settled,) if device.type == "cuda" else ()),
-            *((self.sharded.free_all,) if self.sharded is not None else ()),
-            *((replicas.equalise_buffers,) if replicas is not None else ()),
-        )
-        self._settled = settled
-        # What several stages of a replica hold is summed before replicas have the mean.
-        tied: list[Reduction] = [] if self.shared is None else [*self.shared.reductions]
-        copied: list[Reduction] = [] if replicas is None else [*replicas.reductions]
-        copied += [] if self.sharded is None else [self.sharded]
-        self._rounds = [each for each in (tied, copied) if each]
-        self.reduces = bool(self._rounds) or self.parts is not None
+        self._copies = copies = Copies(modules, shared, schedule, groups, sharded.lying, settled)
+        shards, several = bool(sharded.parameters), groups.layout.shares > 1
+        self.before = [sharded.gather_all] if shards else []
+        self.behind = [
+            *([settled] if device.type == "cuda" else []),
+            *([sharded.free_all] if shards else []),
+            *([copies.equalise_buffers] if several else []),
+        ]
+        self._reductions: list[Callable[[], Wait]] = [
+            *copies.reductions,
+            *([sharded.start] if shards else []),
+        ]
         self.parameters = _trainable(modules.values())
+        self._lie_apart = any(map(is_dtensor, self.parameters))
+        self.reduces = bool(self._reductions) or self._lie_apart
         # Of replicas, the first one's are counted.
-        self._counted = [p for p in self.parameters if self._is_counted(p, groups)]
+        self._counted = [p for p in self.parameters if copies.is_counted(p)]
         self._known = frozenset(map(id, self.parameters))
         self.optimizer: torch.optim.Optimizer | None = None
 
@@ -152,13 +135,6 @@ class RankState:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _is_counted(self, parameter: nn.Parameter, groups: Groups) -> bool:
-        """Whether this rank counts a parameter in the norm of the model's gradient."""
-        place = groups.layout.place
-        if place.replicate or (self.shared is not None and self.shared.is_duplicate(parameter)):
-            return False
-        return self.parts is None or self.parts.is_counted(parameter)
-
     def check(self) -> None:
         """Refuse parameters that are trained now and were not when this was made: no optimizer
         moves them, no norm counts them and no copies are kept equal.
@@ -166,11 +142,9 @@ class RankState:
         Raises:
             PipelineError: names one.
         """
-        if self.shared is not None:
-            self.shared.check()
-        if self.sharded is not None:
-            self.sharded.check()
-            self.sharded.free_all()
+        self._copies.check()
+        self.sharded.check()
+        self.sharded.free_all()
         for stage, module in self.modules.items():
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad and id(parameter) not in self._known:
@@ -183,8 +157,7 @@ class RankState:
 
     def close(self) -> None:
         """Let sharded modules communicate as before."""
-        if self.sharded is not None:
-            self.sharded.close()
+        self.sharded.close()
 
     def squares(self) -> Tensor:
         """This rank's part of the ``sum_of_squares`` of the model's gradients."""
@@ -193,18 +166,33 @@ class RankState:
     @contextlib.contextmanager
     def reduced(self) -> Iterator[None]:
         """Give every copy of a parameter the sum of the gradients that come inside, and all
-        replicas of the pipeline their mean, see ``reducing``.
+        replicas of the pipeline their mean.
+
+        What was there before stays, once, so that steps can accumulate. After an error, only that
+        is there. Reductions start behind the last action of a rank: started beside Ws that
+        remained, they made steps of replicas no shorter.
+
+        Raises:
+            LostPeerError: another rank did not take part.
         """
+        before = [(each, each.grad) for each in self.parameters]
+        for each, _ in before:
+            each.grad = None
         try:
-            with reducing(self._rounds, self._settled):
-                yield
+            yield
+            for wait in [start() for start in self._reductions]:
+                wait()
         except BaseException:
-            if self.sharded is not None:
-                self.sharded.forget()
+            for each, earlier in before:
+                each.grad = earlier
+            self.sharded.forget()
             raise
-        if self.parts is not None:
-            for parameter in self.parameters:
-                lay_gradient_out(parameter)
+        for each, earlier in before:
+            if self._lie_apart:
+                lay_gradient_out(each)
+            if earlier is not None:
+                with torch.no_grad():
+                    each.grad = earlier if each.grad is None else earlier + each.grad
 
 
 def sum_of_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -240,11 +228,6 @@ def _trainable(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Parameters that need a gradient, each once."""
     found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
     return list(found.values())
-
-
-def _dtensors(modules: Iterable[nn.Module]) -> Iterator[bool]:
-    for module in modules:
-        yield from map(is_dtensor, (*module.parameters(), *module.buffers()))
 
 
 def _clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> None:

@@ -290,8 +290,8 @@ class Runner:
         """A stage for ``module(*args)``: that of another step where it can take them, whose graphs
         may hold for these sizes, too.
         """
-        known, sharded = self._known.get(index), self._held.sharded
-        with contextlib.nullcontext() if sharded is None else sharded.gathered(index):
+        known = self._known.get(index)
+        with self._held.sharded.gathered(index):
             if known is not None and known.takes(args):
                 known.prepare(args)
                 return known

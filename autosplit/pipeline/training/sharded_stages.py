@@ -13,8 +13,7 @@ from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, 
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.torch_internals.distributed import fsdp_part
 
-from .reductions import Wait
-from .stage_copies import adopt, is_expert
+from .copies import Wait, adopt, is_expert
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
@@ -35,9 +34,10 @@ class ShardedStages:
     Args:
         modules: this rank's stages by index.
         groups: the trainer's process groups.
+        settled: waits until the device has done what it was given.
 
     Attributes:
-        parameters: all sharded ones, see ``Reduction``.
+        parameters: all sharded ones.
         lying: by ``id``, the same, each with how it lies over ranks when it is
             gathered: None where this rank has the whole then.
 
@@ -47,8 +47,10 @@ class ShardedStages:
         PipelineError: the mesh has "dp_shard" and parameters that are trained are not sharded.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], groups: Groups) -> None:
-        self._groups = groups
+    def __init__(
+        self, modules: Mapping[int, nn.Module], groups: Groups, settled: Callable[[], None]
+    ) -> None:
+        self._groups, self._settled = groups, settled
         self._stages = {
             index: _sharded(module)
             for index, module in modules.items()
@@ -86,7 +88,7 @@ class ShardedStages:
             # Those of one rank have the tokens of all along "ep".
             parts = layout.shares if experts else None
             self._restore.enter_context(group.communicating(links[experts], copying, parts))
-            adopt(group.parameters, first, copying, self._groups, _SHARDS)
+            adopt(group.parameters, first, copying, self._groups)
 
     def close(self) -> None:
         """Let the modules communicate as before."""
@@ -154,17 +156,17 @@ class ShardedStages:
             )
 
     def start(self) -> Wait:
-        """Start to reduce their gradients, see ``Reduction``."""
+        """Start to reduce their gradients."""
         for stage in self._stages.values():
             with self._groups.losing(_SHARDS):
                 stage.accumulate()
                 stage.start_reduce()
 
-        def wait(settled: Callable[[], None]) -> None:
+        def wait() -> None:
             for stage in self._stages.values():
                 with self._groups.losing(_SHARDS):
                     stage.finish_reduce()
-            settled()
+            self._settled()
 
         return wait
 

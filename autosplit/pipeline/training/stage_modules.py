@@ -21,8 +21,8 @@ from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.schedule.wiring import Wiring
 from autosplit.torch_internals.dtensor import dtensor_class
 
-from .shared_parameters import Holder
-
+Holder: TypeAlias = "tuple[int, str]"
+"""A stage and the name of the parameter within it."""
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 MetricFunction: TypeAlias = Callable[[Any, Any], Mapping[str, Any]]
 """``metric_fn(output, targets)``: numbers, or tensors of one, by name."""
@@ -107,6 +107,14 @@ def _tied(modules: Sequence[Any]) -> Sequence[Sequence[Holder]]:
             for name, parameter in module.named_parameters():
                 holders.setdefault(id(parameter), []).append((stage, name))
     return [held for held in holders.values() if len(held) > 1]
+
+
+def union_of_groups(
+    found: Sequence[Sequence[Holder]], given: Sequence[Sequence[Holder]]
+) -> tuple[Sequence[Holder], ...]:
+    """The groups that were found in the model and those that the user gave, equal ones once."""
+    said = [set(map(tuple, holders)) for holders in given]
+    return (*(holders for holders in found if set(holders) not in said), *given)
 
 
 def check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
