@@ -28,7 +28,7 @@ from .engine.watch import watch_over
 from .ledger.bands import StepMemory
 from .schedule.schedule import Schedule
 from .simulation.timeline import Timeline
-from .training.agreement import Agreement, check_unanimous, factory_options
+from .training.agreement import Agreement, check_unanimous
 from .training.batches import Batch, Inputs, Part, paired
 from .training.options import (
     Record,
@@ -44,10 +44,7 @@ from .training.rank_state import OptimizerFunction, RankState
 from .training.runner import Runner
 from .training.stage_modules import (
     LossFunction,
-    MetricFunction,
     StageSource,
-    by_name,
-    numbers,
     union_of_groups,
 )
 from .whole_model import Example, Model, cut, is_whole, refuse_beside_stages
@@ -91,7 +88,7 @@ class PipelineTrainer:
             ``mesh["dp_shard"]``, or ``mesh["dp_replicate", "dp_shard"]``: whole in a step, sharded
             between steps. Stages are made tensor parallel by torch's ``parallelize_module`` over
             ``mesh["tp"]``; the ranks along it are given the same batch. Replicas reduce gradients
-            in buckets of 25 MiB, at the end of a step.
+            at the end of a step.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
             parameters, gradients, optimizer state, microbatches and what calls need. On the
             placement of ``schedule``, the shortest step within it is searched: before the first
@@ -236,7 +233,12 @@ class PipelineTrainer:
         schedule: Schedule,
         factory: StageFactory,
     ) -> dict[str, Any]:
-        """What all ranks must be told alike."""
+        """What all ranks must be told alike: what changes results. ``memory`` and ``overlap``
+        change no bit, and may be a rank's own, unless ranks share tensors: then their graphs must
+        have the same collectives in the same order.
+        """
+        of_graphs = ("memory", "overlap") if options.exchanges else ()
+        of_stage = ("backend", "grad_dtype", *of_graphs)
         return {
             "stages": stages.count,
             "microbatches": options.schedule.microbatches,
@@ -247,7 +249,8 @@ class PipelineTrainer:
             "max_grad_norm": options.max_grad_norm,
             "shared_parameters": [*map(list, self.shared_parameters)],
             "wiring": stages.wiring,
-            **factory_options(factory, shared=options.exchanges),
+            "stage_factory": None if isinstance(factory, SplitStage) else "given",
+            **{name: getattr(factory, name, None) for name in of_stage},
         }
 
     @property
@@ -396,29 +399,29 @@ class PipelineTrainer:
             agreement = self._runner.evaluate(paired(batch, target, named))
         return agreement.wait()
 
-    def measure(self, batch: Batch | None, metric_fn: MetricFunction) -> dict[str, Tensor]:
+    def measure(self, batch: Batch | None, metric_fn: Callable[[Any, Any], Any]) -> list[Any]:
         """What a metric finds in the model's outputs in eval mode, without gradients.
 
         Args:
             batch: as for ``evaluate``.
-            metric_fn: ``metric_fn(output, targets)`` gives numbers by name for one microbatch, or
-                tensors of one. It is called where the last stage is, on its device, with what the
+            metric_fn: ``metric_fn(output, targets)`` gives numbers, or whatever can be pickled, for
+                one microbatch. It is called where the last stage is, on its device, with what the
                 loss is given.
 
         Returns:
-            For each name the numbers of all microbatches, float64 of shape [M], and the losses as
-            "loss"; the same on every rank of the pipeline.
+            What it gave for each microbatch, the same on every rank of the pipeline.
 
         Raises:
-            PipelineError: as for ``step``; or the metric gives something else.
+            PipelineError: as for ``step``.
         """
-        rows: list[dict[str, float]] = []
+        rows: list[Any] = []
         with self._guard("the evaluation"), eval_mode(self.modules.values()):
             agreement = self._runner.evaluate(
-                batch, lambda output, targets: rows.append(numbers(metric_fn(output, targets)))
+                batch, lambda output, targets: rows.append(metric_fn(output, targets))
             )
-            found = by_name(self._groups.gather(rows))
-        return {"loss": agreement.wait(), **found}
+            found: list[Any] = next(filter(None, self._groups.gather(rows)))
+        agreement.wait()
+        return found
 
     def gradients(self) -> dict[int, dict[str, Tensor]]:
         """This process's gradients, by stage and by parameter name within the stage."""
@@ -452,7 +455,7 @@ class PipelineTrainer:
                 "has none, as nobody waited for its end"
             )
         found = {"loss": self._losses.mean().item(), "seconds": self._seconds}
-        rows = (each.shape[0] for each in step.parts["inputs"] if each and each.shape)
+        rows = (meta.shape[0] for meta in step.metas.values() if meta.shape)
         if (samples := next(rows, None)) is not None:
             found["samples_per_s"] = samples / self._seconds
         if self._norm is not None:

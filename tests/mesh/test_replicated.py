@@ -224,7 +224,7 @@ def test_what_is_refused() -> None:
 
         return act
 
-    shapes = "the inputs are float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give"
+    shapes = "inputs is float32[8, 6] on rank 0 and float32[4, 6] on rank 1; give"
     assert_refused(
         [
             (
@@ -246,11 +246,11 @@ def test_what_is_refused() -> None:
             ),
             ("ranks=2 has no effect beside mesh, which says who takes part", built(mesh, ranks=2)),
             (
-                "given the same mesh, but its pipelines are ((0, 2), (1, 3))",
+                "but what its mesh makes pipelines is ((0, 2), (1, 3))",
                 built(mesh if rank < 2 else turned),
             ),
             (
-                "given the same mesh, but its pipelines are at the places",
+                "but what its mesh makes pipelines is ((0, 2), (1, 3)) at the places",
                 built(mesh if rank < 2 else named),
             ),
             (

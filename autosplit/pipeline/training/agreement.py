@@ -5,22 +5,32 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.mesh.dimensions import REPLICATE, SHARD, Place, RankLayout
+from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.stages import SplitStage, StageFactory
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 
-_OF_STAGES = ("backend", "grad_dtype")
-_OF_GRAPHS = ("memory", "overlap")
+T = TypeVar("T")
+
+
+def difference(
+    said: Mapping[int, Mapping[str, T]],
+) -> tuple[str, tuple[int, T], tuple[int, T]] | None:
+    """The first thing of which two ranks say different, with these and what they say."""
+    first: dict[str, tuple[int, T]] = {}
+    for rank, own in said.items():
+        for name, value in own.items():
+            if first.setdefault(name, (rank, value))[1] != value:
+                return name, first[name], (rank, value)
+    return None
 
 
 def check_unanimous(said: Mapping[str, Any], layout: RankLayout) -> None:
@@ -38,32 +48,15 @@ def check_unanimous(said: Mapping[str, Any], layout: RankLayout) -> None:
     """
     if len(layout.ranks) == 1:
         return
-    mesh = layout.device_type, layout.pipelines, tuple(map(tuple, layout.places))
-    heard = gather((mesh, {name: _text(value) for name, value in said.items()}))
-    meshes, texts = zip(*heard, strict=True)
-    for rank, other in enumerate(meshes):
-        if other[1:] != meshes[0][1:]:
-            what = _differing(meshes[0], other, rank)
-            raise PipelineError(f"every rank must be given the same mesh, but {what}")
-    for name in said:
-        for rank, part in enumerate(texts):
-            if part[name] != texts[0][name]:
-                raise PipelineError(
-                    f"every rank must build the same trainer, but {name} is {texts[0][name]} on "
-                    f"rank 0 and {part[name]} on rank {rank}"
-                )
-
-
-def _differing(first: tuple[Any, ...], other: tuple[Any, ...], rank: int) -> str:
-    """How the meshes of rank 0 and another differ."""
-    (kind, pipelines, places), (other_kind, others, other_places) = first, other
-    what = f"its pipelines are {pipelines} on rank 0 and {others} on rank {rank}"
-    if others == pipelines:
-        what = (
-            f"its pipelines are at the places {places} along {', '.join(Place._fields)} "
-            f"on rank 0 and {other_places} on rank {rank}"
+    places = f"{layout.pipelines} at the places {layout.places}"
+    own = {"what its mesh makes pipelines": places, **said}
+    texts = gather({name: _text(value) for name, value in own.items()})
+    if (found := difference(dict(enumerate(texts)))) is not None:
+        name, (one, here), (two, there) = found
+        raise PipelineError(
+            f"every rank must build the same trainer, but {name} is {here} on rank {one} and "
+            f"{there} on rank {two}"
         )
-    return what if kind and other_kind else f"rank {rank if kind else 0} has none: {what}"
 
 
 def _text(value: object) -> str:
@@ -73,22 +66,6 @@ def _text(value: object) -> str:
     if isinstance(value, Wiring):
         return f"one of order {_digest(value)}"
     return repr(value)
-
-
-def factory_options(factory: StageFactory, *, shared: bool = False) -> dict[str, Any]:
-    """Those options of the stages that change results; of another factory, that it is one.
-
-    ``memory`` and ``overlap`` change no bit, and may be a rank's own, unless ranks
-    share tensors: then their graphs must have the same collectives in the same order.
-
-    Args:
-        factory: makes a stage.
-        shared: whether ranks share the tensors of a stage.
-    """
-    names = (*_OF_STAGES, *(_OF_GRAPHS if shared else ()))
-    if not isinstance(factory, SplitStage):
-        return {"stage_factory": "given", **dict.fromkeys(names)}
-    return {"stage_factory": None, **{name: getattr(factory, name) for name in names}}
 
 
 def _digest(*values: object) -> str:
@@ -173,8 +150,8 @@ class Agreement:
                 one, other = self._layout.pipelines[first], self._layout.pipelines[row]
                 raise PipelineError(
                     f"the ranks {list(one)} and {list(other)} share the tensors of their stages "
-                    "and were given different batches: give all ranks along 'tp' the same one"
-                    f"{_own_shares(self._layout)}"
+                    "and were given different batches: give all ranks along 'tp' the same one, and "
+                    "those along other dimensions of the mesh shares of their own"
                 )
             if not torch.allclose(
                 losses[first], losses[row], rtol=precision, atol=0.0, equal_nan=True
@@ -191,17 +168,3 @@ class Agreement:
         """The norm of the model's gradient; waits like ``wait``."""
         with self._guard("the end of a step"):
             return math.sqrt(self._numbers()[self._squares].item())
-
-
-def _own_shares(layout: RankLayout) -> str:
-    """What other ranks than those along "tp" are to be given; empty where there are none."""
-    along = {REPLICATE: layout.replicas, SHARD: layout.shards}
-    several = [name for name, ranks in along.items() if ranks > 1]
-    if not several:
-        return ""
-    count = " * ".join(f"mesh[{name!r}].size()" for name in several)
-    place = f" * mesh[{SHARD!r}].size() + ".join(f"mesh.get_local_rank({n!r})" for n in several)
-    return (
-        f", those along {' and '.join(map(repr, several))} shares of their own, as "
-        f"DistributedSampler(num_replicas={count}, rank={place}) does"
-    )

@@ -158,7 +158,8 @@ class Copies:
         with torch.no_grad():
             for copy in others:
                 local_tensor(copy).copy_(local_tensor(first))
-        trained = first.requires_grad and (others or link is not None)
+        # Experts of one rank have the tokens of all along "ep", whose mean it is without them.
+        trained = first.requires_grad and (others or link or self._layout.shares > 1)
         return [_Member(copies, link)] if trained else []
 
     def _lies(self, tensor: Tensor) -> Sharding | None:

@@ -44,13 +44,11 @@ from .auto_schedule import Tuner
 from .batches import (
     Batch,
     BatchSplitter,
+    Metas,
     Microbatches,
-    Parts,
     agree_on_batch,
-    alike,
     check_static,
     compare_contents,
-    parts_of,
     signature,
     summary_of,
 )
@@ -77,7 +75,7 @@ class ShapedStep:
     """What runs batches of one shape on this rank.
 
     Attributes:
-        parts: what they are.
+        metas: what they are.
         evaluates: whether it only runs forward.
         boundaries: the shapes between stages.
         dtype: of the losses, once one has run.
@@ -85,7 +83,7 @@ class ShapedStep:
         executor: runs them; None until then.
     """
 
-    parts: Parts
+    metas: Metas
     evaluates: bool
     boundaries: Boundaries = field(default_factory=Boundaries)
     dtype: torch.dtype = torch.float32
@@ -373,18 +371,20 @@ class Runner:
         key = evaluates, signature(batch)
         own = self._fitting.get(key, 0)
         common = self._common(own, waits=waits)
-        bit = common & -common
-        if not common:
-            bit = self._introduce(batch, evaluates=evaluates)
-            self._fitting[key] = own | bit
-        elif not own & bit:  # others have not waited
-            self._split(batch)
-            raise PipelineError(
-                "this rank was given a batch of another shape than the others, which run a step "
-                "that does not wait: give every rank the same batch"
-            )
+        if common:
+            bit = common & -common
+            if not own & bit:  # others have not waited
+                self._split.given(batch)
+                raise PipelineError(
+                    "this rank was given a batch of another shape than the others, which run a "
+                    "step that does not wait: give every rank the same batch"
+                )
+            inputs, targets = self._split(batch)
+        else:
+            bit, inputs, targets = self._introduce(batch, evaluates=evaluates)
+            self._fitting[key] = self._fitting.get(key, 0) | bit
         step = self._steps[bit] = self._steps.pop(bit)  # used last
-        return step, *self._split(batch)
+        return step, inputs, targets
 
     def _common(self, own: int, *, waits: bool) -> int:
         """Which steps may run a batch on all ranks; 0 where one has yet to know it. Without waiting
@@ -397,29 +397,34 @@ class Runner:
             return groups.everybody.common_bits(own)
         return groups.announce(own, self._source)
 
-    def _introduce(self, batch: Batch | None, *, evaluates: bool) -> int:
-        """Find or make the step for a batch whose shape is new to some rank: its bit; collective.
+    def _introduce(
+        self, batch: Batch | None, *, evaluates: bool
+    ) -> tuple[int, Microbatches, Microbatches]:
+        """Find or make the step for a batch whose shape is new to some rank: its bit, and the batch
+        cut; collective.
 
         Raises:
             BatchError: a rank refuses the batch.
         """
-        refused, given = "", dict[str, Any]()
+        refused, given = "", dict[str, Tensor]()
+        inputs: Microbatches = []
+        targets: Microbatches = []
         try:
             given = self._split.given(batch)
-            inputs, _ = self._split(batch)
+            inputs, targets = self._split(batch)
             check_inputs(self._held.modules, self._feeds, inputs[0] if inputs else ())
         except (PipelineError, PlanError) as error:
             refused = str(error)
-        agreed = agree_on_batch(refused, parts_of(given), self._groups)
+        agreed = agree_on_batch(refused, given, self._groups)
         if not self._contents_compared:
             compare_contents(given, self._groups)
             self._contents_compared = True
         steps = {bit: each for bit, each in self._steps.items() if each.evaluates == evaluates}
         for bit, step in steps.items():
-            if alike(agreed, step.parts):
-                return bit
+            if agreed == step.metas:
+                return bit, inputs, targets
             if self._static:
-                check_static(agreed, step.parts)
+                check_static(agreed, step.metas)
         free = next((1 << n for n in range(_KEPT) if 1 << n not in self._steps), 0)
         if not free:  # all ranks drop the same
             free = next(iter(self._steps))
@@ -427,7 +432,7 @@ class Runner:
             left = ((key, bits & ~free) for key, bits in self._fitting.items())
             self._fitting = {key: bits for key, bits in left if bits}
         self._steps[free] = ShapedStep(agreed, evaluates)
-        return free
+        return free, inputs, targets
 
     def _tune(self, tuner: Tuner) -> None:
         """Measure one of the first steps, and change the schedule where that says so."""

@@ -1,14 +1,11 @@
-"""The stages that a trainer is given, and their modules completed with loss and autocast.
-
-Metrics: what a function of the user's finds in the last stage's outputs, beside the loss.
-"""
+"""The stages that a trainer is given, and their modules completed with loss and autocast."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Number, Real
+from numbers import Number
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -24,8 +21,6 @@ from autosplit.torch_internals.dtensor import dtensor_class
 Holder: TypeAlias = "tuple[int, str]"
 """A stage and the name of the parameter within it."""
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
-MetricFunction: TypeAlias = Callable[[Any, Any], Mapping[str, Any]]
-"""``metric_fn(output, targets)``: numbers, or tensors of one, by name."""
 Observer: TypeAlias = Callable[[Any, Any], None]
 _NUMBERS = (Number, torch.SymInt, torch.SymFloat, torch.SymBool)  # the latter in a capture
 StageList: TypeAlias = "Sequence[nn.Module] | Callable[[int], nn.Module] | Partitioned"
@@ -226,53 +221,3 @@ class WithAutocast(nn.Module):
     def forward(self, *args: Tensor) -> Any:
         with torch.autocast(self._device_type, dtype=self._dtype):
             return self.module(*args)
-
-
-def by_name(found: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, Tensor]:
-    """What each rank has found in its microbatches, which one rank has, as a tensor of shape [M] a
-    name.
-
-    Raises:
-        PipelineError: other names in one microbatch than in another.
-    """
-    rows = next(filter(None, found))
-    names = list(rows[0])
-    for microbatch, row in enumerate(rows):
-        if list(row) != names:
-            raise PipelineError(
-                f"metric_fn gave {', '.join(names) or 'nothing'} for microbatch 0 and "
-                f"{', '.join(row) or 'nothing'} for microbatch {microbatch}: let it "
-                "give the same names for all"
-            )
-    return {
-        name: torch.tensor([row[name] for row in rows], dtype=torch.float64, device="cpu")
-        for name in names
-    }
-
-
-def numbers(given: Any) -> dict[str, float]:
-    """What a metric gave for one microbatch.
-
-    Raises:
-        PipelineError: that is no dictionary of numbers.
-    """
-    if not isinstance(given, Mapping):
-        raise PipelineError(
-            "metric_fn(output, targets) gives a dictionary of numbers, such as {'correct': "
-            f"...sum()}}; got a {type(given).__name__}"
-        )
-    if "loss" in given:
-        raise PipelineError(
-            "metric_fn gave a number as 'loss', under which measure returns the losses: give it "
-            "another name"
-        )
-    found = {}
-    for name, value in given.items():
-        if not (isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)):
-            shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
-            raise PipelineError(
-                f"metric_fn gave a {type(value).__name__}{shape} as {name!r}; expected a number, "
-                "or a tensor of one: reduce it, for example to a sum"
-            )
-        found[str(name)] = float(value)
-    return found

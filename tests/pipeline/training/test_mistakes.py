@@ -99,10 +99,6 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (lambda: trainer(run_options={"record": True}), r"run_options is a RunOptions\(...\)"),
         (lambda: trainer(max_grad_norm="1"), "max_grad_norm is a positive number or None; got '1'"),
-        (
-            lambda: trainer().measure((X, Y), lambda output, target: {"loss": 1.0}),
-            "metric_fn gave a number as 'loss'",
-        ),
     ],
     ids=[
         "loss",
@@ -117,7 +113,6 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         "a dictionary",
         "options",
         "a norm",
-        "a metric",
     ],
 )
 def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
