@@ -91,11 +91,10 @@ class PipelineTrainer:
             at the end of a step.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than, of
             parameters, gradients, optimizer state, microbatches and what calls need. On the
-            placement of ``schedule``, the shortest step within it is searched: before the first
-            step by what graphs and messages hold, and after three steps by their times and with
-            what operators were measured to take besides. Later steps are measured until one keeps
-            the limit; where none does, a PipelineError says the least limit that was found to do.
-            The first steps may hold more. It may keep microbatches in the host's store or in
+            placement of ``schedule``, the shortest step within it is searched, by what graphs,
+            messages and kernels are known to hold: before the first step by usual times, and after
+            three steps by theirs. Where none is found, a PipelineError says the least limit that
+            was found to do. It may keep microbatches in the host's store or in
             the memory of a partner rank, or run forwards again.
         stage_options: how stages are made.
         run_options: how steps run.

@@ -146,26 +146,19 @@ def open_store(device: torch.device, folder: str | os.PathLike[str] | None) -> H
     return PinnedStore(device)
 
 
-_LARGE = 2**23  # bytes
+_PIECE, _PIECES = 2**20, 8
 _REPEATS = 3
-_PIECES = 32  # at most
 _SWEPT = 2**25  # bytes, of which no core has a cache
 
 
-def measure_store(store: HostStore, piece: int = _LARGE) -> Link:
-    """How long it takes to put and to take, the slower of the two. As in a step, what is copied has
-    left the core's own cache by then: hot, it would be copied in half the time.
-
-    Args:
-        store: which.
-        piece: bytes of a storage, of which several go out before they come back, as in a step. Of
-            small ones the bandwidth is less, for each is a call of its own.
+def measure_store(store: HostStore) -> Link:
+    """How long it takes to put and to take, the slower of the two. As in a step, several pieces go
+    out before they come back, and what is copied has left the core's own cache by then: hot, it
+    would be copied in half the time.
     """
-    piece = min(max(piece, 1), _LARGE)
-    count = min(_LARGE // piece, _PIECES)
     latency = min(_out_and_back(store, 1, 1) for _ in range(_REPEATS))
-    seconds = statistics.median(_out_and_back(store, piece, count) for _ in range(_REPEATS))
-    return Link(latency, count * piece / max(seconds, 1e-9))
+    seconds = statistics.median(_out_and_back(store, _PIECE, _PIECES) for _ in range(_REPEATS))
+    return Link(latency, _PIECES * _PIECE / max(seconds, 1e-9))
 
 
 def _out_and_back(store: HostStore, piece: int, count: int) -> float:

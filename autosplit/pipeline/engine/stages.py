@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from autosplit.dump.tables import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
 from autosplit.passes import CollectiveCosts, Kind
-from autosplit.passes.analysis.aliasing import distinct_bytes, storage_bytes, storage_root
+from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.graph import inputs as graph_inputs
-from autosplit.passes.graph import outputs as graph_outputs
 from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
@@ -229,13 +228,6 @@ def stage_memory(stage: TrainableStage) -> StageMemory:
     forward = stage.functions.graphs.forward
     taken = list(graph_inputs(forward.graph, Kind.INPUT).values())
     return StageMemory(saved, deferred, float(distinct_bytes(taken)))
-
-
-def saved_storages(stage: Stage) -> list[int]:
-    """Bytes of each storage between F and the backward, parameters and inputs left out."""
-    saved = graph_outputs(stage.functions.graphs.forward.graph, Kind.SAVED)
-    roots = {storage_root(value) for _, value in saved}
-    return [storage_bytes(root) for root in roots if root.op != "placeholder"]
 
 
 def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:

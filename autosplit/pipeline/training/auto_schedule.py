@@ -80,7 +80,10 @@ class Tuner:
         if len(self._steps) <= MEASURED:
             return None
         self.done = True
-        costs = self._costs(stages)
+        return self._search(self._costs(stages))
+
+    def _search(self, costs: Costs) -> Schedule:
+        """What is found for these costs."""
         try:
             with working("searching a schedule for the times of the first steps"):
                 return search(

@@ -15,7 +15,7 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostStore, measure_store
 from autosplit.pipeline.engine.moves import Moves
-from autosplit.pipeline.engine.stages import saved_storages, traced
+from autosplit.pipeline.engine.stages import traced
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import MemoryRecorder, state_of
@@ -165,13 +165,6 @@ class RankMemory:
         with self.recorder.recording(), counted:
             yield self.recorder
 
-    def measured(self) -> int:
-        """The most that the last step held beside fixed owners and the batch; 0 where that was not
-        recorded.
-        """
-        bands = [] if self.recorder is None else self.recorder.bands()
-        return max((band.activations - self.batch_bytes for band in bands), default=0)
-
     # --- the store --------------------------------------------------------------------------------
 
     def host_link(self) -> Link:
@@ -180,10 +173,7 @@ class RankMemory:
         Raises:
             PipelineError: no rank has a store.
         """
-        stages = {} if self.step is None else traced(self.step.stages)
-        saved = [size for stage in stages.values() for size in saved_storages(stage)]
-        piece = sum(saved) // max(1, len(saved))
-        own = None if self._store is None else measure_store(self._store, piece)
+        own = None if self._store is None else measure_store(self._store)
         known = [each for each in self._groups.everybody.gather(own) if each is not None]
         if not known:
             raise PipelineError("no rank has a store that could be measured: nothing is offloaded")

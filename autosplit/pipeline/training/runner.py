@@ -37,7 +37,6 @@ from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.stage import Stage
-from autosplit.torch_internals.allocations import countable
 
 from .agreement import Agreement
 from .auto_schedule import Tuner
@@ -188,11 +187,10 @@ class Runner:
         """
         step, executor, inputs, targets = self._ready(batch, waits=waits)
         held, memory, microbatches = self._held, self.memory, inputs + targets
-        weighs = isinstance(self._tuner, LimitTuner) and countable(self._device)
         recorder = self._recorder if self.record or self._tuner is not None else None
         memory.recorder = None
         with contextlib.ExitStack() as stack:
-            if self.record == MEMORY or weighs:
+            if self.record == MEMORY:
                 tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
             if held.reduces:

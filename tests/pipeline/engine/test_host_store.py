@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from autosplit.errors import OutputError, PipelineError
 from autosplit.pipeline.engine.host_store import HostFileStore, measure_store, open_store
@@ -65,22 +64,7 @@ def test_no_file_where_none_can_be(tmp_path: Path) -> None:
         open_store(torch.device("cuda", 0), "x")
 
 
-class _Noting(HostFileStore):
-    """A store that notes what it is given."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.sizes: list[int] = []
-
-    def put(self, data: Tensor) -> Any:
-        self.sizes.append(data.numel())
-        return super().put(data)
-
-
-@pytest.mark.parametrize("piece", [1, 5000, 2**20, 2**30])
-def test_a_store_is_measured_with_what_stages_hold(tmp_path: Path, piece: int) -> None:
-    """Few pieces, though: it may be slow."""
-    store = _Noting(tmp_path)
-    assert measure_store(store, piece).bandwidth > 0
-    assert {*store.sizes} == {1, min(piece, 2**23)}
-    assert len(store.sizes) < 120
+def test_a_store_is_measured(tmp_path: Path) -> None:
+    store = HostFileStore(tmp_path)
+    assert measure_store(store).bandwidth > 0
+    assert os.fstat(store._file).st_size < 2**25
