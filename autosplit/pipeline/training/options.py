@@ -25,8 +25,8 @@ from autosplit.pipeline.engine.stages import SplitStage, StageFactory
 from autosplit.pipeline.schedule.moves import has_moves, offloads
 from autosplit.pipeline.schedule.schedule import Schedule
 
-from .auto_schedule import first_schedule, usual_times
 from .stage_modules import Holder
+from .tuning import first_schedule, usual_times
 
 MEMORY = "memory"
 

@@ -39,7 +39,6 @@ from autosplit.pipeline.simulation.timeline import Span
 from autosplit.stage import Stage
 
 from .agreement import Agreement
-from .auto_schedule import Tuner
 from .batches import (
     Batch,
     BatchSplitter,
@@ -51,7 +50,6 @@ from .batches import (
     signature,
     summary_of,
 )
-from .memory_limit import LimitTuner
 from .options import MEMORY, TrainerOptions
 from .rank_memory import RankMemory
 from .rank_state import RankState
@@ -64,6 +62,7 @@ from .stage_modules import (
     check_trained,
     explain_loss,
 )
+from .tuning import Tuner
 
 _LOG = logging.getLogger(__name__)
 _KEPT = 63  # shapes of batches, used last: as many as an integer has bits
@@ -135,7 +134,11 @@ class Runner:
         self._recorder = recorder_on(groups.rank, device)
         self._feeds = Feeds(stages.count, stages.wiring)
         self.memory = RankMemory(held, groups, self._feeds, device, store)
-        self._tuner = self._tuner_for(schedule, options)
+        self._tuner: Tuner | None = None
+        if options.tunes:
+            self._tuner = Tuner(
+                schedule, groups, self._feeds, device, self.memory, options.memory_limit
+            )
         self.schedule = schedule
         self._factory: StageFactory = options.factory(cut=stages.cut)
         self._shares_tensors = groups.layout.tensor_ranks > 1
@@ -165,15 +168,6 @@ class Runner:
     def settled(self) -> bool:
         """Whether no more steps are measured for another schedule."""
         return self._tuner is None
-
-    def _tuner_for(self, schedule: Schedule, options: TrainerOptions) -> Tuner | None:
-        """That of ``schedule="auto"`` or ``memory_limit=``; None where the schedule stays."""
-        if not options.tunes:
-            return None
-        known = schedule, self._groups, self._feeds, self._device
-        if options.memory_limit is None:
-            return Tuner(*known)
-        return LimitTuner(*known, options.memory_limit, self.memory)
 
     def train(self, batch: Batch | None, *, waits: bool = True) -> Agreement:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
@@ -206,7 +200,10 @@ class Runner:
             call()
         self.spans = recorder.spans() if recorder is not None else []
         if self._tuner is not None:
-            self._tune(self._tuner)
+            found = self._tuner.after_step(self.spans, self.stages)
+            if found is not None:
+                self._tuner = None
+                self._adopt(found)
         return self._agree(step, losses, microbatches, clipping=self.clips)
 
     def predict(self, batch: Batch | None) -> RankMemory:
@@ -226,10 +223,10 @@ class Runner:
         step, inputs, targets = self._take(batch, evaluates=False, waits=waits)
         executor = step.executor or self._build(step, batch, inputs, targets)
         self.stages, self.memory.step = step.stages, step
-        if isinstance(self._tuner, LimitTuner) and not self._limited:
+        if self._tuner is not None and self._tuner.limit is not None and not self._limited:
             self._limited = True
             self.memory.know(step, _tensors(inputs + targets))
-            self._adopt(self._tuner.before_step(self.stages))
+            self._adopt(self._tuner.found(self.stages))
             executor = step.executor or executor
         return step, executor, inputs, targets
 
@@ -431,14 +428,6 @@ class Runner:
             self._fitting = {key: bits for key, bits in left if bits}
         self._steps[free] = ShapedStep(agreed, evaluates)
         return free, inputs, targets
-
-    def _tune(self, tuner: Tuner) -> None:
-        """Measure one of the first steps, and change the schedule where that says so."""
-        found = tuner.after_step(self.spans, self.stages)
-        if tuner.done:
-            self._tuner = None
-        if found is not None:
-            self._adopt(found)
 
     def _adopt(self, schedule: Schedule) -> None:
         """Train under another schedule from now on."""

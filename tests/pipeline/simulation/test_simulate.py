@@ -14,7 +14,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Timeline
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.training.auto_schedule import usual_times
+from autosplit.pipeline.training.tuning import usual_times
 from tests.pipeline.tables import chain_of, schedule_of, seconds
 
 UNIT = seconds(1, 1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.transfer import Transfer
-from autosplit.pipeline.training import auto_schedule
-from autosplit.pipeline.training.auto_schedule import MEASURED, Tuner, first_schedule
+from autosplit.pipeline.training import tuning
+from autosplit.pipeline.training.rank_memory import RankMemory
+from autosplit.pipeline.training.tuning import MEASURED, Tuner, first_schedule
 
 
 class OneProcess:
@@ -34,25 +36,17 @@ class Puts:
     output_specs = ((torch.Size([2]), torch.float32, True), (torch.Size([1]), torch.int64, False))
 
 
-class Over(Tuner):
-    """A tuner that finds this link."""
-
-    link = Transfer()
-
-    def _links(self) -> Transfer:
-        return self.link
-
-
 def tuned(link: Transfer | None = None, wiring: Wiring | None = None) -> Schedule:
-    """What a tuner finds where F, I and W take a second each."""
-    groups, cpu = cast("Groups", OneProcess()), torch.device("cpu")
-    tuner = Over(first_schedule(2, 4, 2), groups, Feeds(2, wiring), cpu)
-    tuner.link = link or Transfer()
-    spans = simulate(tuner.schedule, lambda action: 1.0).spans
+    """What a tuner finds where F, I and W take a second each, over this link."""
+    groups, cpu, size = cast("Groups", OneProcess()), torch.device("cpu"), cast("RankMemory", None)
+    first = first_schedule(2, 4, 2)
+    tuner = Tuner(first, groups, Feeds(2, wiring), cpu, size, None)
+    spans = simulate(first, lambda action: 1.0).spans
     stages: Any = {0: Puts(), 1: Puts()}
-    for _ in range(MEASURED):
-        assert tuner.after_step(spans, stages) is None
-    found = tuner.after_step(spans, stages)
+    with mock.patch.object(tuning, "measure_transfer", return_value=link or Transfer()):
+        for _ in range(MEASURED):
+            assert tuner.after_step(spans, stages) is None
+        found = tuner.after_step(spans, stages)
     assert found is not None
     return found
 
@@ -69,11 +63,11 @@ def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -
         asked.append(costs)
         return search(costs, *args, **options)
 
-    monkeypatch.setattr(auto_schedule, "search", noted)
+    monkeypatch.setattr(tuning, "search", noted)
     wiring = Wiring(((Source(None, 0),), (Source(0, 1), Source(0, 0))), (2,))
     link = Transfer(latency=0.25, bandwidth=8.0)
     tuned(link=link, wiring=wiring)
-    assert kinds(tuned()) == set("FIWB")  # an I and its W are a B where nobody waits
+    assert kinds(tuned()) == set("FIW")
     costs, plain = asked
     assert costs.transfer == Transfer(
         0.25, 8.0, {0: [8.0, 8.0], 1: [8.0, 8.0]}, {0: [8.0, 0.0], 1: [8.0, 0.0]}
