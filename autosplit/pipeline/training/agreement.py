@@ -49,8 +49,8 @@ def check_unanimous(said: Mapping[str, Any], layout: RankLayout) -> None:
     if len(layout.ranks) == 1:
         return
     places = f"{layout.pipelines} at the places {layout.places}"
-    own = {"what its mesh makes pipelines": places, **said}
-    texts = gather({name: _text(value) for name, value in own.items()})
+    own = {name: _text(value) for name, value in said.items()}
+    texts = gather({"what its mesh makes pipelines": places, **own})
     if (found := difference(dict(enumerate(texts)))) is not None:
         name, (one, here), (two, there) = found
         raise PipelineError(

@@ -230,18 +230,19 @@ def agree_on_batch(refused: str, given: Mapping[str, Tensor], groups: Groups) ->
             f"the ranks were given different batches: {path} is {here} on rank {one} and {there} "
             f"on rank {two}; {advice}"
         )
-    counts = {
-        meta.shape[0]: (f"{path} has {meta.shape[0]} samples along dimension 0", rank)
-        for rank, (_, metas) in reversed([*enumerate(said)])
-        for path, meta in metas.items()
-        if meta.shape
-    }
+    counts: dict[int, str] = {}
+    for rank, (_, metas) in enumerate(said):
+        for path, meta in metas.items():
+            if meta.shape:
+                rows = meta.shape[0]
+                told = f"{path} has {rows} samples along dimension 0 on rank {rank}"
+                counts.setdefault(rows, told)
     if len(counts) > 1:
-        (first, one), (other, two) = [*reversed(counts.values())][:2]
+        first, other, *_ = counts.values()
         raise BatchError(
-            f"the batch's {first} on rank {one}, but its {other} on rank {two}: every tensor of a "
-            "batch has one row for each sample; one without dimensions goes whole to each "
-            f"microbatch. If ranks were given different batches, {advice}"
+            f"the batch's {first}, but its {other}: every tensor of a batch has one row for each "
+            "sample; one without dimensions goes whole to each microbatch. If ranks were given "
+            f"different batches, {advice}"
         )
     return {path: meta for _, metas in said for path, meta in metas.items()}
 

@@ -247,27 +247,19 @@ def choose_device(device: torch.device | str | None, layout: RankLayout) -> torc
         # Tensors have a number there, and are compared with this.
         if found.index is None and (found.type == "cuda" or has_streams(found)):
             found = torch.device(found.type, torch.get_device_module(found).current_device())
-        _check_kind(found, layout)
-        return found
-    found = device_of_group() if len(layout.ranks) > 1 else _default()
-    if layout.device_type == "cpu":
-        return torch.device("cpu")
-    _check_kind(found, layout)
-    return found
-
-
-def _default() -> torch.device:
-    """Torch's, but for models that are built without memory under ``torch.device("meta")``."""
-    found = torch.get_default_device()
-    return torch.device("cpu") if found.type == "meta" else found
-
-
-def _check_kind(device: torch.device, layout: RankLayout) -> None:
-    if layout.device_type not in ("", device.type):
+    elif layout.device_type == "cpu":
+        found = torch.device("cpu")
+    elif len(layout.ranks) > 1:
+        found = device_of_group()
+    else:  # but for models that are built without memory
+        found = torch.get_default_device()
+        found = torch.device("cpu") if found.type == "meta" else found
+    if layout.device_type not in ("", found.type):
         raise PipelineError(
-            f"the mesh is one of {layout.device_type!r} devices, but the stages go to {device}: "
-            f"init_device_mesh({device.type!r}, ...)"
+            f"the mesh is one of {layout.device_type!r} devices, but the stages go to {found}: "
+            f"init_device_mesh({found.type!r}, ...)"
         )
+    return found
 
 
 def store_for(

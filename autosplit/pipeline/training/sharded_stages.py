@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from autosplit.errors import PipelineError, ShardedError
-from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD, RankLayout
+from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.torch_internals.distributed import fsdp_part
 
@@ -187,31 +187,20 @@ def _has_experts(group: ParameterGroup) -> bool:
     return any(is_expert(lies) for _, lies in group.gathered_shardings)
 
 
-def _advice(layout: RankLayout, *, experts: bool = False) -> str:
-    shard = EXPERT_SHARD if layout.experts else SHARD
-    flat = bool(layout.inner) and not experts
-    names = ["fsdp" if flat else shard]
-    if layout.replicas > 1:
-        names = [REPLICATE, *names]
-    over = ", ".join(map(repr, names))
-    call = f"fully_shard(module, mesh=mesh[{over}]), with the mesh that PipelineTrainer gets"
-    if flat:
-        call += f", of which mesh[{shard!r}, {layout.inner!r}]._flatten('fsdp') was called"
-    if layout.replicas == 1:
-        return call
-    return call + (
-        f", where init_device_mesh named {REPLICATE!r} before {shard!r}: torch takes the "
-        "dimensions of a mesh in their order only"
-    )
-
-
 def _check_lies(stage: int, group: ParameterGroup, groups: Groups) -> None:
     layout, own = groups.layout, groups.everybody.rank
     experts = _has_experts(group)
+    shard = EXPERT_SHARD if layout.experts else SHARD
+    flat = bool(layout.inner) and not experts
+    names = [*([REPLICATE] if layout.replicas > 1 else []), "fsdp" if flat else shard]
+    call = f"call fully_shard(module, mesh=mesh[{', '.join(map(repr, names))}]), with the mesh that"
+    call += " PipelineTrainer gets"
+    if flat:
+        call += f", of which mesh[{shard!r}, {layout.inner!r}]._flatten('fsdp') was called"
     if experts and not all(is_expert(lies) for _, lies in group.gathered_shardings):
         raise ShardedError(
             f"stage {stage}'s parameters of {group.name} are experts and others, which other ranks "
-            f"share: call {_advice(layout, experts=True)}, for the module of the experts before"
+            f"share: {call}, for the module of the experts before"
         )
     shards, copies = map(sorted, group.ranks)
     here = sorted(next(r for r in layout.shard_groups(experts=experts) if own in r))
@@ -219,20 +208,13 @@ def _check_lies(stage: int, group: ParameterGroup, groups: Groups) -> None:
     what = f"stage {stage}'s parameters of {group.name} are sharded over the ranks {shards}"
     what += f", each with copies on {copies}" if len(copies) > 1 else ""
     if layout.shards == 1 and len(shards) > 1:
-        name = EXPERT_SHARD if layout.experts else SHARD
-        names = filter(None, (PIPELINE, name, layout.inner))
         raise ShardedError(
-            f"{what}, and PipelineTrainer has no mesh with {name!r}: give it "
-            f"mesh=init_device_mesh(..., mesh_dim_names=({', '.join(map(repr, names))})), and call "
-            f"{_advice(layout)}"
+            f"{what}, and PipelineTrainer has no mesh with {shard!r}: give it "
+            f"mesh=init_device_mesh(..., mesh_dim_names=({PIPELINE!r}, {shard!r})), and {call}"
         )
-    if (shards, copies) == (here, replicas):
-        return
-    wanted = f"{here}" + (f", each with copies on {replicas}" if len(replicas) > 1 else "")
-    raise ShardedError(
-        f"{what}; along the trainer's mesh these are {wanted}: call "
-        f"{_advice(layout, experts=experts)}"
-    )
+    if (shards, copies) != (here, replicas):
+        wanted = f"{here}" + (f", each with copies on {replicas}" if len(replicas) > 1 else "")
+        raise ShardedError(f"{what}; along the trainer's mesh these are {wanted}: {call}")
 
 
 def _check_all_sharded(modules: Mapping[int, nn.Module], sharded: Collection[int]) -> None:
