@@ -243,7 +243,10 @@ def choose_device(device: torch.device | str | None, layout: RankLayout) -> torc
         PipelineError: the mesh is of another kind of device.
     """
     if device is not None:
-        found = torch.device(device)
+        try:
+            found = torch.device(device)
+        except RuntimeError as error:
+            raise PipelineError(f"device={device!r} is none that torch knows: {error}") from error
         # Tensors have a number there, and are compared with this.
         if found.index is None and (found.type == "cuda" or has_streams(found)):
             found = torch.device(found.type, torch.get_device_module(found).current_device())

@@ -99,6 +99,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (lambda: trainer(run_options={"record": True}), r"run_options is a RunOptions\(...\)"),
         (lambda: trainer(max_grad_norm="1"), "max_grad_norm is a positive number or None; got '1'"),
+        (lambda: trainer(device="gpu"), "device='gpu' is none that torch knows: Expected one of"),
     ],
     ids=[
         "loss",
@@ -113,6 +114,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         "a dictionary",
         "options",
         "a norm",
+        "a device",
     ],
 )
 def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:

@@ -22,7 +22,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.host_store import HostFileStore
 from autosplit.pipeline.engine.moves import Moves, PartnerStore
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.training import memory_limit as limited_schedule
+from autosplit.pipeline.training import tuning
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.training.late_transfers import late_transfers
 from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading, recomputing
@@ -314,7 +314,7 @@ def receive_and_die(moves: Moves, left: Any, found: list[Tensor], store: Any) ->
 def partner_dies(folder: Path) -> None:
     """Rank 1 is killed while it holds what rank 0 evicted; rank 0 writes down what it hears."""
     found = evicting(GPIPE)
-    with mock.patch.object(limited_schedule, "search_within", return_value=found):
+    with mock.patch.object(tuning, "search_within", return_value=found):
         try:
             limited_steps(folder / "last", 0, dying=True)
         except Exception as error:
