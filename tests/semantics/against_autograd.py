@@ -52,9 +52,7 @@ def assert_equals_autograd(
     microbatches: Sequence[Any],
     loss: Loss = mean_square,
     *,
-    compare: Callable[[str, Any, Any], None] | None = None,
-    orders: Iterable[Callable[..., list[Any]]] | None = None,
-    face: Callable[[nn.Module], Any] | None = None,
+    orders: Iterable[Callable[..., Any]] | None = None,
     **options: Any,
 ) -> Any:
     """Every output, gradient, buffer and random state is that of plain autograd.
@@ -62,47 +60,71 @@ def assert_equals_autograd(
     Each microbatch is a tuple of positional inputs or a dict of keyword inputs; inputs with
     ``requires_grad`` are leaves. Driven twice over: forward and backward of one after the
     other, then all forwards before all backwards, each with every microbatch pending at once
-    before ``backward_weight()``. Gradients add up over both. ``options`` are those of ``split``,
-    which ``face`` is in place of. Returns the split module.
+    before ``backward_weight()``. Gradients add up over both. ``options`` are those of
+    ``assert_alike``. Returns the split module.
+    """
+    drives = [
+        lambda module, _, order=order: order(module, microbatches, loss)
+        for order in orders or (one_by_one, forwards_first)
+    ]
+    return assert_alike(model, *drives, pending=(0, len(microbatches)), **options)
+
+
+def assert_alike(
+    model: nn.Module,
+    *drives: Callable[[Any, Any], Any],
+    compare: Callable[[str, Any, Any], None] | None = None,
+    face: Callable[[nn.Module], Any] | None = None,
+    pending: Sequence[int] | int | None = None,
+    **options: Any,
+) -> Any:
+    """What each of ``drives`` gives, and the gradients and buffers that it leaves, are the same of
+    the split module and of a plain twin.
+
+    Args:
+        drives: each called with what is called, split or plain, and the model that is in it.
+        compare: how to; bit for bit unless given.
+        face: splits the model; by ``split`` with ``options`` unless given.
+        pending: how many microbatches wait after a drive.
+
+    Returns:
+        The split module.
     """
     compare = compare or assert_same
     model.zero_grad()
     plain = copy.deepcopy(model)
     split = face(model) if face else autosplit.split(model, **{"max_pending": math.inf, **options})
-    for order in orders or (one_by_one, forwards_first):
-        mine = order(split, microbatches, loss)
-        assert face or split.pending in (0, len(microbatches))
-        theirs = order(plain, microbatches, loss)
-        compare(f"{order.__name__}: random state", mine.pop(), theirs.pop())
-        for index, (ours, expected) in enumerate(zip(mine, theirs, strict=True)):
-            compare(f"{order.__name__}: microbatch {index}", ours, expected)
-        if split.pending:
-            split.backward_weight()
+    for at, drive in enumerate(drives):
+        seed(at)
+        mine = pytree.tree_map_only(Tensor, Tensor.detach, drive(split, model)), random_state()
+        if pending is not None and not face:
+            assert split.pending in (pending if isinstance(pending, tuple) else (pending,))
+        seed(at)
+        theirs = pytree.tree_map_only(Tensor, Tensor.detach, drive(plain, plain)), random_state()
+        compare(f"drive {at}", mine, theirs)
+        split.backward_weight()
         assert_same_state(model, plain, compare)
     return split
 
 
 def one_by_one(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -> list[Any]:
-    """[(outputs, input gradients) of each microbatch, random state]"""
+    """(outputs, input gradients) of each microbatch."""
     found: list[Any] = []
-    seed(5)
     for microbatch in microbatches:
         inputs = fresh(microbatch)
         output = call(module, inputs)
         backward(loss, output)
         found.append((detached(output), gradients(inputs)))
-    return [*found, random_state()]
+    return found
 
 
 def forwards_first(module: nn.Module, microbatches: Iterable[Any], loss: Loss) -> list[Any]:
     """As ``one_by_one``, with every forward before the first backward."""
-    seed(6)
     inputs = [fresh(microbatch) for microbatch in microbatches]
     outputs = [call(module, each) for each in inputs]
     for output in outputs:
         backward(loss, output)
-    found = [(detached(o), gradients(i)) for o, i in zip(outputs, inputs, strict=True)]
-    return [*found, random_state()]
+    return [(detached(o), gradients(i)) for o, i in zip(outputs, inputs, strict=True)]
 
 
 def seed(number: int) -> None:

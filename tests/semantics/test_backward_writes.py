@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError
-from tests.semantics.against_autograd import assert_equals_autograd
-from tests.semantics.backward_writers import WRITERS, Both, Descending, OfAttribute, Writer
+from tests.autograd.faces import Compiled
+from tests.semantics.against_autograd import assert_alike, assert_equals_autograd
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -19,71 +20,104 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore:.*weight gradients:autosplit.errors.DeferralWarning"),
 ]
-
-writers = pytest.mark.parametrize("kind", WRITERS)
-all_writers = pytest.mark.parametrize("kind", [*WRITERS, OfAttribute])
+_Function: Any = torch.autograd.Function
 
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
-    return [torch.randn(6, 8, generator=generator) for _ in range(3)]
+class _IntoSum(_Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.total = total
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        found = g @ weight
+        with torch.no_grad():
+            ctx.total.add_(g.t() @ x)
+        return found, None, None
 
 
-def plainly(kind: Callable[[], Writer]) -> Writer:
-    """The model behind three microbatches."""
-    model = kind()
-    for x in batches():
-        model(x).square().sum().backward()
-    return model
+class _Scaled(_Function):
+    """A history of scales, which forward and backward read and write."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, history: Tensor) -> Tensor:
+        ctx.history = history
+        history[1] = x.abs().max()
+        return x * (1 + history[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        scale = 1 + ctx.history[0]
+        ctx.history[0] = g.abs().max()
+        return g * scale, None
 
 
-def assert_alike(mine: nn.Module, plain: nn.Module) -> None:
-    for (name, ours), theirs in zip(mine.named_buffers(), plain.buffers(), strict=True):
-        assert torch.equal(ours, theirs), name
-    for (name, ours), theirs in zip(mine.named_parameters(), plain.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+@torch.library.custom_op("autosplit_tests::add_product", mutates_args={"total"})
+def add_product(g: Tensor, x: Tensor, total: Tensor) -> None:
+    total.add_(g.t() @ x)
 
 
-@writers
+class _ByOperator(_IntoSum):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        add_product(g.contiguous(), x, ctx.total)
+        return g @ weight, None, None
+
+
+class Writer(nn.Module):
+    """Two linear layers around something that writes in its backward."""
+
+    def __init__(self, kind: str, breaks: bool = False) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("total", torch.zeros(8, 8))
+        self.register_buffer("history", torch.zeros(2))
+        self.kind, self.breaks = kind, breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.after(torch.relu(KINDS[self.kind](self, h)))
+
+
+KINDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sum": lambda m, h: _IntoSum.apply(h, m.weight, m.total),
+    "history": lambda m, h: _Scaled.apply(h, m.history),
+    "operator": lambda m, h: _ByOperator.apply(h, m.weight, m.total),
+    "attribute": lambda m, h: _IntoSum.apply(h, m.weight, m.weight.main_grad),
+    "parameter": lambda m, h: _IntoSum.apply(h, m.weight.detach(), m.weight),
+}
+
+
+def batches() -> list[tuple[Tensor]]:
+    return [(torch.randn(6, 8),) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["sum", "history", "operator"])
 @pytest.mark.parametrize("breaks", [False, True])
-def test_split(kind: type[Writer], breaks: bool) -> None:
-    assert_equals_autograd(kind(breaks=breaks), [(x,) for x in batches()])
+def test_split(kind: str, breaks: bool) -> None:
+    split = assert_equals_autograd(Writer(kind, breaks), batches())
+    assert breaks or "the backward writes into" in split.report()
 
 
-@all_writers
-def test_under_torch_compile(kind: type[Writer]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_under_torch_compile(kind: str) -> None:
+    """And a stage refuses it, as one graph does."""
     torch._dynamo.reset()
-    model = kind()
-    compiled = torch.compile(model, backend="autosplit")
-    for x in batches():
-        compiled(x).square().sum().backward()
-    autosplit.backward_weight(model)
-    assert_alike(model, plainly(kind))
+    given, model = batches(), Writer(kind)
 
+    def drive(call: Any, model: Any) -> list[Tensor]:
+        model.weight.main_grad = torch.zeros(8, 8)  # as Megatron has it
+        for batch in given:
+            call(*batch).square().sum().backward()
+        return [model.weight, model.weight.main_grad]
 
-@all_writers
-def test_a_stage_refuses_it(kind: type[Writer]) -> None:
-    with pytest.raises(CaptureError, match=r"writes into '(total|history)' \(from |main_grad"):
-        autosplit.Stage(kind(), [batches()[0]])
-
-
-def test_written_in_both_halves() -> None:
-    said = r"the backward writes into 'history' \(from .*abs\(\)\.max"
-    with pytest.raises(CaptureError, match=said):
-        autosplit.split(Both(), fullgraph=True)(batches()[0])
-    split = assert_equals_autograd(Both(), [(x,) for x in batches()])
-    assert "the backward writes into" in split.report()
-
-
-def test_written_parameter() -> None:
-    """An optimizer inside of the backward."""
-    model, plain = Descending(), Descending()
-    split = autosplit.split(model)
-    for x in batches():
-        split(x).square().sum().backward()
-        plain(x).square().sum().backward()
-        split.backward_weight()
-    assert_alike(model, plain)
-    assert torch.equal(model.weight, plain.weight)
-    assert not torch.equal(model.weight, Descending().weight)
+    assert_alike(model, drive, face=Compiled)
+    with pytest.raises(CaptureError, match=r"writes into '\w+' \(from |main_grad|parameter"):
+        autosplit.Stage(model, given[0])
