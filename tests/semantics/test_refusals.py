@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 import autosplit
 from autosplit import SplitError, SplitModule
 from autosplit.errors import FailingCallError
 from autosplit.torch_internals.version import TORCH
 from tests.gradients import assert_same_gradients
+from tests.semantics.against_autograd import assert_alike, assert_equals_autograd, assert_same
 
 
 def forward_mode(split: SplitModule, x: Tensor) -> Any:
@@ -100,17 +102,15 @@ strict.register_autograd(lambda ctx, grad: grad * 2)
 
 def test_a_call_that_only_fails_where_it_is_traced() -> None:
     """It runs as plain autograd, says so once, and adds to what is pending."""
-    model = Strict(4, 2)
-    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
     odd, even = torch.randn(3, 4), torch.randn(4, 4)
+
+    def drive(call: Any, _: nn.Module) -> None:
+        for x in (odd, even, odd):
+            call(x).sum().backward()
+
+    model = Strict(4, 2)
     with pytest.warns(UserWarning, match=r"(?s)runs calls like this one unsplit.*even number"):
-        split(odd).sum().backward()
-    for x in (even, odd):
-        split(x).sum().backward()
-    assert split.pending == 1
-    for x in (odd, even, odd):
-        plain(x).sum().backward()
-    torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+        split = assert_alike(model, drive, pending=1)
     assert "2 call(s) of Strict ran unsplit, by plain autograd" in split.report()
     with pytest.raises(FailingCallError, match="even number"):
         autosplit.split(model, fullgraph=True, max_pending=math.inf)(odd)
@@ -175,36 +175,31 @@ def test_one_tensor_as_example() -> None:
 
 def test_retain_graph() -> None:
     """Two backwards are two microbatches; a third, without anything retained, is refused."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
-    grads = []
-    x = torch.randn(3, 4, requires_grad=True)
-    for module in (split, plain):
-        output = module(x)
+    x = torch.randn(3, 4)
+
+    def drive(call: Any, model: nn.Module) -> Any:
+        leaf = x.clone().requires_grad_()
+        output = call(leaf)
         output.sum().backward(retain_graph=True)
         output.square().sum().backward()
-        grads.append(x.grad)
-        x.grad = None
-        if module is split:
-            assert split.pending == 2
+        if call is not model:
             with pytest.raises(SplitError, match="Pass retain_graph=True to the first"):
                 output.sum().backward()
-            split.backward_weight()
-    assert torch.equal(*grads)
-    assert_same_gradients(model, plain)
+        return leaf.grad
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    assert_alike(model, drive, pending=2)
 
 
 def test_sparse_embedding_gradients() -> None:
     """They are deferred as they are."""
-    model = nn.Embedding(7, 4, sparse=True)
-    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
-    for tokens in (torch.tensor([1, 1, 5]), torch.tensor([0, 5, 6])):
-        split(tokens).square().sum().backward()
-        plain(tokens).square().sum().backward()
-    assert split.pending == 2
-    split.backward_weight()
+
+    def compare(what: str, *both: Any) -> None:
+        assert_same(what, *(pytree.tree_map_only(Tensor, Tensor.to_dense, each) for each in both))
+
+    model, tokens = nn.Embedding(7, 4, sparse=True), torch.tensor([[1, 1, 5], [0, 5, 6]])
+    assert_equals_autograd(model, [*tokens[:, None]], compare=compare)
     assert model.weight.grad.is_sparse
-    assert torch.equal(model.weight.grad.to_dense(), plain.weight.grad.to_dense())
 
 
 def test_wrong_limit() -> None:
@@ -214,21 +209,15 @@ def test_wrong_limit() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_a_split_module(reentrant: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
-    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
-    grads = []
-    for module in (split, plain):
-        torch.manual_seed(0)
-        for _ in range(2):
-            x = torch.ones(3, 4, requires_grad=True)
-            run = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant)
+    def drive(call: Any, _: nn.Module) -> list[Any]:
+        leaves = [torch.ones(3, 4, requires_grad=True) for _ in range(2)]
+        for x in leaves:
+            run = torch.utils.checkpoint.checkpoint(call, x, use_reentrant=reentrant)
             run.square().sum().backward()
-            grads.append(x.grad)
-    assert split.pending == 2
-    split.backward_weight()
-    assert torch.equal(grads[0], grads[2])
-    assert torch.equal(grads[1], grads[3])
-    assert_same_gradients(model, plain)
+        return [x.grad for x in leaves]
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    assert_alike(model, drive, pending=2)
 
 
 def test_torch_compile_leaves_it_alone() -> None:
