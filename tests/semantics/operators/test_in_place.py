@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +15,10 @@ from autosplit import CaptureError, SplitError
 from autosplit.dynamo.partial_model import Partial
 from tests.semantics.against_autograd import (
     Made,
+    assert_alike,
     assert_equals_autograd,
-    assert_same,
-    assert_same_state,
     leaves,
+    within,
 )
 
 # --- in-place operators on activations and on inputs ----------------------------------------------
@@ -73,26 +71,19 @@ def nobody_reads(module: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("make", [writes_input, relu_first, writes_a_part, nobody_reads])
 def test_computed_input(make: Callable[..., Tensor]) -> None:
     """Written into where it needs a gradient, which autograd allows for what was computed."""
-    plain = Made(make)
-    split = autosplit.split(copy.deepcopy(plain), fullgraph=True, max_pending=math.inf)
-    leaves = [torch.randn(3, 4).requires_grad_() for _ in range(2)]
-    expected = _overwritten(plain, leaves)
-    found = _overwritten(split, leaves)
-    assert split.pending == 2
-    split.backward_weight()
-    assert_same("outputs, inputs, their gradients", found, expected)
-    assert_same_state(split.model, plain, assert_same)
+    leaves = [torch.randn(3, 4) for _ in range(2)]
 
+    def drive(call: Any, _: nn.Module) -> list[Any]:
+        """Outputs, inputs afterwards and their gradients; all forwards before all backwards."""
+        mine = [leaf.clone().requires_grad_() for leaf in leaves]
+        given = [leaf * 1.5 for leaf in mine]
+        outputs = [call(each) for each in given]
+        after = [each.detach().clone() for each in given]
+        for output in outputs:
+            output.square().sum().backward()
+        return [outputs, after, [leaf.grad for leaf in mine]]
 
-def _overwritten(module: nn.Module, leaves: list[Tensor]) -> list[Any]:
-    """Outputs, inputs afterwards and their gradients; every forward before the first backward."""
-    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    given = [leaf * 1.5 for leaf in leaves]
-    outputs = [module(each) for each in given]
-    after = [each.detach().clone() for each in given]
-    for output in outputs:
-        output.square().sum().backward()
-    return [*(output.detach() for output in outputs), *after, *(leaf.grad for leaf in leaves)]
+    assert_alike(Made(make), drive, fullgraph=True, pending=2)
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -257,18 +248,11 @@ class Windows(nn.Module):
 
 def test_sizes_that_vary() -> None:
     """Where strides are symbols they cannot be checked; the graph runs as Dynamo made it."""
-    model = Windows()
-    plain = copy.deepcopy(model)
-    split = Partial(model)
-    batches = [torch.randn(rows, 4) for rows in (2, 3, 5)]
-    for module in (split, plain):
-        for batch in batches:
-            module(batch).sum().backward()
-    split.backward_weight()
+    batches = [(torch.randn(rows, 4),) for rows in (2, 3, 5)]
+    # Weight gradients are added up in another order.
+    split = assert_equals_autograd(Windows(), batches, compare=within(1e-6), face=Partial)
     first, *others = split.parts
     assert first.is_split
     assert others
     assert not any(part.is_split for part in others)
     assert "as_strided.default addresses memory in a graph whose sizes vary" in split.report()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)  # added up in another order
