@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import autosplit
+from tests.semantics.against_autograd import assert_alike
 
 Log = list[str]
 ENGINE = "torch::autograd::AccumulateGrad"
@@ -126,47 +127,43 @@ class Layouts(nn.Module):
 
 
 def test_gradients_lie_as_autograd_lays_them() -> None:
-    model = Layouts()
-    plain = copy.deepcopy(model)
-    split = autosplit.split(model)
-    for _ in range(2):
-        x = torch.randn(2, 3, 6, 6)
-        backward(split, x)
-        split.backward_weight()
-        backward(plain, x)
-        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert mine.grad.stride() == theirs.grad.stride(), name
-            assert torch.equal(mine.grad, theirs.grad), name
+    model, batches = Layouts(), torch.randn(2, 2, 3, 6, 6)
+
+    def drives(x: Tensor) -> Callable[..., list[Any]]:
+        def drive(call: Any, model: nn.Module) -> list[Any]:
+            backward(call, x)
+            if call is not model:
+                call.backward_weight()
+            return [parameter.grad.stride() for parameter in model.parameters()]
+
+        return drive
+
+    assert_alike(model, *map(drives, batches))
     places = {parameter.grad.data_ptr() for parameter in model.parameters()}
     assert len(places) == len(list(model.parameters()))
 
 
 def test_sparse_sum() -> None:
-    model = nn.Linear(3, 2)
-    plain = copy.deepcopy(model)
-    split = autosplit.split(model)
     x = torch.randn(4, 3)
-    for each in (model, plain):
-        each.weight.grad = torch.eye(2, 3).to_sparse()
-    backward(split, x)
-    split.backward_weight()
-    backward(plain, x)
-    assert torch.equal(model.weight.grad, plain.weight.grad)
+
+    def drive(call: Any, model: Any) -> None:
+        model.weight.grad = torch.eye(2, 3).to_sparse()
+        backward(call, x)
+
+    assert_alike(nn.Linear(3, 2), drive)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch without grad_dtype")
 def test_gradients_of_another_dtype() -> None:
+    x = torch.randn(4, 3, dtype=torch.bfloat16)
+
+    def drive(call: Any, model: Any) -> None:
+        model.weight.grad_dtype = torch.float32
+        backward(call, x)
+
     model = nn.Linear(3, 2).bfloat16()
-    plain = copy.deepcopy(model)
-    split = autosplit.split(model)
-    for _ in range(2):
-        x = torch.randn(4, 3, dtype=torch.bfloat16)
-        for each in (model, plain):
-            each.weight.grad_dtype = torch.float32
-            backward(each if each is plain else split, x)
-        split.backward_weight()
-        assert model.weight.grad.dtype is torch.float32
-        assert torch.equal(model.weight.grad, plain.weight.grad)
+    assert_alike(model, drive, drive)
+    assert model.weight.grad.dtype is torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:.*nomaly:UserWarning", "ignore:Error detected:UserWarning")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autosplit
 from tests.autograd.faces import FACES, Net, model_for
 from tests.gradients import assert_same_gradients
+from tests.semantics.against_autograd import assert_alike
 
 
 def optimizers_in_backward(model: nn.Module) -> None:
@@ -53,12 +54,6 @@ def sums_behind_nodes(model: nn.Module) -> None:
         model.nodes.append(node)  # type: ignore[union-attr,operator]
 
 
-def train(module: Any, batches: list[Tensor]) -> None:
-    """Nobody asks for gradients; each backward goes through two calls."""
-    for x in batches:
-        (module(x) * module(x + 1)).square().sum().backward()
-
-
 @pytest.mark.parametrize(
     ("face", "register"),
     [
@@ -68,17 +63,18 @@ def train(module: Any, batches: list[Tensor]) -> None:
     ],
 )
 def test_trains_as_plain_autograd_does(face: str, register: Callable[[nn.Module], None]) -> None:
-    model = model_for(face)
-    plain = copy.deepcopy(model)
-    register(model)
-    register(plain)
-    module = FACES[face](model)
     batches = [torch.randn(3, 4) for _ in range(4)]
-    for at, x in enumerate(batches):
-        train(module, [x])
-        train(plain, [x])
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine, theirs), at
+
+    def drive(call: Any, model: nn.Module) -> list[list[Tensor]]:
+        """Nobody asks for gradients; each backward goes through two calls."""
+        register(model)
+        trained = []
+        for x in batches:
+            (call(x) * call(x + 1)).square().sum().backward()
+            trained.append([parameter.detach().clone() for parameter in model.parameters()])
+        return trained
+
+    assert_alike(model_for(face), drive, face=FACES[face])
 
 
 def test_deferred_again_without_hooks() -> None:
@@ -153,16 +149,15 @@ def test_hook_sees_nothing_from_before_it(face: str, kind: str, twice: bool) -> 
 def test_hook_on_any_parameter_between_forward_and_backward(face: str) -> None:
     """Also on one of the many that autograd's graph has no edge to."""
     torch._dynamo.reset()
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)])
-    plain = copy.deepcopy(model)
-    module = FACES[face](model)
     x = torch.randn(3, 4)
-    for each, under in ((module, model), (plain, plain)):
-        each(x).square().sum().backward()
-        loss = each(x).square().sum()
-        seen: list[Tensor] = []
-        under[4].weight.register_hook(seen.append)
-        under[2].weight.register_post_accumulate_grad_hook(lambda p, to=seen: to.append(p.grad))
+
+    def drive(call: Any, model: Any) -> Any:
+        call(x).square().sum().backward()
+        loss = call(x).square().sum()
+        seen: tuple[list[Tensor], list[Tensor]] = [], []
+        model[4].weight.register_hook(seen[0].append)
+        model[2].weight.register_post_accumulate_grad_hook(lambda p: seen[1].append(p.grad.clone()))
         loss.backward()
-        assert len(seen) == 2
-    assert_same_gradients(model, plain)
+        return seen
+
+    assert_alike(nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)]), drive, face=FACES[face])
