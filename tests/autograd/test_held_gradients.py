@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import autosplit
 from tests.autograd.faces import FACES
-from tests.gradients import assert_same_gradients
+from tests.semantics.against_autograd import assert_alike, within
 
 HOLDS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda grad: grad,
@@ -36,12 +35,6 @@ class UsedTwice(nn.Module):
         return self.b(self.a(self.a(x).tanh()).tanh())
 
 
-def pair() -> tuple[UsedTwice, UsedTwice]:
-    torch._dynamo.reset()
-    model = UsedTwice().double()  # two uses, two calls: sums are in another order
-    return model, copy.deepcopy(model)
-
-
 def backward(module: Any, x: Tensor) -> None:
     """Two calls, which autograd adds up before it adds them to ``.grad``."""
     (module(x).square().sum() + module(x + 1).square().sum()).backward()
@@ -52,19 +45,21 @@ HELD = [*(("whole", hold) for hold in HOLDS), ("parts", "itself"), ("compiled", 
 
 @pytest.mark.parametrize(("face", "hold"), HELD)
 def test_goes_on_accumulating(face: str, hold: str) -> None:
-    model, plain = pair()
-    module = FACES[face](model)
-    held: list[list[Any]] = [[], []]
-    for at, x in enumerate(torch.randn(4, 3, 4).double()):
-        for each, under, kept in ((module, model, held[0]), (plain, plain, held[1])):
-            backward(each, x)
+    torch._dynamo.reset()
+    xs = torch.randn(4, 3, 4).double()
+
+    def drive(call: Any, model: nn.Module) -> list[Tensor]:
+        kept: list[Any] = []
+        for at, x in enumerate(xs):
+            backward(call, x)
             if not at:
-                kept += [HOLDS[hold](p.grad) for p in under.parameters()]
+                kept += [HOLDS[hold](p.grad) for p in model.parameters()]
             if at == 2:
-                under.zero_grad(set_to_none=False)
-        for mine, theirs in zip(*held, strict=True):
-            torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(theirs))
-    assert_same_gradients(model, plain, exact=False)
+                model.zero_grad(set_to_none=False)
+        return [torch.as_tensor(each).clone() for each in kept]
+
+    # Two uses, two calls: sums are in another order.
+    assert_alike(UsedTwice().double(), drive, face=FACES[face], compare=within(1e-12))
 
 
 def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:

@@ -24,21 +24,12 @@ from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
 from tests.autograd.faces import FACES, Broken, Compiled, Net, model_for
 from tests.gradients import assert_same_gradients
-
-Pair = tuple[SplitModule, Any, Any]
+from tests.semantics.against_autograd import assert_alike, within
 
 
 @pytest.fixture(scope="module")
 def captured() -> SplitModule:
     return autosplit.split(Net())
-
-
-@pytest.fixture
-def pair(captured: SplitModule) -> Pair:
-    """A split model, whose graph is captured once for all tests, that model, and a plain twin."""
-    captured.discard()
-    captured.zero_grad()
-    return captured, captured.unsplit, copy.deepcopy(captured.unsplit)
 
 
 def batches(count: int = 2) -> list[Tensor]:
@@ -121,26 +112,18 @@ def _inference(parameter: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_any_use_has_it_computed(name: str, pair: Pair) -> None:
-    split, model, plain = pair
+def test_any_use_has_it_computed(name: str, captured: SplitModule) -> None:
     given = batches()
-    found = []
-    for module, under in ((split, model), (plain, plain)):
-        backward(module, *given)
-        found.append(USES[name](under.a.weight))
-    mine, theirs = found
-    if isinstance(mine, Tensor):
-        assert type(mine) is Tensor
-        assert torch.equal(mine, theirs)
-    elif isinstance(mine, numpy.ndarray):
-        assert (mine == theirs).all()
-    elif isinstance(mine, list) and isinstance(mine[0], Tensor):
-        assert all(map(torch.equal, mine, theirs))
-    else:
-        assert mine == theirs
-    assert split.pending == 0
-    assert type(model.a.weight.grad) is Tensor
-    assert_same_gradients(model, plain)
+
+    def drive(call: Any, model: Any) -> Any:
+        backward(call, *given)
+        found = USES[name](model.a.weight)
+        assert call is model or call.pending == 0
+        assert type(model.a.weight.grad) is Tensor
+        assert not isinstance(found, Tensor) or type(found) is Tensor
+        return found.tolist() if isinstance(found, numpy.ndarray) else found
+
+    assert_alike(captured.unsplit, drive, face=lambda _: captured)
 
 
 @pytest.mark.parametrize("function", [torch.utils.dlpack.to_dlpack, torch._C._to_dlpack_versioned])
@@ -160,20 +143,17 @@ def test_functions_in_c_are_refused_its_memory(function: Callable[[Tensor], Any]
     [("whole", {}), ("whole", {"foreach": False}), ("parts", {"foreach": False}), ("compiled", {})],
 )
 def test_clipping(face: str, options: dict[str, bool]) -> None:
-    model = model_for(face)
-    plain = copy.deepcopy(model)
-    module = FACES[face](model)
-    for _ in range(2):
-        given = batches()
-        norms = []
-        for each, under in ((module, model), (plain, plain)):
-            under.zero_grad()
-            backward(each, *given)
-            norms.append(nn.utils.clip_grad_norm_(under.parameters(), 0.1, **options))
-            nn.utils.clip_grad_value_(under.parameters(), 0.05, **options)
-        assert torch.equal(*norms)
-        assert norms[0] > 0.1
-        assert_same_gradients(model, plain)
+    given = batches()
+
+    def drive(call: Any, model: nn.Module) -> Tensor:
+        model.zero_grad()
+        backward(call, *given)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, **options)
+        assert norm > 0.1
+        nn.utils.clip_grad_value_(model.parameters(), 0.05, **options)
+        return norm
+
+    assert_alike(model_for(face), drive, drive, face=FACES[face])
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -214,26 +194,25 @@ def test_optimizers(face: str) -> None:
             assert torch.equal(a, b), name
 
 
-def test_gradient_scaler_and_fused_optimizer(pair: Pair) -> None:
-    split, model, plain = pair
-    scales = []
+def test_gradient_scaler_and_fused_optimizer() -> None:
     given = [*batches(3), torch.full((3, 4), torch.inf)]
-    for module, under in ((split, model), (plain, plain)):
-        optimizer = torch.optim.AdamW(under.parameters(), lr=0.1, fused=True)
+
+    def drive(call: Any, model: nn.Module) -> Any:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         scaler = torch.amp.GradScaler("cpu", growth_interval=2)
         for at, x in enumerate(given):
             optimizer.zero_grad()
             for _ in range(2):
-                scaler.scale(module(x).square().sum()).backward()
+                scaler.scale(call(x).square().sum()).backward()
             if at == 1:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(under.parameters(), 0.1)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
-        scales.append(scaler.get_scale())
-    assert scales[0] == scales[1]
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+        optimizer.zero_grad()
+        return scaler.get_scale(), list(model.parameters())
+
+    assert_alike(Net(), drive)
 
 
 def drop(model: nn.Module, way: str) -> None:
@@ -287,40 +266,38 @@ def test_dropped_with_grad(face: str) -> None:
             assert_same_gradients(model, plain)
 
 
-def test_only_the_parameters_of_one_optimizer_are_dropped(pair: Pair) -> None:
-    split, model, plain = pair
+def test_only_the_parameters_of_one_optimizer_are_dropped() -> None:
     one, two = batches()
-    for module, under in ((split, model), (plain, plain)):
-        first = torch.optim.SGD(under.a.parameters(), lr=0.1)
-        second = torch.optim.SGD(under.b.parameters(), lr=0.1)
-        backward(module, one)
+
+    def drive(call: Any, model: Any) -> list[Tensor]:
+        first = torch.optim.SGD(model.a.parameters(), lr=0.1)
+        second = torch.optim.SGD(model.b.parameters(), lr=0.1)
+        backward(call, one)
         first.zero_grad()
-        backward(module, two)
+        backward(call, two)
         second.step()
         second.zero_grad()
         first.step()
-    assert_same_gradients(model, plain)
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+        return list(model.parameters())
+
+    assert_alike(Net(), drive)
 
 
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("dropped", [True, False])
 def test_gradient_that_somebody_holds(dropped: bool, face: str) -> None:
     """It stays that of its batch, or goes on accumulating, as autograd's would."""
-    model = model_for(face)
-    plain = copy.deepcopy(model)
     one, two = batches()
-    held = []
-    for module, under in ((FACES[face](model), model), (plain, plain)):
-        backward(module, one)
-        held.append(under.a.weight.grad)
+
+    def drive(call: Any, model: Any) -> Tensor:
+        backward(call, one)
+        held = model.a.weight.grad
         if dropped:
-            under.zero_grad()
-        backward(module, two)
-    assert torch.equal(held[0], held[1])
-    assert_same_gradients(model, plain)
-    assert torch.equal(held[0] * 1, held[1])
+            model.zero_grad()
+        backward(call, two)
+        return held * 1
+
+    assert_alike(model_for(face), drive, face=FACES[face])
 
 
 def test_discard() -> None:
@@ -361,21 +338,18 @@ def test_discard_of_a_compiled_model() -> None:
 @pytest.mark.parametrize("face", FACES)
 def test_gradients_that_come_from_elsewhere_too(face: str) -> None:
     """A regulariser, in the same backward and in one of its own."""
+    given = [x.double() for x in batches()]
+
+    def drive(call: Any, model: Any) -> None:
+        model.zero_grad()
+        for x in given:
+            penalty = sum(p.square().sum() for p in model.parameters())
+            (call(x).square().sum() + 0.1 * penalty).backward()
+            (model.a.weight * 3).sum().backward()
+        assert face != "whole" or call is model or call.pending == 2
+
     model = model_for(face).double()
-    plain = copy.deepcopy(model)
-    module = FACES[face](model)
-    for _ in range(2):
-        given = [x.double() for x in batches()]
-        for each, under in ((module, model), (plain, plain)):
-            under.zero_grad()
-            for x in given:
-                penalty = sum(p.square().sum() for p in under.parameters())
-                (each(x).square().sum() + 0.1 * penalty).backward()
-                (under.a.weight * 3).sum().backward()
-        if face == "whole":
-            assert module.pending == 2
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a.grad * 1, b.grad)
+    assert_alike(model, drive, drive, face=FACES[face], compare=within(1e-12))
 
 
 def test_two_split_modules_with_a_parameter_in_common() -> None:
@@ -403,19 +377,20 @@ def test_two_split_modules_with_a_parameter_in_common() -> None:
         assert_same_gradients(model, plain, exact=False)
 
 
-def test_create_graph_elsewhere(pair: Pair) -> None:
+def test_create_graph_elsewhere() -> None:
     """Autograd then replaces ``.grad`` by a sum that has a graph."""
-    split, model, plain = pair
     (x,) = batches(1)
-    for module, under in ((split, model), (plain, plain)):
-        backward(module, x)
+
+    def drive(call: Any, model: Any) -> None:
+        backward(call, x)
         with warnings.catch_warnings(action="ignore"):  # torch warns once a process
-            under.a.weight.square().sum().backward(create_graph=True)
-    assert split.pending == 0
-    assert model.a.weight.grad.requires_grad
-    assert_same_gradients(model, plain, exact=False)
-    for each in (model, plain):
-        each.zero_grad()  # of which each gradient is part of its own graph
+            model.a.weight.square().sum().backward(create_graph=True)
+        assert call is model or call.pending == 0
+        assert model.a.weight.grad.requires_grad
+        for parameter in model.parameters():  # each gradient is part of its own graph
+            parameter.grad = parameter.grad.detach()
+
+    assert_alike(Net(), drive, compare=within(1e-6))
 
 
 @collecting_new_objects_only()
@@ -464,15 +439,14 @@ def test_failure_is_not_forgotten() -> None:
 
 
 def test_moved_module_takes_its_gradients_along() -> None:
-    model = Net()
-    split, plain = autosplit.split(model), copy.deepcopy(model)
     given = batches()
-    backward(split, *given)
-    backward(plain, *given)
-    split.double()
-    plain.double()
-    assert model.a.weight.grad.dtype is torch.float64
-    assert_same_gradients(model, plain)
+
+    def drive(call: Any, model: Any) -> None:
+        backward(call, *given)
+        call.double()
+        assert model.a.weight.grad.dtype is torch.float64
+
+    assert_alike(Net(), drive)
 
 
 def test_copies_have_no_gradients() -> None:
