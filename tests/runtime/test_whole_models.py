@@ -17,6 +17,7 @@ from autosplit import SplitModule
 from autosplit.passes.graph import calls
 from examples.families import FAMILIES, TINY
 from tests.gradients import assert_same_gradients
+from tests.semantics.against_autograd import assert_equals_autograd
 
 MAKING = {"mm", "bmm", "embedding_dense_backward", "convolution_backward"}
 ONE = {"layers": 1}
@@ -110,27 +111,14 @@ def frozen_bottom() -> nn.Module:
     [(adapters, "balanced"), (adapters, "lean"), (frozen_bottom, "fast"), (frozen_bottom, 4096)],
 )
 def test_frozen_parts(build: Callable[[], nn.Module], memory: str | int) -> None:
-    model = build()
-    split, plain = autosplit.split(model, memory=memory), copy.deepcopy(model)
-    for _ in range(2):
-        tokens = torch.randint(0, 11, (3, 5))
-        for each in (split, plain):
-            each(tokens).square().sum().backward()
-    split.backward_weight()
-    assert_same_gradients(split, plain)
+    tokens = [(torch.randint(0, 11, (3, 5)),) for _ in range(2)]
+    assert_equals_autograd(build(), tokens, memory=memory)
 
 
 @pytest.mark.parametrize(("prompted", "memory"), [(False, "balanced"), (True, "lean")])
 def test_some_inputs_need_a_gradient(prompted: bool, memory: str) -> None:
-    model = Skipping()
-    split, plain = autosplit.split(model, memory=memory), copy.deepcopy(model)
-    for _ in range(2):
-        tokens, prompt = torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 8)
-        grads = []
-        for each in (split, plain):
-            leaf = prompt.clone().requires_grad_(prompted)
-            sum(out.square().sum() for out in each(tokens, leaf)).backward()
-            grads.append(leaf.grad)
-        assert not prompted or torch.equal(*grads)
-    split.backward_weight()
-    assert_same_gradients(split, plain)
+    given = [
+        (torch.randint(0, 11, (3, 5)), torch.randn(3, 5, 8).requires_grad_(prompted))
+        for _ in range(2)
+    ]
+    assert_equals_autograd(Skipping(), given, memory=memory)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError, Stage
-from tests.semantics.against_autograd import assert_equals_autograd, leaves
+from tests.semantics.against_autograd import assert_alike, assert_equals_autograd, leaves
 
 FACTOR = 1.0
 
@@ -107,20 +107,21 @@ def test_converted() -> None:
 
 
 def test_gradient_goes_to_the_parameter_of_its_forward() -> None:
+    x = torch.randn(3, 4)
+
+    def drive(call: Any, model: Any) -> Any:
+        first, last = model[0].weight, model[1].weight
+        leaf = x.clone().requires_grad_()
+        output = call(leaf)
+        model[0].weight = nn.Parameter(torch.zeros(4, 4))
+        output.sum().backward()
+        model[1].weight = nn.Parameter(torch.zeros(2, 4))
+        if call is not model:
+            call.backward_weight()
+        return leaf.grad, first.grad, last.grad
+
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
-    split = autosplit.split(model)
-    first, last = model[0].weight, model[1].weight
-    x = torch.randn(3, 4, requires_grad=True)
-    output = split(x)
-    model[0].weight = nn.Parameter(torch.zeros(4, 4))
-    output.sum().backward()
-    model[1].weight = nn.Parameter(torch.zeros(2, 4))
-    split.backward_weight()
-    assert model[0].weight.grad is model[1].weight.grad is None
-    mine = [x.grad, first.grad, last.grad]
-    expected = torch.autograd.grad((x @ first.t() @ last.t()).sum(), [x, first, last])
-    for grad, theirs in zip(mine, expected, strict=True):
-        torch.testing.assert_close(grad, theirs)
+    assert_alike(model, drive)
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, lambda m: m.zero()], ids=["double", "data"])
@@ -140,24 +141,19 @@ def test_data_exchanged_between_forward_and_backward(change: Callable[[Any], Any
 
 def test_computed_parameters_of_several_calls() -> None:
     """They have a graph of their own, which the microbatches share: ``retain_graph=True``."""
-    model = nn.Linear(4, 2, bias=False)
-    x, base = torch.randn(3, 4), torch.randn(2, 4, requires_grad=True)
-    found = []
-    for module in (autosplit.split(model), model):
-        given = {"weight": base.sin()}
-        losses = [
-            torch.func.functional_call(module, given, (k * x,)).square().sum() for k in (1, 2)
-        ]
+    x, base = torch.randn(3, 4), torch.randn(2, 4)
+
+    def drive(call: nn.Module, model: nn.Module) -> Any:
+        leaf = base.clone().requires_grad_()
+        given = {"weight": leaf.sin()}
+        losses = [torch.func.functional_call(call, given, (k * x,)).square().sum() for k in (1, 2)]
         losses[0].backward(retain_graph=True)
         losses[1].backward()
-        if module is not model:
-            assert isinstance(module, autosplit.SplitModule)
-            module.backward_weight()
-        found.append(base.grad)
-        base.grad = None
-    mine, theirs = found
-    assert mine is not None
-    assert torch.equal(mine, theirs)
+        if isinstance(call, autosplit.SplitModule):
+            call.backward_weight()
+        return leaf.grad
+
+    assert_alike(nn.Linear(4, 2, bias=False), drive)
 
 
 class Scaled(nn.Module):

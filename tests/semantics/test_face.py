@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 import pickle
 from collections.abc import Callable
 from types import MethodType
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit.errors import FailingCallError
+from tests.semantics.against_autograd import assert_alike
 
 
 class Model(nn.Module):
@@ -72,19 +72,15 @@ def test_forward_under_mixed_precision_of_accelerate() -> None:
 
         return forward
 
-    model = Model()
-    split, plain = autosplit.split(model, max_pending=math.inf), copy.deepcopy(model)
-    for module in (split, plain):
+    def drive(module: Any, _: nn.Module) -> None:
         module._original_forward = module.forward
         autocast = torch.autocast("cpu", dtype=torch.bfloat16)
         module.forward = MethodType(autocast(module.forward.__func__), module)
         module.forward = MethodType(to_float32(module.forward.__func__), module)
         for scale in (1, 2):
             module(_x(), scale=scale).square().sum().backward()
-    assert split.pending == 2
-    split.backward_weight()
-    assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
 
+    split = assert_alike(Model(), drive, pending=2)
     forward, original = split.forward, split.__dict__.pop("_original_forward")
     while hasattr(forward, "__wrapped__") and forward != original:
         forward = forward.__wrapped__

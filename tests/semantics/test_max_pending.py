@@ -6,6 +6,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autosplit import SplitError, Stage, split
-from autosplit.dynamo.pending_weights import Deferral
 from autosplit.passes import MEMORY
 from autosplit.passes.memory_policy import Memory
-from tests.gradients import assert_same_gradients
+from tests.autograd.faces import Compiled
+from tests.dynamo.breaking import TwoLayers
 from tests.microbatches import Twins
-from tests.semantics.against_autograd import assert_equals_autograd
+from tests.semantics.against_autograd import assert_alike, assert_equals_autograd
 from tests.zoo import CASES, PlainParameters, SwiGLU
 
 # --- ``max_pending``: how many microbatches wait for W, with gradients bit for bit ----------------
@@ -54,72 +55,62 @@ def _plain(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.one(x).relu()
-        torch._dynamo.graph_break()
-        return self.two(y) + self.one(y)
-
-
-def forwards_first(model: nn.Module, batches: list[Tensor]) -> None:
+def forwards_first(model: Any, batches: Tensor) -> None:
     for loss in [model(batch).square().mean() for batch in batches]:
         loss.backward()
 
 
-def one_by_one(model: nn.Module, batches: list[Tensor]) -> None:
+def one_by_one(model: Any, batches: Tensor) -> None:
     for batch in batches:
         model(batch).square().mean().backward()
 
 
-@pytest.mark.parametrize(
-    ("order", "limit"),
-    [(one_by_one, 1), (forwards_first, 1), (forwards_first, 2), (one_by_one, math.inf)],
-)
-def test_bound_holds(order: Callable[..., None], limit: float) -> None:
-    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    model = split(copy.deepcopy(plain), max_pending=limit)
-    batches = list(torch.randn(5, 4, 8))
-    order(model, batches)
-    assert model.pending == min(5, limit)
-    order(plain, batches)
-    assert_same_gradients(model, plain)
-    assert ("max_pending" in model.report()) == (limit < 5)
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("order", [one_by_one, forwards_first])
-def test_in_parts(order: Callable[..., None]) -> None:
-    plain = Broken()
-    model = split(copy.deepcopy(plain), max_pending=2)
-    batches = list(torch.randn(5, 4, 8))
-    order(model, batches)
-    assert model.pending == 2
-    order(plain, batches)
-    assert_same_gradients(model, plain)
-    assert "3 microbatch(es) had their weight gradients computed" in model.report()
+WHOLE, PARTS = "max_pending", "3 microbatch(es) had their weight gradients computed"
 
 
 @pytest.mark.parametrize(
-    ("order", "model"), [(one_by_one, Broken), (forwards_first, lambda: nn.Linear(8, 8))]
+    ("order", "build", "limit", "said"),
+    [
+        (one_by_one, layers, 1, WHOLE),
+        (forwards_first, layers, 1, WHOLE),
+        (forwards_first, layers, 2, WHOLE),
+        (one_by_one, layers, math.inf, None),
+        (one_by_one, TwoLayers, 2, PARTS),
+        (forwards_first, TwoLayers, 2, PARTS),
+    ],
 )
-def test_backend(order: Callable[..., None], model: Callable[[], nn.Module]) -> None:
-    plain = model()
-    mine = copy.deepcopy(plain)
-    compiled = torch.compile(mine, backend="autosplit", options={"max_pending": 2})
-    batches = list(torch.randn(5, 4, 8))
-    order(compiled, batches)
-    assert Deferral(mine).pending == 2
-    order(plain, batches)
-    assert_same_gradients(mine, plain)
+def test_bound_holds(
+    order: Callable[..., None], build: Callable[[], nn.Module], limit: float, said: str | None
+) -> None:
+    batches = torch.randn(5, 4, 4)
+    model = assert_alike(
+        build(), lambda call, _: order(call, batches), max_pending=limit, pending=min(5, limit)
+    )
+    assert said is None or said in model.report()
+    assert said is not None or WHOLE not in model.report()
+
+
+@pytest.mark.parametrize(
+    ("order", "build"), [(one_by_one, TwoLayers), (forwards_first, lambda: nn.Linear(4, 4))]
+)
+def test_backend(order: Callable[..., None], build: Callable[[], nn.Module]) -> None:
+    batches = torch.randn(5, 4, 4)
+
+    def drive(call: Any, model: nn.Module) -> None:
+        order(call, batches)
+        assert call is model or call.pending == 2
+
+    assert_alike(build(), drive, face=partial(Compiled, max_pending=2))
 
 
 def test_by_default_one_waits_and_none_during_the_next_forward() -> None:
     seen = []
-    model = split(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
-    for batch in torch.randn(3, 4, 8):
+    model = split(layers())
+    for batch in torch.randn(3, 4, 4):
         loss = model(batch).square().mean()
         seen.append(model.pending)
         loss.backward()
@@ -137,7 +128,7 @@ def test_evaluation_leaves_what_waits() -> None:
 
 def test_who_misses_a_microbatch_is_told() -> None:
     model = split(nn.Linear(8, 8))
-    one_by_one(model, list(torch.randn(3, 4, 8)))
+    one_by_one(model, torch.randn(3, 4, 8))
     with pytest.raises(SplitError, match="max_pending=1 had 2 computed before; raise it"):
         model.backward_weight(microbatches=3)
 
@@ -150,21 +141,21 @@ def test_no_bound(limit: int) -> None:
 
 def test_failed_backward_does_not_end_the_bound() -> None:
     model = split(nn.Linear(8, 8))
-    one_by_one(model, list(torch.randn(2, 4, 8)))
+    one_by_one(model, torch.randn(2, 4, 8))
     model.zero_grad()
     x = torch.randn(4, 8, requires_grad=True)
     x.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(x).sum().backward()
     model.zero_grad()
-    one_by_one(model, list(torch.randn(4, 4, 8)))
+    one_by_one(model, torch.randn(4, 4, 8))
     assert model.pending == 1
 
 
 def test_a_loop_that_accumulates_holds_what_it_holds_without_split() -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]
     plain = nn.Sequential(*layers)
-    mine, batches = split(copy.deepcopy(plain)), list(torch.randn(8, 256, 64))
+    mine, batches = split(copy.deepcopy(plain)), torch.randn(8, 256, 64)
     peaks = []
     for model in (mine, plain):
         one_by_one(model, batches[:1])  # tracing
