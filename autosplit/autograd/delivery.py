@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from autosplit.torch_internals.autograd import (
+    add_gradient,
     add_gradients,
     at_end_of_backward,
     refuse_nan,
@@ -23,14 +24,11 @@ from autosplit.torch_internals.autograd import (
     without_autocast,
 )
 
-from .lazy_gradient import ADDING, GradientSlot
+from .lazy_gradient import NOTING, GradientSlot
 from .pending import PendingBound, PendingQueue, PendingWork
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import ShardedModule
-
-Slots = Mapping[int, GradientSlot]
-"""``id`` of a parameter -> where the sum of its gradients grows, before it is in ``.grad``."""
 
 
 class Delivery:
@@ -51,12 +49,15 @@ class Delivery:
     def __init__(self, *, looked_on: bool = False) -> None:
         self.looked_on = looked_on
 
-    def __call__(self, microbatches: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
+    def __call__(
+        self, microbatches: Sequence[Sequence[PendingWork]], slots: Sequence[GradientSlot]
+    ) -> None:
         """Compute and add what some ``backward()`` left, in their order.
 
         Args:
             microbatches: the work.
-            slots: to which gradients are added; those of other parameters, to ``.grad``.
+            slots: to which gradients are added before they are in ``.grad``; those of other
+                parameters are added there.
 
         Raises:
             SplitError: a deferred tensor was written in place since I.
@@ -74,53 +75,40 @@ class Delivery:
             leaves = {id(leaf): leaf for work in works for _, leaf in work.named_leaves()}
             at_end_of_backward(partial(at_end_of_backward, partial(visit_leaves, leaves)))
 
-    def _add(self, works: Sequence[PendingWork], slots: Slots) -> None:
-        """What one ``backward()`` left."""
-        made = _gradients(works)
-        homes = [slots.get(id(leaf), leaf) for leaf in made.leaves]
-        with ADDING:
-            add_gradients(made.leaves, made.grads, made.borrowed, homes)
-
-
-class _Gradients(NamedTuple):
-    """Weight gradients.
-
-    Attributes:
-        leaves: what they are of, each once.
-        grads: one for each.
-        borrowed: which of them are not tensors of their own.
-    """
-
-    leaves: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    borrowed: Sequence[bool]
-
-
-def _gradients(works: Sequence[PendingWork]) -> _Gradients:
-    """Run W. Several are of one ``backward()``: of a parameter that they share autograd adds up
-    what comes, in their order, before it adds that to ``.grad``.
-    """
-    work = works[0]
-    if len(works) == 1 and type(work.state) is dict and not torch.is_anomaly_enabled():
-        leaves = [work.state[name] for name in work.graph.parameter_names]
-        if not work.skipped and len(set(map(id, leaves))) == len(leaves):  # as a rule
-            return _Gradients(leaves, work.gradients(), work.graph.borrowed)
-    found: dict[int, tuple[Tensor, Tensor, bool]] = {}
-    for work in works:
-        made = work.gradients()
-        names, borrowed = work.graph.parameter_names, work.graph.dependence.borrowed
-        if torch.is_anomaly_enabled():
-            refuse_nan(dict(zip(names, made, strict=True)))
-        for name, grad in zip(names, made, strict=True):
-            leaf = None if name in work.skipped else work.state.get(name)
-            if leaf is None:
-                continue
-            if id(leaf) in found:
-                before = found[id(leaf)][1]
-                found[id(leaf)] = leaf, grad + before if before.is_sparse else before + grad, False
-            else:
-                found[id(leaf)] = leaf, grad, name in borrowed
-    return _Gradients(*zip(*found.values(), strict=True)) if found else _Gradients((), (), ())
+    def _add(self, works: Sequence[PendingWork], slots: Sequence[GradientSlot]) -> None:
+        """What one ``backward()`` left. Several are of one graph's calls, or of several graphs: of
+        a parameter that they share autograd adds up what comes, in their order, before it adds that
+        to ``.grad``.
+        """
+        work = works[0]
+        leaves, homes = work.leaves, work.slots
+        if len(works) > 1 or work.skipped or leaves is None or torch.is_anomaly_enabled():
+            leaves = None
+        if leaves is not None and len({*homes}) == len(homes):  # as a rule
+            grads = work.gradients()
+            with NOTING:
+                add_gradients(leaves, grads, work.graph.borrowed, homes)
+            return
+        found: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        for work in works:
+            made = work.gradients()
+            names, borrowed = work.graph.parameter_names, work.graph.dependence.borrowed
+            if torch.is_anomaly_enabled():
+                refuse_nan(dict(zip(names, made, strict=True)))
+            for name, grad in zip(names, made, strict=True):
+                leaf = None if name in work.skipped else work.state.get(name)
+                if leaf is None:
+                    continue
+                if id(leaf) in found:
+                    before = found[id(leaf)][1]
+                    total = grad + before if before.is_sparse else before + grad
+                    found[id(leaf)] = leaf, total, False
+                else:
+                    found[id(leaf)] = leaf, grad, name in borrowed
+        growing = {slot.key: slot for slot in slots}
+        with NOTING:
+            for leaf, grad, copied in found.values():
+                add_gradient(leaf, growing.get(id(leaf), leaf), grad, copied)
 
 
 def weight_gradients(work: PendingWork) -> list[Tensor | None]:
@@ -138,6 +126,8 @@ class ShardedQueue(PendingQueue):
         delivery: computes their gradients.
         bound: how many may wait.
     """
+
+    shares = False
 
     def __init__(self, delivery: ShardedDelivery, bound: PendingBound) -> None:
         super().__init__(delivery, bound)
@@ -169,15 +159,17 @@ class ShardedDelivery(Delivery):
         self.sharded = sharded
         self.queue: weakref.ref[ShardedQueue] | None = None
 
-    def __call__(self, microbatches: Sequence[Sequence[PendingWork]], slots: Slots) -> None:
+    def __call__(
+        self, microbatches: Sequence[Sequence[PendingWork]], slots: Sequence[GradientSlot]
+    ) -> None:
         queue = self.queue() if self.queue is not None else None
         ends = queue is not None and not queue.pending
         super().__call__(microbatches, slots)
         if ends:
-            with _sums_in_grad(slots.values()):
+            with _sums_in_grad(slots):
                 self.sharded.reduce()
 
-    def _add(self, works: Sequence[PendingWork], slots: Slots) -> None:
+    def _add(self, works: Sequence[PendingWork], slots: Sequence[GradientSlot]) -> None:
         for work in works:
             # Few Ws read parameters: not others than their forward's.
             if self._reads_parameters(work):

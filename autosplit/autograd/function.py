@@ -221,16 +221,16 @@ def _weights(
         gradients of the parameters among the node's inputs; nothing where W is queued.
     """
     functions, state, anchor, known, unsplit, _ = ctx.call
-    number = current_backward()
     if not all(map(_NEEDS_GRAD, known.parameters)):
         # Frozen since the forward: autograd drops their gradients.
         skipped |= {n for n in functions.parameter_names if not state[n].requires_grad}
     if skipped.issuperset(functions.parameter_names):
         return ()
-    work = PendingWork(functions, deferred, state, skipped, number, early)
-    work.sequence = ctx._sequence_nr()
+    work = PendingWork(functions, deferred, state, skipped, early)
     sharded = anchor.sharded
-    if sharded is not None:
+    if sharded is None:
+        work.leaves = known.parameters
+    else:
         work.owner, work.writes = sharded.owner, ctx.writes
     if unsplit:
         return weight_gradients(work)
@@ -239,7 +239,7 @@ def _weights(
     if functions.lent:
         lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
         deferred.own(lent)
-    anchor.queue.add(number, work)
+    anchor.queue.add(current_backward(), work)
     if early and not deferred.tensors:  # I has made all of them, which would be held until W
         at_end_of_backward(anchor.queue.compute)
     if sharded is not None and has_accumulate_hooks(sharded.parameters):

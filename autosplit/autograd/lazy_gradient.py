@@ -140,18 +140,13 @@ def _computed(tree: Any) -> Any:
 
 
 NOTING = threading.RLock()
-"""Held while slots, which queues share, and queues are looked at or changed; never while anything
-is computed.
-"""
-
-ADDING = threading.RLock()
-"""Held while a gradient is added to a slot's: two threads must not both find that there is none.
-Taken behind ``NOTING`` where both are held.
+"""Held while slots and queues are looked at or changed, and while a gradient is added to a slot's:
+two threads must not both find that there is none. Never while anything is computed.
 """
 
 
 class GradientSlot:
-    """State of one parameter's ``.grad`` while a part of the gradient is pending.
+    """State of one parameter's ``.grad`` while a part of the gradient is pending in a queue.
 
     The lazy gradient must not hold its slot, which holds what is pending: what ``.grad`` refers to
     is hidden from Python's garbage collector.
@@ -161,13 +156,13 @@ class GradientSlot:
     gradients are added to it.
 
     Attributes:
+        queue: where the part is pending.
         parameter: whose, while it lives.
         key: its ``id``.
         armed: whether the lazy gradient stands for a part that is pending.
         lazy: the lazy gradient, kept to be used again, as making one takes longer than all else.
         grad: what ``.grad`` was before, to which the pending part is added.
-        sources: queues with gradients pending, in the order in which they began.
-        computing: how many computations of pending parts are under way.
+        computing: whether pending parts are being computed.
         failure: why a part of the gradient is lost.
         hidden: whether it is kept out of ``.grad``, see ``PendingQueue.hidden``.
     """
@@ -182,19 +177,17 @@ class GradientSlot:
         "key",
         "lazy",
         "parameter",
-        "sources",
+        "queue",
     )
 
-    def __init__(self, parameter: Tensor) -> None:
+    def __init__(self, queue: PendingQueue, parameter: Tensor) -> None:
+        self.queue = queue
         self.parameter = weakref.ref(parameter)
         self.key = id(parameter)
-        self.armed = False
         self.lazy: LazyGradient | None = None
         self.grad: Tensor | None = None
-        self.sources: tuple[PendingQueue, ...] = ()
-        self.computing = 0
         self.failure: BaseException | None = None
-        self.hidden = False
+        self.armed = self.computing = self.hidden = False
 
     @staticmethod
     def of(parameter: Tensor) -> GradientSlot | None:
@@ -207,9 +200,17 @@ class GradientSlot:
         """The parameter, where a part of the gradient that ``lazy`` stands for is pending."""
         return self.parameter() if self.armed and self.lazy is lazy else None
 
-    def installed(self, parameter: Tensor) -> bool:
-        """Whether the lazy gradient is in ``.grad``."""
-        return self.hidden or (self.lazy is not None and parameter.grad is self.lazy)
+    def is_present(self) -> bool:
+        """Whether somebody may still ask for the gradient: it is in ``.grad``, or referenced
+        elsewhere; or it is being computed.
+        """
+        parameter = self.parameter()
+        return parameter is not None and (
+            parameter.grad is self.lazy
+            or self.hidden
+            or self.computing
+            or (self.failure is None and self._held())
+        )
 
     def arm(self, parameter: Tensor, grad: Tensor | None) -> None:
         """Put the lazy gradient into ``.grad``, in the place of ``grad``."""
@@ -229,33 +230,36 @@ class GradientSlot:
         """Put the gradient, of which nothing is pending any more, where the lazy one stands: into
         ``.grad``, and where somebody else refers to it; the next one is another object then.
         """
-        parameter = self.parameter()
+        parameter, lazy = self.parameter(), self.lazy
         try:
             # No other thread runs between the two: nothing in here lets Python change threads.
-            if parameter is not None and (self.hidden or parameter.grad is self.lazy):
+            if parameter is not None and (parameter.grad is lazy or self.hidden):
                 parameter.grad = self.grad
         except RuntimeError as error:  # it has another shape, dtype or device by now
             self.failure = error
             return
-        # As ``held`` and ``disarm``, without calls for each parameter of every step.
-        if self.lazy is not None and (getrefcount(self.lazy) > OURS or tensor_users(self.lazy) > 1):
-            self.lazy._real, self.lazy = self.grad, None
-        self.armed, self.sources, self.grad = False, (), None
+        # As ``_held``, without a call for each parameter of every step.
+        if lazy is not None and (getrefcount(lazy) > _OURS + 1 or tensor_users(lazy) > 1):
+            lazy._real, self.lazy = self.grad, None
+        self.armed, self.grad = False, None
 
-    def disarm(self) -> None:
-        """Note that nothing is pending any more."""
-        self.armed = False
-        self.sources = ()
-        self.grad = self.failure = None
+    def drop(self, parameter: Tensor | None = None) -> None:
+        """Note that nothing is pending any more. ``parameter``: whose ``.grad`` is to be as it was
+        before, and the lazy gradient nobody's.
+        """
+        if parameter is not None and (self.hidden or parameter.grad is self.lazy):
+            parameter.grad = self.grad
+        if parameter is not None or self._held():
+            self.lazy = None
+        self.armed, self.grad, self.failure = False, None, None
 
-    def held(self) -> bool:
+    def _held(self) -> bool:
         """Whether the lazy gradient, which is not in ``.grad``, is referenced elsewhere."""
-        if self.lazy is None:
-            return False
-        return getrefcount(self.lazy) > OURS or tensor_users(self.lazy) > 1
+        lazy = self.lazy
+        return lazy is not None and (getrefcount(lazy) > _OURS + 1 or tensor_users(lazy) > 1)
 
     def compute(self) -> bool:
-        """Have all sources compute their pending gradients.
+        """Have all that is pending in the queue computed.
 
         Returns:
             Whether this thread is at it already.
@@ -267,11 +271,11 @@ class GradientSlot:
         # What tracing and torch.func set up for this thread is not meant for W.
         if in_compiler() or in_transform():
             with ThreadPoolExecutor(1) as pool:
-                inside = pool.submit(self._compute).result()
+                pool.submit(self.queue.compute).result()
         else:
-            inside = self._compute()
+            self.queue.compute()
         self._refuse_failed()
-        return inside
+        return self.queue.thread == threading.get_ident()
 
     def _refuse_failed(self) -> None:
         if self.failure is not None:
@@ -280,20 +284,13 @@ class GradientSlot:
                 "Call optimizer.zero_grad() and repeat the step"
             ) from self.failure
 
-    def _compute(self) -> bool:
-        parameter, sources, thread = self.parameter(), self.sources, threading.get_ident()
-        if parameter is not None:
-            for source in sources:
-                source.compute_for(parameter, sources)
-        return any(source.thread == thread for source in sources)
-
     def add(self, parameter: Tensor, gradient: Tensor, alpha: float = 1) -> None:
         """Accumulate a gradient that was not deferred."""
         gradient = gradient if alpha == 1 else gradient.mul(alpha)
-        with ADDING:
+        with NOTING:
             add_gradient(parameter, self if self.armed else parameter, gradient, True)
 
 
 _slot = SimpleNamespace(lazy=object())
-OURS = getrefcount(_slot.lazy)
+_OURS = getrefcount(_slot.lazy)
 """How many references Python has to what is only a slot's, its being counted included."""

@@ -1,7 +1,9 @@
 """``PendingWork``: W of one backward through one graph, not run yet, and the queue of it.
 
 Every face has the same: split modules, models that are split graph by graph, and compiled ones
-queue pending work in a ``PendingQueue``, behind lazy gradients.
+queue pending work in a ``PendingQueue``, behind lazy gradients: it installs them in ``.grad``,
+replaces them by real ones, and drops what is pending for those that are neither there nor anywhere
+else any more, as ``.grad`` was cleared.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import contextlib
 import dataclasses
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +25,7 @@ from autosplit.errors import SplitError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.autograd import (
+    any_held,
     at_end_of_backward,
     current_backward,
     untraced,
@@ -28,8 +33,7 @@ from autosplit.torch_internals.autograd import (
 )
 from autosplit.torch_internals.state import distinct_storage_bytes
 
-from .lazy_gradient import NOTING, GradientSlot
-from .lazy_gradients import LazyGradients
+from .lazy_gradient import NOTING, GradientSlot, LazyGradient, pending
 
 if TYPE_CHECKING:
     from .delivery import Delivery
@@ -46,23 +50,23 @@ class PendingWork:
             since it may have none.
         skipped: parameters that get no gradient: no output that depends on them took part, or
             the gradient was dropped.
-        backward: number of the backward in autograd's engine; later ones have higher numbers.
         early: weight gradients that I made, in the order of ``graph.early_parameters``.
         owner: of what the forward read as a parameter, the parameter that has its gradient in the
             end: the sharded one of a gathered one; None where each is its own.
         writes: how often each sharded parameter was written when the forward ran.
-        sequence: of the graph's call; a backward runs higher ones first.
+        leaves: the parameters of ``graph.parameter_names``, where nothing is more to be known.
+        slots: theirs, once this is queued.
     """
 
     graph: SplitFunctions
     deferred: Residuals
     state: State
     skipped: frozenset[str] = frozenset()
-    backward: int = -1
     early: Sequence[Tensor] = ()
     owner: Callable[[Tensor], Tensor] | None = None
     writes: Sequence[int] = ()
-    sequence: int = 0
+    leaves: Sequence[Tensor] | None = None
+    slots: Sequence[GradientSlot] = ()
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -82,10 +86,10 @@ class PendingWork:
         return [(n, leaf if own is None else own(leaf)) for n, leaf in self.named_leaves()]
 
     @property
-    def parameters(self) -> list[Tensor]:
+    def parameters(self) -> Sequence[Tensor]:
         """The same without their names."""
-        if not self.skipped and self.owner is None and type(self.state) is dict:  # as a rule
-            return [self.state[name] for name in self.graph.parameter_names]
+        if self.leaves is not None and not self.skipped:  # as a rule
+            return self.leaves
         return [parameter for _, parameter in self.named_parameters()]
 
     def named_gradients(self) -> dict[str, Tensor]:
@@ -176,6 +180,10 @@ class PendingBound:
         return microbatches
 
 
+_GRAD = attrgetter("grad")
+_FEW = 64
+
+
 class PendingQueue:
     """Microbatches between I and W, oldest first, behind lazy gradients. Several threads may add
     and compute.
@@ -189,7 +197,10 @@ class PendingQueue:
         bound: as given.
         microbatches: what ``backward()`` left of each; some of it may not be wanted any more.
         thread: which thread computes; None where none does.
+        shares: whether work of other queues may be here, and the other way round.
     """
+
+    shares = True
 
     def __init__(self, deliver: Delivery, bound: PendingBound) -> None:
         self.deliver = deliver
@@ -198,7 +209,14 @@ class PendingQueue:
         self.thread: int | None = None
         self.microbatches: dict[Hashable, list[PendingWork]] = {}
         self._guarded = False
-        self.lazies = LazyGradients(self)
+        # Whether somebody refers to a sum whose place a lazy gradient has taken: it is to be right
+        # when the backward is over.
+        self._held = False
+        self._slots: dict[int, GradientSlot] = {}
+        self._limit = _FEW
+        self._latest: tuple[Sequence[Tensor] | None, Sequence[GradientSlot]] = None, ()
+        self._keeping: list[weakref.ref[Tensor]] = []
+        self._mark = f"_autosplit_pending_{id(self)}"
 
     @property
     def pending(self) -> int:
@@ -221,24 +239,94 @@ class PendingQueue:
     def parameters(self) -> list[Tensor]:
         """The parameters that gradients are pending for, or being computed."""
         with NOTING:
-            return self.lazies.parameters()
+            found = [slot.parameter() for slot in self._slots.values() if slot.armed]
+        return [parameter for parameter in found if parameter is not None]
 
-    def add(self, microbatch: Hashable, work: PendingWork) -> None:
-        """Queue work, after earlier work of this microbatch."""
+    def add(self, microbatch: Hashable, work: PendingWork, *, moved: bool = False) -> None:
+        """Queue work, after earlier work of this microbatch; where a gradient of a parameter that
+        it has is pending in another queue, there. ``moved``: whether it comes from another queue.
+        """
         while True:
             with NOTING:
-                blocking = self.lazies.promise(work.parameters)
+                blocking = self._promise(work)
                 if blocking is None:
                     self.microbatches.setdefault(microbatch, []).append(work)
-                    if not self._guarded:
-                        self._guard()
-                    held, self.lazies.held = self.lazies.held, False
+                    held, self._held = self._held, False
                     break
+            other = blocking.queue
+            if other is not self and self.shares and other.shares and not moved:
+                other.add(microbatch, work, moved=True)
+                return
             blocking.compute()
+        if not self._guarded:
+            self._guard()
         if held:  # read without asking us
             at_end_of_backward(self.compute)
         elif len(self.microbatches) > self.bound.limit:
             at_end_of_backward(lambda: self._leave(self.bound.limit))
+
+    def _promise(self, work: PendingWork) -> GradientSlot | None:
+        """Put lazy gradients into ``.grad`` of the parameters of some work.
+
+        Returns:
+            None; or a slot to be computed first, and then promise again: a gradient that was
+            pending before is referenced elsewhere, and not in its ``.grad``, or it is pending in
+            another queue.
+        """
+        parameters = work.parameters
+        if not parameters:
+            return None
+        if not self._held:
+            sums = [
+                g for g in map(_GRAD, parameters) if g is not None and type(g) is not LazyGradient
+            ]
+            self._held = any_held(sums)
+            del sums
+        if parameters is not self._latest[0]:
+            found = [self._slot(parameter) for parameter in parameters]
+            # Those of a compiled model, which has a new list each time, are not to be kept alive.
+            self._latest = work.leaves if parameters is work.leaves else None, found
+        work.slots = slots = self._latest[1]
+        for slot, parameter in zip(slots, parameters, strict=True):
+            grad = parameter.grad
+            if slot.armed:
+                if grad is slot.lazy or slot.hidden:
+                    continue
+                self.sweep()
+                if slot.armed:
+                    return slot
+            if type(grad) is LazyGradient:
+                known = pending(grad)
+                if known is not None:
+                    return known[0]
+                grad, self._held = grad.value(), True  # it stands for a real one
+            slot.arm(parameter, grad)
+        self._keep(parameters[-1])
+        return None
+
+    def _slot(self, parameter: Tensor) -> GradientSlot:
+        slot = self._slots.get(id(parameter))
+        if slot is None or slot.parameter() is not parameter:
+            if len(self._slots) >= self._limit:
+                known = self._slots.items()
+                self._slots = {k: each for k, each in known if each.parameter() is not None}
+                self._limit = 2 * len(self._slots) + _FEW
+            slot = self._slots[id(parameter)] = GradientSlot(self, parameter)
+        return slot
+
+    def _keep(self, parameter: Tensor) -> None:
+        """Let this live at least as long as the parameter, until nothing is pending."""
+        if self._mark not in parameter.__dict__:
+            parameter.__dict__[self._mark] = _Kept(self)
+            self._keeping.append(weakref.ref(parameter))
+
+    def _release(self) -> None:
+        """Have no parameter keep this any more."""
+        for reference in self._keeping:
+            parameter = reference()
+            if parameter is not None:
+                parameter.__dict__.pop(self._mark, None)
+        self._keeping.clear()
 
     def _guard(self) -> None:
         """Compute what is pending for an optimizer's parameters before its ``step()``, in which
@@ -270,7 +358,10 @@ class PendingQueue:
 
     def compute(self, microbatches: int | None = None, *, leave: float = 0) -> int:
         """Compute the oldest microbatches, and accumulate them into ``.grad``; behind another
-        thread that is at it.
+        thread that is at it. Where that fails, ``.grad`` raises when it is used.
+
+        Nothing in here waits for autograd's engine, so that whoever waits for this may be one of
+        its threads.
 
         Args:
             microbatches: how many; None: all,
@@ -282,22 +373,45 @@ class PendingQueue:
         Raises:
             SplitError: fewer than asked for are pending; or they cannot be computed.
         """
-        return compute_pending([self], lambda: self._take(microbatches, leave), self.deliver)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.compute(microbatches, leave=leave)
+        with self._computing:
+            if self.thread is not None:  # by this thread, further out
+                return 0
+            with NOTING:
+                begun = self._present()
+                keys = [*self.microbatches]
+                count = self.bound.count(microbatches, leave, len(keys))
+                taken = [self.microbatches.pop(key) for key in keys[:count]]
+                for slot in begun:
+                    slot.computing = True
+                self.thread = threading.get_ident()
+            failure = None
+            try:
+                self.deliver(taken, begun)
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                with NOTING:
+                    self.thread = None
+                    self._settle(begun, failure)
+        self.deliver.announce(taken)
+        return len(taken)
 
-    def enter(self) -> int | None:
-        """Begin to compute, one thread at a time.
-
-        Returns:
-            what is given back to ``leave``.
-        """
-        self._computing.acquire()
-        before, self.thread = self.thread, threading.get_ident()
-        return before
-
-    def leave(self, before: int | None) -> None:
-        """Have computed."""
-        self.thread = before
-        self._computing.release()
+    def _settle(self, begun: Iterable[GradientSlot], failure: BaseException | None) -> None:
+        """End a computation: what was pending when it began has been computed, or not."""
+        works = self.works() if self.microbatches else ()
+        waiting = {id(parameter) for work in works for parameter in work.parameters}
+        for slot in begun:
+            slot.computing = False
+            if failure is not None:
+                slot.failure = failure
+            if slot.failure is None and slot.key not in waiting:
+                slot.hand_over()
+        if not self.microbatches:
+            self._release()
 
     @contextlib.contextmanager
     def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -315,29 +429,45 @@ class PendingQueue:
                     if slot.armed and parameter.grad is None:  # else another thread computed it
                         parameter.grad = slot.lazy
 
-    def compute_for(self, parameter: Tensor, sources: Iterable[PendingQueue]) -> None:
-        """Compute everything: hooks and sums then see microbatches in their order."""
-        self.compute()
-
-    def waiting(self) -> set[int]:
-        """The parameters (their ``id``) that something is pending for."""
-        return {id(parameter) for work in self.works() for parameter in work.parameters}
-
     def discard(self) -> None:
         """Forget all pending work and restore every ``.grad``."""
         with self._computing, NOTING:
             self.microbatches.clear()
-            self.lazies.discard()
+            for slot in self._present():
+                slot.drop(slot.parameter())
+            self._release()
 
     def sweep(self) -> None:
         """Drop what is pending for every lazy gradient that was freed."""
         with NOTING:
-            self.lazies.sweep()
+            self._present()
+
+    def _present(self) -> list[GradientSlot]:
+        """Drop what is pending for every lazy gradient that was freed.
+
+        Returns:
+            The slots of the others.
+        """
+        armed = [slot for slot in self._slots.values() if slot.armed]
+        present = [
+            slot
+            for slot in armed  # as a rule without a call
+            if ((parameter := slot.parameter()) is not None and parameter.grad is slot.lazy)
+            or slot.is_present()
+        ]
+        if len(present) < len(armed):
+            gone = [slot for slot in armed if not slot.is_present()]
+            for slot in gone:
+                slot.drop()
+            self.drop({slot.key for slot in gone})
+        return present
 
     def drop(self, parameters: Collection[int]) -> None:
         """Drop the pending gradients of these parameters (their ``id``)."""
-        with NOTING:
-            self.lazies.drop(parameters)
+        works = self.works()
+        for work in works:
+            work.drop(parameters)
+        self.forget([work for work in works if not work.parameters])
 
     def forget(self, works: Collection[PendingWork]) -> None:
         """Remove work of which no gradient is wanted any more."""
@@ -348,63 +478,16 @@ class PendingQueue:
                     self.microbatches[key] = left
                 else:
                     del self.microbatches[key]
-
-    def _take(self, microbatches: int | None, leave: float) -> list[list[PendingWork]]:
-        """The oldest microbatches; they are not pending any more.
-
-        Raises:
-            SplitError: fewer than asked for are pending.
-        """
-        keys = list(self.microbatches)
-        return [
-            self.microbatches.pop(key)
-            for key in keys[: self.bound.count(microbatches, leave, len(keys))]
-        ]
+            if not self.microbatches:
+                self._release()
 
 
-def compute_pending(
-    queues: Sequence[PendingQueue], take: Callable[[], list[list[PendingWork]]], deliver: Delivery
-) -> int:
-    """Compute microbatches of some queues, one thread at a time. Where that fails, ``.grad`` raises
-    when it is used.
+class _Kept:
+    """Attribute of a parameter: the queue that it keeps alive, which may outlive its module."""
 
-    Nothing in here waits for autograd's engine, so that whoever waits for this may be one of its
-    threads.
+    def __init__(self, queue: PendingQueue) -> None:
+        self.queue = queue
 
-    Args:
-        queues: in which they may wait.
-        take: removes them from there.
-        deliver: computes.
-
-    Returns:
-        how many.
-
-    Raises:
-        SplitError: fewer than asked for are pending; or they cannot be computed.
-    """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return compute_pending(queues, take, deliver)
-    # In one order, or two threads wait for each other.
-    entered = [(queue, queue.enter()) for queue in sorted(queues, key=id)]
-    begun: list[tuple[PendingQueue, list[GradientSlot]]] = []
-    started, failure = False, None
-    try:
-        with NOTING:
-            begun += [(queue, queue.lazies.begin()) for queue in queues]
-            taken = take()
-        started = True
-        deliver(taken, {slot.key: slot for _, slots in begun for slot in slots})
-    except BaseException as error:
-        failure = error if started else None
-        raise
-    finally:
-        try:
-            with NOTING:
-                for queue, slots in begun:
-                    queue.lazies.settle(slots, failure)
-        finally:
-            for queue, before in entered:
-                queue.leave(before)
-    deliver.announce(taken)
-    return len(taken)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a parameter has no gradient; this is what any unpickler may load."""
+        return OrderedDict, ()

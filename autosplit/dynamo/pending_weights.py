@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import chain, groupby
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import WeightAnchor
 from autosplit.autograd.lazy_gradient import GradientSlot
-from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork, compute_pending
+from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.errors import SplitError
 from autosplit.torch_internals.autograd import PassingLeaves, has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded, synchronises
@@ -72,17 +72,10 @@ class PendingOnParameters(PendingQueue):
         self.make_room()
         return ForwardCall(unsplit, wrapper is not None)
 
-    def add(self, microbatch: Hashable, work: PendingWork) -> None:
-        work.state = weakref.WeakValueDictionary(work.state)  # Dynamo keeps the graph, and this
-        super().add(microbatch, work)
-
-    def compute(self, microbatches: int | None = None, *, leave: float = 0) -> int:
-        """Compute pending work of these parameters, that of other graphs too."""
-        return Deferral(self.parameters()).compute(microbatches, leave)
-
-    def compute_for(self, parameter: Tensor, sources: Iterable[PendingQueue]) -> None:
-        """Compute all pending work of a parameter, of any graph."""
-        Deferral(parameter, sources).compute()
+    def add(self, microbatch: Hashable, work: PendingWork, *, moved: bool = False) -> None:
+        # Dynamo keeps the graph, and this.
+        work.state, work.leaves = weakref.WeakValueDictionary(work.state), None
+        super().add(microbatch, work, moved=moved)
 
 
 class Deferral:
@@ -93,19 +86,13 @@ class Deferral:
 
     Args:
         model_or_parameters: the model, compiled or not, or some of its parameters.
-        sources: where work may wait, beside those that ``.grad`` of the parameters tells.
 
     Raises:
         SplitError: it is something else.
         ShardedError: FSDP manages the model or a part of it.
     """
 
-    def __init__(
-        self,
-        model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
-        sources: Iterable[PendingQueue] = (),
-    ) -> None:
-        self._sources = tuple(sources)
+    def __init__(self, model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> None:
         given = model_or_parameters
         if isinstance(given, Tensor):
             given = [given]
@@ -119,12 +106,12 @@ class Deferral:
     @property
     def pending(self) -> int:
         """Microbatches whose weight gradients have not been computed."""
-        return len(self._microbatches(self._owners()))
+        return len(_microbatches(self._owners()))
 
     @property
     def pending_bytes(self) -> int:
         """Bytes of distinct storage that pending microbatches hold."""
-        works = chain.from_iterable(self._microbatches(self._owners()))
+        works = chain.from_iterable(owner.works() for owner in self._owners())
         return distinct_storage_bytes(tensor for work in works for tensor in work.tensors)
 
     def backward_weight(self, microbatches: int | None = None) -> None:
@@ -140,23 +127,13 @@ class Deferral:
         Raises:
             SplitError: fewer than asked for are pending.
         """
-        self.compute(microbatches)
-
-    def compute(self, microbatches: int | None = None, leave: float = 0) -> int:
-        """As ``PendingQueue.compute``."""
         owners = self._owners()
-
-        def take() -> list[list[PendingWork]]:
-            waiting = self._microbatches(owners)
-            bounds = [owner.bound for owner in owners] or [PendingBound(math.inf)]
-            bound = max(bounds, key=lambda each: each.early)
-            taken = waiting[: bound.count(microbatches, leave, len(waiting))]
-            works = list(chain.from_iterable(taken))
-            for owner in owners:
-                owner.forget(works)
-            return taken
-
-        return compute_pending(owners, take, Delivery(looked_on=True))
+        waiting = _microbatches(owners)
+        bounds = [owner.bound for owner in owners] or [PendingBound(math.inf)]
+        bound = max(bounds, key=lambda each: each.early)
+        left = {*waiting[bound.count(microbatches, 0, len(waiting)) :]}
+        for owner in owners:
+            owner.compute(leave=len(left & owner.microbatches.keys()))
 
     def discard(self) -> None:
         """Forget what is pending, as ``SplitModule.discard`` does, for these parameters and others
@@ -168,20 +145,16 @@ class Deferral:
     def _owners(self) -> list[PendingOnParameters]:
         """Owners of pending work for the parameters."""
         slots = [GradientSlot.of(parameter) for parameter in self._parameters]
-        sources = chain(self._sources, *[slot.sources for slot in slots if slot])
-        found = dict.fromkeys(sources)
+        found = dict.fromkeys(slot.queue for slot in slots if slot)
         owners = [each for each in found if isinstance(each, PendingOnParameters)]
         for owner in owners:
             owner.sweep()
         return owners
 
-    def _microbatches(self, owners: Iterable[PendingOnParameters]) -> list[list[PendingWork]]:
-        """Pending work by backward, oldest first."""
-        wanted = set(map(id, self._parameters))
-        works = [work for owner in owners for work in owner.works()]
-        found = [work for work in works if wanted.intersection(map(id, work.parameters))]
-        found.sort(key=lambda work: (work.backward, -work.sequence))
-        return [list(group) for _, group in groupby(found, lambda work: work.backward)]
+
+def _microbatches(owners: Iterable[PendingOnParameters]) -> list[Hashable]:
+    """Backwards that left pending work, oldest first."""
+    return sorted({number for owner in owners for number in owner.microbatches})  # type: ignore
 
 
 def backward_weight(
