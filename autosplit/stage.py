@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,7 @@ from autosplit.runtime.residuals import State
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded.module import ShardedModule
-from autosplit.torch_internals.autograd import without_autocast
+from autosplit.torch_internals.autograd import without_autocast, without_grad
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .errors import SplitError
@@ -210,7 +209,7 @@ class Stage:
         if keep == "inputs" and functions.has_backward:
             kept = KeptInputs(functions, state, inputs)
         lent = lent_storages(inputs)
-        with _without_grad():
+        with without_grad():
             taken = [*inputs]
             inputs.clear()
             result = functions.run(state, taken)
@@ -293,7 +292,7 @@ class Stage:
             self._weights.in_flight.put(microbatch, taken)
             return self._nothing(output_grads)
         lent |= lent_storages(output_grads)
-        with _without_grad(), without_autocast():
+        with without_grad(), without_autocast():
             given = self._output_grads(functions, output_grads)
             skipped, idle = functions.dependence.missing(given)
             names, sums = functions.early_parameters, self._weights.sums
@@ -326,7 +325,7 @@ class Stage:
         """
         if self._sharded and self.functions.has_backward:
             self.sharding.unshard()
-        with _without_grad(), without_autocast():
+        with without_grad(), without_autocast():
             self._weights.run(microbatch)
         if self._sharded:
             self._hand_over()
@@ -341,7 +340,7 @@ class Stage:
         if not functions.has_backward:
             return self._nothing(output_grads)
         names = functions.parameter_names
-        with _without_grad(), without_autocast():
+        with without_grad(), without_autocast():
             given = self._output_grads(functions, output_grads)
             skipped, idle = functions.dependence.missing(given)
             into, sums = self._weights.into(names, state, skipped), self._weights.sums
@@ -428,8 +427,3 @@ class Stage:
         taken = [*output_grads, *[None] * others]
         output_grads.clear()
         return taken
-
-
-def _without_grad() -> AbstractContextManager[None]:
-    """``torch.no_grad()``; where nothing is tracked anyway, a context that costs nothing."""
-    return torch.no_grad() if torch.is_grad_enabled() else without_autocast()

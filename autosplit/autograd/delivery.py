@@ -22,6 +22,7 @@ from autosplit.torch_internals.autograd import (
     refuse_nan,
     visit_leaves,
     without_autocast,
+    without_grad,
 )
 
 from .lazy_gradient import NOTING, GradientSlot
@@ -62,7 +63,7 @@ class Delivery:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        with torch.no_grad(), without_autocast():
+        with without_grad(), without_autocast():
             for works in microbatches:
                 self._add(works, slots)
 

@@ -300,7 +300,15 @@ class PendingQueue:
                 if known is not None:
                     return known[0]
                 grad, self._held = grad.value(), True  # it stands for a real one
-            slot.arm(parameter, grad)
+            lazy = slot.lazy
+            if lazy is None:
+                slot.arm(parameter, grad)
+                continue
+            slot.grad, slot.armed = grad, True  # as ``arm``, without a call for each
+            try:
+                parameter.grad = lazy
+            except RuntimeError:
+                slot.arm(parameter, grad)
         self._keep(parameters[-1])
         return None
 
