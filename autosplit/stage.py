@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
+from autosplit.autograd.module_proxy import ModuleProxy
 from autosplit.passes import CollectiveCosts
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
@@ -82,14 +83,16 @@ class Stage:
 
         Raises:
             CaptureError: the module cannot be traced, or returns something besides tensors.
-            SplitError: the graph cannot be split, the backend or the memory setting is unknown, or
-                a memory budget cannot be met.
+            SplitError: the graph cannot be split, the backend or the memory setting is unknown, a
+                memory budget cannot be met, ``grad_dtype`` is none, or the module is split or
+                compiled already.
             ShardedError: ``fully_shard`` has sharded the module in a way that cannot be taken
                 apart.
         """
         self.index = index
         self.module = module
         owner = f"stage {index}"
+        _refuse_split(owner, module)
         options = SplitOptions(backend, memory, late_input, overlap)
         self.sharding = ShardedModule(module)
         self._sharded = bool(self.sharding.groups)
@@ -427,3 +430,18 @@ class Stage:
         taken = [*output_grads, *[None] * others]
         output_grads.clear()
         return taken
+
+
+def _refuse_split(owner: str, module: nn.Module) -> None:
+    """Refuse a module whose forward is split or compiled already."""
+    if hasattr(module, "_orig_mod"):
+        raise SplitError(
+            f"{owner}: the module is compiled by torch.compile, which hides its graph. Give the "
+            "module itself, ._orig_mod of this one, and backend='inductor' to have it compiled"
+        )
+    split = [name for name, part in module.named_modules() if isinstance(part, ModuleProxy)]
+    if split:
+        where = f"its part {split[0]!r}" if split[0] else "the module"
+        raise SplitError(
+            f"{owner}: {where} is split already; give the module itself, .unsplit of this one"
+        )

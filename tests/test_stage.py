@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit import CaptureError, SplitError, Stage
+from autosplit import CaptureError, SplitError, Stage, split
 from autosplit.pipeline.engine.stages import footprint
 from tests.gradients import assert_same_gradients
 from tests.microbatches import Twins, reference
@@ -232,6 +232,23 @@ def test_publish_adds_to_what_is_there() -> None:
         stage.publish()
     assert stage.module.weight.grad.tolist() == [[2.0, 2.0]]
     assert stage.gradients == {}
+
+
+def test_modules_that_are_split_or_compiled_are_refused() -> None:
+    example = (torch.randn(2, 8, requires_grad=True),)
+    model = nn.Linear(8, 8)
+    for module, said in (
+        (split(model), "the module is split already; give the module itself, .unsplit"),
+        (nn.Sequential(nn.GELU(), split(model)), "its part '1' is split already"),
+        (torch.compile(model), "is compiled by torch.compile.*Give the module itself"),
+    ):
+        with pytest.raises(SplitError, match=f"stage 3: .*{said}"):
+            Stage(module, example, index=3)
+
+
+def test_a_dtype_of_gradients_that_is_none_is_refused() -> None:
+    with pytest.raises(SplitError, match="must be a floating-point dtype, got 'fp32'"):
+        Stage(nn.Linear(8, 8), (torch.randn(2, 8),), grad_dtype="fp32")  # type: ignore[arg-type]
 
 
 def test_wrong_order() -> None:

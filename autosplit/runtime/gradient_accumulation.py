@@ -27,8 +27,11 @@ class GradientSums:
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
-        if dtype is not None and not dtype.is_floating_point:
-            raise SplitError(f"grad_dtype must be a floating-point dtype, got {dtype}")
+        known = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not known:
+            raise SplitError(
+                f"grad_dtype must be a floating-point dtype, got {dtype!r}; torch.float32, say"
+            )
         self.dtype = dtype
         self.tensors: dict[str, Tensor] = {}
         self._parameters: dict[str, Tensor] = {}
