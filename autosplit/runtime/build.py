@@ -92,7 +92,8 @@ def trace(
     with _TRACING, _undrawn(), collecting_new_objects_only():
         dump = _dump_folder(module)
         split = None
-        if regions and setting.budget is None:
+        # What waits of each block, where not all may, is told by all of them.
+        if regions and not setting.releases_weights:
             split = partial(_split_block, compiler, setting, dump)
         traced = _capture(module, args, kwargs, compiler, split, called, insist)
         try:

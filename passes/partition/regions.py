@@ -25,7 +25,7 @@ from ..analysis.aliasing import is_free, producer, storage_bytes, storage_root
 from ..analysis.operator_cost import effort, is_cheap, recompute_cost
 from ..analysis.operators import checkpoint_region, is_random, is_under_way
 from ..errors import PassError
-from ..graph import SUBGRAPH, Region, Regions, is_size, tensor_of
+from ..graph import Region, Regions, is_size, tensor_of
 from ..memory_policy import Price
 from .min_cut import SINK, SOURCE, Network
 from .reachability import Reachability
@@ -177,12 +177,8 @@ class Division:
         return Price((0 if free else storage_bytes(root)) + (node is not root))
 
     def _price_early(self, node: fx.Node) -> Price | None:
-        """Price of running a node of W in I; None where it must be deferred, as what was divided by
-        this setting already.
-        """
-        if not self._releasable or SUBGRAPH in node.meta:
-            return None
-        return Price(flops=self._spread(node, effort(node)))
+        """Price of running a node of W in I; None where it must be deferred."""
+        return Price(flops=self._spread(node, effort(node))) if self._releasable else None
 
     def _spread(self, node: fx.Node, cost: float) -> float:
         """The cost, a little less for nodes early in the graph: of equal layers some can then be
