@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
 from autosplit.pipelining import SplitPipelineStage
@@ -42,9 +43,9 @@ class Made(nn.Module):
         return self.make(self.inner, *args, **kwargs)
 
 
-def held(kind: str, stages: int) -> list[int]:
+def held(kind: str, stages: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """This rank's stages."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if kind in V_SHAPED:
         return [rank, stages - 1 - rank]
     return list(range(rank, stages, ranks))
@@ -89,7 +90,8 @@ class Program:
 
     def __post_init__(self) -> None:
         self.plain = copy.deepcopy(list(self.parts))
-        self.mine = self.mine or held(self.kind, len(self.parts))
+        group = self.options.get("group")
+        self.mine = self.mine or held(self.kind, len(self.parts), group)
         self.stages = [
             self.stage(self.parts[at], at, len(self.parts), CPU, **self.options) for at in self.mine
         ]
@@ -109,15 +111,15 @@ class Program:
     def last(self) -> bool:
         return len(self.parts) - 1 in self.mine
 
-    def step(self, **more: Any) -> Any:
-        """One step of the schedule."""
+    def step(self, run: str = "step", **more: Any) -> Any:
+        """One step of the schedule, or its ``eval``."""
         given: dict[str, Any] = {**self.kwargs, **more}
         if self.last:
             self.losses = []
             given |= {"target": self.target, "losses": self.losses}
         if self.loss_kwargs:  # torch 2.11 takes none
             given["loss_kwargs"] = self.loss_kwargs
-        self.output = self.schedule.step(*(self.args if 0 in self.mine else ()), **given)
+        self.output = getattr(self.schedule, run)(*(self.args if 0 in self.mine else ()), **given)
         return self.output
 
     def plain_step(self) -> list[Any]:
@@ -181,7 +183,7 @@ class Program:
             self.step(**more)
             results = self.plain_step()
             if self.last and more.get("return_outputs", True):
-                found += _outputs_differ(self.output, results)
+                found += outputs_differ(self.output, results)
         for stage in self.stages:
             left = [stage._saved, stage._deferred, stage._losses, stage._roots]
             left += [stage.output_chunks] if not stage.is_last else []
@@ -198,13 +200,14 @@ def trained(*parts: nn.Module, rows: int = 8, **more: Any) -> Program:
 def _difference(what: str, mine: Tensor | None, other: Tensor | None) -> list[str]:
     if mine is None or other is None:
         return [] if mine is other else [f"{what}: {mine} instead of {other}"]
+    mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
     if torch.equal(mine, other):
         return []
     worst = (mine.double() - other.double()).abs().max().item()
     return [f"{what} differs by {worst:.3g}"]
 
 
-def _outputs_differ(output: Any, results: Iterable[Any]) -> list[str]:
+def outputs_differ(output: Any, results: Iterable[Any]) -> list[str]:
     mine, form = tree_flatten(output)
     theirs, forms = zip(*map(tree_flatten, results), strict=True)
     found = [] if {*forms} == {form} else [f"returned {output}"]

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import DTensor
 
 import autosplit
 from autosplit.pipeline import build
 from autosplit.pipelining import SplitPipelineStage, dw_builder, torch_schedule
 from tests.ranks import ranks
 from tests.sharded.models import Model
-from tests.sharded.test_split import Pair, local, raised, reductions, sharded
+from tests.sharded.test_split import Pair, raised, reductions, sharded
 
-from .programs import CPU, V_SHAPED, mean_square
+from .programs import Make, Program, outputs_differ
 
 
 class Part(nn.Module):
@@ -40,131 +38,82 @@ class Part(nn.Module):
         return made * 1
 
 
-class Pipelines:
-    """A model in stages on two pipelines, each of which takes a share of the batch.
+class Replicated(Program):
+    """Two pipelines, each of which takes a share of the batch.
 
     Args:
         kind: the schedule, a class of torch's.
         stages: how many.
-        microbatches: how many.
-        shard: shards a stage.
-        stage: makes a stage.
-        make: makes the schedule, where it is no class of torch's.
         late: whether modules are sharded when their stages are there.
         scale: whether gradients are divided by the number of microbatches.
+        make_schedule: see ``Program``.
+        options: of the sharding.
     """
 
     def __init__(
         self,
         kind: str = "Schedule1F1B",
         stages: int = 2,
-        microbatches: int = 4,
         *,
-        shard: Callable[..., nn.Module] = sharded,
-        stage: Any = SplitPipelineStage,
-        make: Callable[..., Any] | None = None,
         late: bool = False,
         scale: bool = True,
+        make_schedule: Make | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-        self.ranks, self.replicas = mesh["pp"], mesh["dp"]
-        self.parts = [Part() for _ in range(stages)]
-        self.plain = copy.deepcopy(self.parts)
-        self.mine = _held(self.ranks, kind, stages)
-        self.count, self.scale = microbatches, scale
+        self.replicas = mesh["dp"]
 
-        def shard_all() -> None:
-            for at in self.mine:
-                shard(self.parts[at], mesh=self.replicas, **options)
+        def stage(part: nn.Module, *given: Any, **more: Any) -> Any:
+            own = part if late else sharded(part, mesh=self.replicas, **options)
+            return SplitPipelineStage(own, *given, **more)
 
-        if not late:
-            shard_all()
-        group = self.ranks.get_group()
-        self.stages = [stage(self.parts[at], at, stages, CPU, group=group) for at in self.mine]
-        if late:
-            shard_all()
-        found = getattr(schedules, kind) if make is None else make
-        single = make is None and issubclass(found, schedules.PipelineScheduleSingle)
-        given = self.stages[0] if single else self.stages
-        self.schedule = found(given, microbatches, loss_fn=mean_square, scale_grads=scale)
-        self.data = torch.Generator(torch.get_default_device()).manual_seed(1)
-        self.losses: list[Tensor] = []
+        super().__init__(
+            [Part() for _ in range(stages)],
+            kind,
+            options={"group": mesh.get_group("pp")},
+            schedule_options={"scale_grads": scale},
+            make_schedule=make_schedule,
+            stage=stage,
+        )
+        for at in self.mine if late else ():
+            sharded(self.parts[at], mesh=self.replicas, **options)
 
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of both replicas."""
-        size = (2, 2 * self.count, 5)
-        return torch.randn(size, generator=self.data), torch.randn(size, generator=self.data)
-
-    def step(self, inputs: Tensor, targets: Tensor, run: str = "step") -> None:
-        mine, self.losses = self.replicas.get_local_rank(), []
-        given = {"target": targets[mine], "losses": self.losses} if self.last else {}
-        getattr(self.schedule, run)(*((inputs[mine],) if 0 in self.mine else ()), **given)
-
-    @property
-    def last(self) -> bool:
-        return len(self.parts) - 1 in self.mine
-
-    def plain_step(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-        """The same in one process, both replicas: the losses of this rank's."""
+    def beside(self, run: str = "step") -> list[str]:
+        """A step here, and of both shares in one process: which outputs differ, what was left
+        gathered, and reductions that are too many.
+        """
+        with reductions() as seen:
+            shares = [(torch.randn(8, 5), torch.randn(8, 5)) for _ in range(2)]
+            own = self.replicas.get_local_rank()
+            x, self.target = shares[own]
+            self.args = [x]
+            self.step(run)
         parameters = [p for part in self.plain for p in part.parameters()]
-        earlier, sums, mine = [p.grad for p in parameters], [], []
-        for replica in range(2):
+        earlier, sums, results = [p.grad for p in parameters], [], []
+        for x, self.target in shares:
+            self.args = [x]
             for p in parameters:
                 p.grad = None
-            pairs = zip(
-                inputs[replica].tensor_split(self.count),
-                targets[replica].tensor_split(self.count),
-                strict=True,
-            )
-            losses = [mean_square(nn.Sequential(*self.plain)(x), y) for x, y in pairs]
-            for loss in losses:
-                loss.backward()
+            results.append(self.plain_step())
             sums.append([p.grad for p in parameters])
-            mine = losses if replica == self.replicas.get_local_rank() else mine
         for p, one, other, before in zip(parameters, *sums, earlier, strict=True):
-            p.grad = (one + other) / 2 / (self.count if self.scale else 1)
-            p.grad = p.grad if before is None else before + p.grad
-        return mine
-
-    def differences(self) -> list[str]:
-        found = []
-        for at in self.mine:
-            pairs = zip(self.parts[at].named_parameters(), self.plain[at].parameters(), strict=True)
-            for (name, mine), other in pairs:
-                whole = local(mine.grad)
-                if not torch.equal(whole, other.grad) or type(mine).__name__ != "DTensor":
-                    worst = (whole - other.grad).abs().max()
-                    found.append(f"{type(mine).__name__} {name} of stage {at}: {worst}")
+            p.grad = (one + other) / 2 if before is None else before + (one + other) / 2
+        found = outputs_differ(self.output, results[own]) if self.last else []
+        groups = [g for stage in self.stages for g in stage.sharding.groups]
+        if any(group.is_unsharded for group in groups):
+            found.append("left gathered")
+        if len(seen) != len(groups) * (run == "step"):
+            found.append(f"reduced {seen}")
         return found
 
     def train(self, steps: int = 2) -> list[str]:
-        """Some steps, whose gradients add up; what differs, and reductions that are too many."""
+        """Some steps, whose gradients add up; what differs."""
         found = []
         for _ in range(steps):
-            batch = self.batch()
-            with reductions() as seen:
-                self.step(*batch)
-            plain = self.plain_step(*batch)
-            found += self.differences()
-            if len(seen) != 3 * len(self.mine):  # two blocks and the rest, of each stage
-                found.append(f"reduced {seen}")
-            if self.last and not all(map(torch.equal, plain, self.losses)):
-                found.append(f"losses {self.losses} instead of {plain}")
-            if any(group.is_unsharded for group in self.groups()):
-                found.append("left gathered")
-        return found
-
-    def groups(self) -> list[Any]:
-        return [g for stage in self.stages for g in stage.sharding.groups]
-
-
-def _held(ranks: DeviceMesh, kind: str, stages: int) -> Sequence[int]:
-    rank = ranks.get_local_rank()
-    if kind in V_SHAPED:
-        return [rank, stages - 1 - rank]
-    return list(range(rank, stages, 2))
+            found += self.beside() + self.differences()
+        mine = (p for at in self.mine for p in self.parts[at].parameters())
+        return found + [f"{type(p)}" for p in mine if not isinstance(p.grad, DTensor)]
 
 
 SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -178,7 +127,7 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
 @ranks(4)
 def test_gradients_are_those_of_one_process(kind: str) -> list[str]:
     stages, more = SCHEDULES[kind]
-    return Pipelines(kind, stages, **more).train()
+    return Replicated(kind, stages, **more).train()
 
 
 @ranks(4)
@@ -187,22 +136,16 @@ def test_a_schedule_of_ours() -> list[str]:
         found = build("v-half", 4, microbatches, ranks=2)
         return torch_schedule(found, stages, options.pop("loss_fn"), **options)
 
-    return Pipelines("ScheduleZBVZeroBubble", 4, make=make, late=True).train(1)
+    return Replicated("ScheduleZBVZeroBubble", 4, make_schedule=make, late=True).train(1)
 
 
 @ranks(4)
 def test_evaluation_and_then_training() -> list[str]:
-    pipelines, found = Pipelines("ScheduleDualPipeV", 4), []
-    batch = pipelines.batch()
-    pipelines.step(*batch, run="eval")
-    plain = pipelines.plain_step(*batch)
-    if pipelines.last and not all(map(torch.equal, plain, pipelines.losses)):
-        found.append(f"losses {pipelines.losses} instead of {plain}")
-    if any(group.is_unsharded for group in pipelines.groups()):
-        found.append("left gathered")
-    for part in pipelines.plain:
+    program = Replicated("ScheduleDualPipeV", 4)
+    found = program.beside("eval")
+    for part in program.plain:
         part.zero_grad()
-    return found + pipelines.train(1)
+    return found + program.train(1)
 
 
 @ranks(4)

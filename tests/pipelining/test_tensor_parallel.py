@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -25,9 +25,10 @@ from autosplit.pipelining import SplitPipelineStage, weight_gradients
 from autosplit.torch_internals.version import TORCH
 from tests.semantics.parallel.test_tensor_parallel import Mlp
 
-from .programs import CPU, mean_square
+from .programs import Program
 
 STAGES = 2
+Both = tuple[Program, Program]
 
 pytestmark = pytest.mark.skipif(
     TORCH < (2, 12), reason="torch's own stage sends to its own rank, which Gloo does not"
@@ -50,92 +51,90 @@ class Products(TorchDispatchMode):
         return result
 
 
-class Pipeline:
+def pipeline(kind: Any) -> Program:
     """Stages of one rank, that share their tensors with nobody."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    plan: dict[str, Any] = {}
+    for at in range(2):
+        plan |= {
+            f"{at}.norm": SequenceParallel(),
+            f"{at}.up": ColwiseParallel(input_layouts=Shard(1)),
+            f"{at}.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    parts = [parallelize_module(nn.Sequential(Mlp(), Mlp()), mesh, plan) for _ in range(STAGES)]
+    options = {"schedule_options": {"scale_grads": False}, "stage": kind}
+    return Program(parts, "ScheduleInterleavedZeroBubble", 2, **options)
 
-    def __init__(self, kind: Any) -> None:
-        torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-        plan: dict[str, Any] = {}
-        for at in range(2):
-            plan |= {
-                f"{at}.norm": SequenceParallel(),
-                f"{at}.up": ColwiseParallel(input_layouts=Shard(1)),
-                f"{at}.down": RowwiseParallel(output_layouts=Shard(1)),
-            }
-        self.parts: list[Any] = [
-            parallelize_module(nn.Sequential(Mlp(), Mlp()), mesh, plan) for _ in range(STAGES)
-        ]
-        stages = [kind(part, at, STAGES, CPU) for at, part in enumerate(self.parts)]
-        self.schedule = ScheduleInterleavedZeroBubble(
-            stages, 2, loss_fn=mean_square, scale_grads=False
-        )
-        self.data = torch.Generator(torch.get_default_device()).manual_seed(1)
 
-    def step(self) -> None:
-        x, y = (torch.randn(4, 2, 8, generator=self.data) for _ in range(2))
-        self.schedule.step(x, target=y)
+def step(program: Program, seed: int) -> None:
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    x, program.target = (torch.randn(4, 2, 8, generator=generator) for _ in range(2))
+    program.args = [x]
+    program.step()
 
-    def gradients(self) -> list[Any]:
-        return [parameter.grad for part in self.parts for parameter in part.parameters()]
+
+def gradients(program: Program) -> list[Any]:
+    return [parameter.grad for part in program.parts for parameter in part.parameters()]
 
 
 @pytest.fixture(scope="module")
-def both() -> Iterator[tuple[Pipeline, Pipeline]]:
+def both() -> Iterator[Both]:
     """Pipelines of our stages and of torch's, after two steps."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     patch = pytest.MonkeyPatch()
     patch.setattr(weight_gradients, "_SMALL", 0)  # added inside of W, as large gradients are
     try:
-        pair = Pipeline(SplitPipelineStage), Pipeline(PipelineStage)
+        pair = pipeline(SplitPipelineStage), pipeline(PipelineStage)
         for each in pair:
-            each.step()
-            each.step()
+            step(each, 1)
+            step(each, 2)
         yield pair
     finally:
         patch.undo()
         dist.destroy_process_group()
 
 
-def assert_alike(both: tuple[Pipeline, Pipeline]) -> None:
-    mine, torchs = (pipeline.gradients() for pipeline in both)
+def assert_alike(both: Both) -> None:
+    mine, torchs = map(gradients, both)
     for one, other in zip(mine, torchs, strict=True):
         assert (one.placements, one.stride()) == (other.placements, other.stride())
         assert torch.equal(one.to_local(), other.to_local())
 
 
-def test_gradients_are_the_dtensors_of_torchs_stage(both: tuple[Pipeline, Pipeline]) -> None:
+def test_gradients_are_the_dtensors_of_torchs_stage(both: Both) -> None:
     assert_alike(both)
-    lying = {str(each.placements) for each in both[0].gradients()}
+    lying = {str(each.placements) for each in gradients(both[0])}
     assert lying >= {"(Shard(dim=0),)", "(Partial(sum),)"}
 
 
-def test_weight_gradients_join_the_sums_one_by_one(both: tuple[Pipeline, Pipeline]) -> None:
+def test_weight_gradients_join_the_sums_one_by_one(both: Both) -> None:
     """Rather than be held until all of a microbatch are there, to be handed to autograd."""
-    pipeline, torchs = both
+    mine, torchs = both
     for each in both:
         for part in each.parts:
             part.zero_grad()
-    torchs.step()
+        step(each, 3)
     with Products():  # torch 2.15 captures anew under a mode
-        pipeline.step()
-    torchs.step()
-    before = pipeline.gradients()
+        step(mine, 4)
+    step(torchs, 4)
+    before = gradients(mine)
     with Products() as products:
-        pipeline.step()
-    assert all(a is b for a, b in zip(before, pipeline.gradients(), strict=True))
+        step(mine, 5)
+    step(torchs, 5)
+    assert all(a is b for a, b in zip(before, gradients(mine), strict=True))
     assert len(products.made) >= 4 * 2 * STAGES
     assert products.most <= 2
 
 
 def test_gradient_that_lies_otherwise_is_added_to_as_autograd_does(
-    both: tuple[Pipeline, Pipeline],
+    both: Both,
 ) -> None:
     """Somebody has reduced it in between."""
-    for pipeline in both:
-        for part in pipeline.parts:
+    for each in both:
+        for part in each.parts:
             for parameter in part.parameters():
                 lying = parameter.placements
                 parameter.grad = parameter.grad.redistribute(placements=lying)
-        pipeline.step()
+        step(each, 6)
     assert_alike(both)
