@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 
-from autosplit import CheckpointError, PlanError
+from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.checkpoint.saving import unworried
-from autosplit.planner.meta_model import Initialiser, materialise_stage, meta_model
+from autosplit.planner.meta_model import Initialiser, meta_model
 from tests.checkpoint import checkpoint_workers, forms
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
 from tests.checkpoint.forms import distributed, state
@@ -103,29 +101,6 @@ def test_stages_take_up_what_torchs_own_functions_saved(tmp_path: Path) -> None:
             torch.testing.assert_close(value, model.state_dict()[name])
 
 
-def test_tensors_in_several_parts_are_put_together(tmp_path: Path) -> None:
-    """As ranks write them that each have some rows."""
-    weight = whole(3)[1][0].weight.detach()
-    rows = {"first": weight[:3].clone(), "second": weight[3:].clone()}
-    path = distributed(tmp_path, {**state(), **rows})
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    entries, places = metadata.state_dict_metadata, metadata.storage_data
-    parts = [entries.pop(name).chunks[0] for name in rows]
-    parts[1].offsets = torch.Size([3, 0])
-    entries["1.0.weight"].chunks = parts
-    found = {index: info for index, info in places.items() if index.fqn != "1.0.weight"}
-    for index in [index for index in found if index.fqn in rows]:
-        offset = (0, 0) if index.fqn == "first" else (3, 0)
-        found[MetadataIndex("1.0.weight", offset)] = found.pop(index)
-    metadata.storage_data = found
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    known = {"1.0.weight": torch.zeros(8, 8)}
-    with unworried():
-        dcp.load(known, checkpoint_id=path, no_dist=True)
-    assert torch.equal(known["1.0.weight"], weight)
-    assert torch.equal(read_checkpoint(path)["1.0.weight"], weight)
-
-
 def changed(path: Path, values: dict[str, Tensor | None]) -> Path:
     return forms.one_file(path, {n: v for n, v in {**state(), **values}.items() if v is not None})
 
@@ -142,20 +117,6 @@ def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
         path = changed(tmp_path, {"1.0.bias": torch.zeros(2)})
         with pytest.raises(CheckpointError, match=r"1\.0\.bias: expected \[8\], came \[2\]$"):
             load_checkpoint(engine, path, strict=False)
-
-
-def test_buffers_that_no_checkpoint_has_come_from_the_factory() -> None:
-    class Rotary(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2)
-            self.register_buffer("angles", torch.arange(3.0), persistent=False)
-
-    model = meta_model(Rotary)
-    assert materialise_stage(model, Initialiser(model)).angles.tolist() == [0, 1, 2]
-    with torch.device("meta"):
-        model = Rotary()
-    with pytest.raises(PlanError, match=r"nothing initialises .*angles: build the model"):
-        materialise_stage(model, Initialiser(model))
 
 
 def test_the_optimizer_is_left_out_on_demand(tmp_path: Path) -> None:

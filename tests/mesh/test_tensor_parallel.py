@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -36,6 +37,7 @@ from tests.mesh.workers import (
     REFERENCE,
     assert_round_trip,
     assert_step,
+    common_folder,
     mesh_of,
     of_shares,
     refusal,
@@ -77,7 +79,7 @@ def test_a_step_is_that_of_eager_mode(
 @ranks(4)
 def test_checkpoints() -> None:
     """They have whole tensors, and are taken up by this mesh, one process, and torch's loader; they
-    are written while the next step runs.
+    are written while the next step runs. Those of torch's, of which ranks write parts, are read.
     """
     mesh = mesh_of(pp=2, tp=2)
     build = parallel(mesh, 2)
@@ -94,6 +96,9 @@ def test_checkpoints() -> None:
     load(torchs, checkpoint_id=path, process_group=mesh.get_group("tp"))
     loaded = {name: whole(each) for name, each in torchs["model"].items()}
     assert same(loaded, read_checkpoint(path))
+    folder = common_folder()
+    save(torchs, checkpoint_id=folder)
+    assert same(loaded, read_checkpoint(folder))
 
 
 def new_mesh(second: str = "tp") -> DeviceMesh:
