@@ -11,7 +11,7 @@ import torch
 from autosplit import partition
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline import PipelineTrainer, StageOptions, build
-from tests.pipeline.trainer_options import grouped
+from tests.pipeline import workers
 from tests.planner.planned_models import UNEVEN, cut_by_trainers, loss, net, sgd, tokens
 from tests.planner.whole_models import llama_with_hidden_states
 from tests.ranks import Ranks
@@ -28,15 +28,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def trainer(**options: Any) -> PipelineTrainer:
-    given = {"microbatches": 2, "ranks": 1, **options}
-    return PipelineTrainer(
-        net(),
-        loss,
-        sgd,
-        stages=2,
-        example=tokens(),
-        **grouped(**given),
-    )
+    given = {"loss_fn": loss, "optimizer_fn": sgd, "example": tokens(), "ranks": 1}
+    return workers.trainer(net(), microbatches=2, **{**given, "stage_factory": None, **options})
 
 
 def test_cuts_are_those_for_the_schedule_that_runs(on_ranks: Ranks) -> None:

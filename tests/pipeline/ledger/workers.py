@@ -14,7 +14,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
-from tests.pipeline.trainer_options import grouped
+from tests.pipeline import workers
 from tests.pipeline.training.late_transfers import late_transfers, recorded_transfers
 from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading
 
@@ -70,13 +70,12 @@ def trainer(
     **options: Any,
 ) -> PipelineTrainer:
     torch.manual_seed(0)
-    return PipelineTrainer(
+    given = {"loss_fn": loss_fn, "optimizer_fn": torch.optim.AdamW, "stage_factory": None}
+    return workers.trainer(
         lambda index: block().requires_grad_(index != frozen),
-        loss_fn,
-        torch.optim.AdamW,
-        stages=stages,
-        microbatches=MICROBATCHES,
-        **grouped(timeout=60.0, **options),
+        stages,
+        MICROBATCHES,
+        **{**given, **options},
     )
 
 

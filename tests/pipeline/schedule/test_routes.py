@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.routes import Parcel, Routes, routes_of
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
@@ -18,7 +15,7 @@ from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.stage_modules import Partitioned, StageSource
 from tests.pipeline.tables import chain_of
-from tests.pipeline.trainer_options import grouped
+from tests.pipeline.workers import trainer
 
 # --- what travels between ranks, as literal tables ------------------------------------------------
 
@@ -139,24 +136,13 @@ def test_what_may_be_given_as_a_model() -> None:
     assert isinstance(stages.build(1), nn.Linear)
 
 
-def trainer_of(model: Any, **options: Any) -> PipelineTrainer:
-    return PipelineTrainer(
-        model,
-        nn.MSELoss(),
-        torch.optim.SGD,
-        microbatches=1,
-        ranks=1,
-        **grouped(**options),
-    )
-
-
 def test_what_may_not() -> None:
     layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     with pytest.raises(PipelineError, match=r"a Sequential is one module.*list, \[\*module\]"):
-        trainer_of(layers)
+        trainer(layers, ranks=1)
     with pytest.raises(PipelineError, match="got 2 stages, but stages=3"):
         StageSource.of(Cut(), 3)
     with pytest.raises(PipelineError, match="example has no effect beside a model that is already"):
-        trainer_of(Cut(), stages=2, example=())
+        trainer(Cut(), stages=2, example=(), ranks=1)
     with pytest.raises(PipelineError, match="example has no effect beside stages"):
-        trainer_of([*layers], example=())
+        trainer([*layers], example=(), ranks=1)

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.pipeline import PipelineTrainer
+from tests.pipeline import workers
 from tests.ranks import ranks
 
 X, Y = torch.randn(4, 8), torch.randn(4, 8)
@@ -21,14 +22,9 @@ X, Y = torch.randn(4, 8), torch.randn(4, 8)
 
 def trainer(**options: Any) -> PipelineTrainer:
     torch.manual_seed(0)
-    given: dict[str, Any] = {
-        "model": [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)],
-        "loss_fn": nn.functional.mse_loss,
-        "optimizer_fn": torch.optim.SGD,
-        "microbatches": 2,
-        "ranks": 1,
-    }
-    return PipelineTrainer(**{**given, **options})
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+    given = {"model": stages, "optimizer_fn": torch.optim.SGD, "microbatches": 2, "ranks": 1}
+    return workers.trainer(**{**given, "stage_factory": None, **options})
 
 
 def test_inputs_and_target_are_taken_as_torch_takes_them() -> None:
@@ -97,7 +93,12 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
             lambda: trainer(model=[ByName(8, 8), nn.Bilinear(8, 8, 8)]).step((X, Y)),
             "stage 0 must put out a tensor or a tuple of tensors, .*; got a dict",
         ),
-        (lambda: trainer(run_options={"record": True}), r"run_options is a RunOptions\(...\)"),
+        (
+            lambda: PipelineTrainer(
+                [], of_keys, of_keys, microbatches=1, run_options={"record": 1}
+            ),
+            r"run_options is a RunOptions\(...\)",
+        ),
         (lambda: trainer(max_grad_norm="1"), "max_grad_norm is a positive number or None; got '1'"),
         (lambda: trainer(device="gpu"), "device='gpu' is none that torch knows: Expected one of"),
     ],
