@@ -15,12 +15,12 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer, RunOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.stages import stage_memory
-from autosplit.pipeline.engine.timing import measure_transfer
 from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import median_durations
 from examples.families import FAMILIES, Family
 
+from ..links import measure_transfer
 from ..paper.settings import SIZES
 from ..results import Rows, Target, table, verdicts
 from .settings import Settings

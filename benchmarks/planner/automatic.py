@@ -15,13 +15,13 @@ from autosplit.mesh.costs import device_of_group, measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.engine.timing import measure_transfer, ring
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, kinds, profile
 from autosplit.planner.cuts import Limits, Solution, solve
 from autosplit.planner.cutting import on_all_ranks
 
+from ..links import measure_transfer, ring
 from ..page import option
 from .models import CASES
 from .training import Training, alternate

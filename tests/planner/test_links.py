@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.timing import measure_transfer, ring
+from benchmarks.links import measure_transfer, ring
 from tests.ranks import ranks
 
 _LATE = 0.02  # seconds; a message between two processes of one machine takes a thousandth of it

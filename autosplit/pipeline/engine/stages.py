@@ -230,15 +230,6 @@ def stage_memory(stage: TrainableStage) -> StageMemory:
     return StageMemory(saved, deferred, float(distinct_bytes(taken)))
 
 
-def sizes(stage: TrainableStage) -> tuple[list[float], list[float]]:
-    """Bytes of each output of a stage, and of the gradient that comes back for it."""
-    outputs, gradients = [], []
-    for shape, dtype, differentiable in stage.output_specs:
-        outputs.append(float(shape.numel() * dtype.itemsize))
-        gradients.append(outputs[-1] if differentiable else 0.0)
-    return outputs, gradients
-
-
 def check_inputs(
     modules: Mapping[int, nn.Module], feeds: Feeds, inputs: Sequence[Tensor | None]
 ) -> None:

@@ -136,9 +136,7 @@ class Runner:
         self.memory = RankMemory(held, groups, self._feeds, device, store)
         self._tuner: Tuner | None = None
         if options.tunes:
-            self._tuner = Tuner(
-                schedule, groups, self._feeds, device, self.memory, options.memory_limit
-            )
+            self._tuner = Tuner(schedule, groups, self._feeds, self.memory, options.memory_limit)
         self.schedule = schedule
         self._factory: StageFactory = options.factory(cut=stages.cut)
         self._shares_tensors = groups.layout.tensor_ranks > 1

@@ -8,16 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.stages import TrainableStage, sizes, stage_memory
-from autosplit.pipeline.engine.timing import measure_transfer
+from autosplit.pipeline.engine.stages import TrainableStage, stage_memory
 from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.schedule.routes import pairs_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.search.search import search
@@ -25,6 +21,7 @@ from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.timeline import Span, median_durations
+from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.text.progress import working
 
 from .rank_memory import RankMemory
@@ -62,7 +59,6 @@ class Tuner:
             keeps no more than it does.
         groups: the trainer's process groups.
         feeds: who feeds whom.
-        device: where the stages run.
         size: tells this rank's bytes.
         limit: bytes that a rank may hold, if there is one.
 
@@ -75,12 +71,11 @@ class Tuner:
         schedule: Schedule,
         groups: Groups,
         feeds: Feeds,
-        device: torch.device,
         size: RankMemory,
         limit: int | None,
     ) -> None:
         self._schedule = self._running = schedule
-        self._groups, self._feeds, self._device = groups, feeds, device
+        self._groups, self._feeds = groups, feeds
         self._size, self.limit = size, limit
         self._steps: list[list[Span]] = []
 
@@ -190,33 +185,29 @@ class Tuner:
         return replace(found or schedule, crosses_step=False)
 
     def _costs(self, stages: Mapping[int, TrainableStage]) -> Costs:
-        """What a step costs by what all ranks measured, or would take usually; collective."""
-        links = measure_transfer(self._groups, self._device, pairs_of(self._schedule, self._feeds))
+        """What a step costs by what all ranks measured, or would take usually; collective. Messages
+        cost nothing, which hardly ever changes the order; what is moved goes as to the store.
+        """
+        links = Transfer()
         if self.limit is not None:
-            links = replace(links, host=self._size.host_link())
+            host = self._size.host_link()
+            links = Transfer(host.latency, host.bandwidth, host=host)
         own = (
             median_durations(self._steps[1:]),
             {index: stage_memory(stage) for index, stage in stages.items()},
-            {index: sizes(stage) for index, stage in stages.items()},
         )
         seconds: dict[tuple[int, ActionKind], float] = {}
         kept: dict[int, StageMemory] = {}
-        sent: dict[int, tuple[list[float], list[float]]] = {}
-        for took, memory, put_out in self._groups.everybody.gather(own):
+        for took, memory in self._groups.everybody.gather(own):
             # Of replicas the slowest counts: the others wait for it.
             seconds |= {key: max(each, seconds.get(key, 0.0)) for key, each in took.items()}
             kept |= memory
-            sent |= put_out
         every = range(self._schedule.stages)
         usual = usual_times(self._schedule.stages)
         return Costs(
             [_times(stage, seconds) if seconds else usual[stage] for stage in every],
             [kept[stage] for stage in every],
-            replace(
-                links,
-                message_bytes={stage: sent[stage][0] for stage in every},
-                gradient_bytes={stage: sent[stage][1] for stage in every},
-            ),
+            links,
             wiring=self._feeds.wiring,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.simulate import Costs, simulate
-from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training import tuning
 from autosplit.pipeline.training.rank_memory import RankMemory
 from autosplit.pipeline.training.tuning import MEASURED, Tuner, first_schedule
@@ -36,17 +34,16 @@ class Puts:
     output_specs = ((torch.Size([2]), torch.float32, True), (torch.Size([1]), torch.int64, False))
 
 
-def tuned(link: Transfer | None = None, wiring: Wiring | None = None) -> Schedule:
-    """What a tuner finds where F, I and W take a second each, over this link."""
-    groups, cpu, size = cast("Groups", OneProcess()), torch.device("cpu"), cast("RankMemory", None)
+def tuned(wiring: Wiring | None = None) -> Schedule:
+    """What a tuner finds where F, I and W take a second each."""
+    groups, size = cast("Groups", OneProcess()), cast("RankMemory", None)
     first = first_schedule(2, 4, 2)
-    tuner = Tuner(first, groups, Feeds(2, wiring), cpu, size, None)
+    tuner = Tuner(first, groups, Feeds(2, wiring), size, None)
     spans = simulate(first, lambda action: 1.0).spans
     stages: Any = {0: Puts(), 1: Puts()}
-    with mock.patch.object(tuning, "measure_transfer", return_value=link or Transfer()):
-        for _ in range(MEASURED):
-            assert tuner.after_step(spans, stages) is None
-        found = tuner.after_step(spans, stages)
+    for _ in range(MEASURED):
+        assert tuner.after_step(spans, stages) is None
+    found = tuner.after_step(spans, stages)
     assert found is not None
     return found
 
@@ -55,8 +52,7 @@ def kinds(schedule: Schedule) -> set[str]:
     return {action.kind.value for row in schedule.ranks for action in row}
 
 
-def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes are those of the outputs; only the first has a gradient that comes back."""
+def test_what_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Costs] = []
 
     def noted(costs: Costs, *args: Any, **options: Any) -> Schedule:
@@ -65,11 +61,6 @@ def test_the_link_and_what_goes_over_it_count(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(tuning, "search", noted)
     wiring = Wiring(((Source(None, 0),), (Source(0, 1), Source(0, 0))), (2,))
-    link = Transfer(latency=0.25, bandwidth=8.0)
-    tuned(link=link, wiring=wiring)
-    assert kinds(tuned()) == set("FIW")
-    costs, plain = asked
-    assert costs.transfer == Transfer(
-        0.25, 8.0, {0: [8.0, 8.0], 1: [8.0, 8.0]}, {0: [8.0, 0.0], 1: [8.0, 0.0]}
-    )
-    assert (costs.wiring, plain.wiring) == (wiring, None)
+    assert kinds(tuned()) == kinds(tuned(wiring)) == set("FIW")
+    assert [costs.wiring for costs in asked] == [None, wiring]
+    assert [[*costs.times] for costs in asked] == [[(1.0, 1.0, 1.0)] * 2] * 2
