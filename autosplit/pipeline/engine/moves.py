@@ -53,30 +53,10 @@ class TransferredBytes:
         return found
 
 
-class Move:
-    """One move of a step, from where its rank starts it until it has ended.
-
-    Attributes:
-        action: the move.
-        ended: when.
-        future: what comes of it.
-    """
-
-    future: Future[Any]
-
-    def __init__(self, action: Action) -> None:
-        self.action = action
-        self._started = perf_counter()
-        self.ended = 0.0
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended with an error."""
-        return self.future.done() and self.future.exception() is not None
-
-    def span(self, rank: int) -> Span:
-        """When that was."""
-        return Span(rank, self.action, self._started, self.ended)
+Move = Future[tuple[Any, float, float]]
+"""A move of a step, from where its rank starts it until it has ended: what comes of it, and when
+that was.
+"""
 
 
 class Lane:
@@ -85,32 +65,29 @@ class Lane:
     Args:
         name: of the thread.
         device: where what it carries lies.
-
-    Attributes:
-        counted: whether another thread counts what this process allocates.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._pool = ThreadPoolExecutor(1, name)
         self._device = device
         self._stream = OwnStream(device)
-        self.counted = False
 
-    def carry(self, move: Move, work: Callable[[], Any]) -> Move:
-        """Do ``work`` when all before it is done, and behind what the device was given so far."""
-        given = done_so_far(self._device)
-        counted = self.counted and self._device.type == "cpu"
+    def carry(self, action: Action, work: Callable[[], Any], *, counted: bool = False) -> Move:
+        """Do ``work`` when all before it is done, and behind what the device was given so far.
 
-        def run() -> Any:
+        Args:
+            action: the move.
+            work: what is to be done.
+            counted: whether another thread counts what this process allocates.
+        """
+        given, started = done_so_far(self._device), perf_counter()
+
+        def run() -> tuple[Any, float, float]:
             sizes = sizes_known() if counted else contextlib.nullcontext()
-            try:
-                with self._stream.behind(given), torch.inference_mode(False), sizes:
-                    return work()
-            finally:
-                move.ended = perf_counter()
+            with self._stream.behind(given), torch.inference_mode(False), sizes:
+                return work(), started, perf_counter()
 
-        move.future = self._pool.submit(run)
-        return move
+        return self._pool.submit(run)
 
 
 Left = Sequence[tuple[int, Any]]
@@ -139,19 +116,17 @@ class PartnerStore:
 
     def announce(self, storages: Sequence[Tensor]) -> None:
         """Send sizes ahead, which may depend on the data."""
-        sizes = [tensor.numel() for tensor in storages]
-        for each in ([len(sizes)], sizes):
-            if each:
-                self.put(torch.tensor(each, dtype=torch.int64, device=self._device))
+        sizes = [len(storages), *(tensor.numel() for tensor in storages)]
+        told = torch.zeros(_MOST, dtype=torch.int64, device=self._device)
+        told[: len(sizes)] = torch.tensor(sizes, device=self._device)
+        self.put(told)
 
     def announced(self) -> Left:
         """Hear what comes."""
-        count = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self.take(None, count)
-        sizes = count.new_zeros(int(count))
-        if len(sizes):
-            self.take(None, sizes)
-        return [(size, None) for size in sizes.tolist()]
+        told = torch.zeros(_MOST, dtype=torch.int64, device=self._device)
+        self.take(None, told)
+        count, *sizes = told.tolist()
+        return [(size, None) for size in sizes[:count]]
 
     def _run(self, work: dist.Work | None) -> None:
         # In another thread than that whose waits are watched.
@@ -164,6 +139,8 @@ class PartnerStore:
 
 LANE = "memory"
 """The groups between partners."""
+_MOST = 2**14
+"""Storages of a microbatch that a partner takes, and their number."""
 
 
 class Moves:
@@ -205,6 +182,7 @@ class Moves:
         self._lanes = {
             kind: Lane(f"autosplit-{kind.value.lower()}", device) for kind in {*_LANES.values()}
         }
+        self._counting = False
         journeys = journeys_of(schedule)
         ends = ((each.rank, each.partner) for each in journeys if each.partner is not None)
         groups.connect({(min(pair), max(pair)) for pair in ends}, LANE)
@@ -226,13 +204,11 @@ class Moves:
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Around steps whose thread counts what this process allocates."""
-        for lane in self._lanes.values():
-            lane.counted = True
+        self._counting = self._device.type == "cpu"
         try:
             yield
         finally:
-            for lane in self._lanes.values():
-                lane.counted = False
+            self._counting = False
 
     def begin(self, kept: Callable[[int], Iterable[Tensor]]) -> None:
         """Start a step; ``kept`` are tensors of a microbatch that others hold besides stages."""
@@ -247,9 +223,11 @@ class Moves:
             ActionError: a move has failed.
             LostPeerError: the partner is gone.
         """
-        for move in [*self._begun.values()]:
-            if move.failed:  # the first: others fail for want of it
-                self._await(move)
+        for at, move in [*self._begun.items()]:
+            if (
+                move.done() and move.exception() is not None
+            ):  # the first: others fail for want of it
+                self._await(at)
         self._begun[place] = self._starts[place]()
 
     def needed(self, place: int) -> Callable[[], None] | None:
@@ -263,10 +241,10 @@ class Moves:
 
         def wait() -> None:
             for each in departures:
-                self._await(self._begun[each])
+                self._await(each)
             if arrival is not None:
                 stage, microbatch, came = arrival
-                tensors = self._await(self._begun[came])
+                tensors = self._await(came)
                 take_over(tensors)
                 stage.attach_held(microbatch, tensors)
                 tensors.clear()
@@ -275,11 +253,11 @@ class Moves:
 
     def finish(self) -> list[Span]:
         """End a step; when every move was, in the order of the row. Raises what ``start`` does."""
-        moves = [move for _, move in sorted(self._begun.items())]
-        for move in moves:
-            self._await(move)
+        for at in sorted(self._begun):
+            self._await(at)
+        moves = sorted(self._begun.items())
         self._begun.clear()
-        return [move.span(self._rank) for move in moves]
+        return [Span(self._rank, self._row[at], *move.result()[1:]) for at, move in moves]
 
     def _add(self, journey: Journey) -> None:
         """The two moves of what a stage holds."""
@@ -309,7 +287,7 @@ class Moves:
 
         self._starts[journey.leaves] = leave
         self._starts[journey.comes] = self._arrival(
-            journey.comes, lambda: self._begun[journey.leaves].future.result(), store
+            journey.comes, lambda: self._begun[journey.leaves].result()[0], store
         )
         self._arrivals[journey.used] = stage, journey.microbatch, journey.comes
 
@@ -318,8 +296,8 @@ class Moves:
         partner, accepted = self._partner, journey.accepted
 
         def give_back() -> Move:
-            came = self._begun[accepted].future
-            return self._carry(journey.returned, lambda: self._send(came.result(), partner))
+            came = self._begun[accepted]
+            return self._carry(journey.returned, lambda: self._send(came.result()[0], partner))
 
         self._starts[accepted] = self._arrival(accepted, partner.announced, partner)
         self._starts[journey.returned] = give_back
@@ -333,7 +311,7 @@ class Moves:
             for each in self._awaited.get(place, ()):  # before memory is taken
                 # What fails there is raised where the rank waits.
                 with contextlib.suppress(Exception):
-                    self._begun[each].future.result()
+                    self._begun[each].result()
             found = self._moving[place] = []
             self._receive(left(), found, store)
             return found
@@ -349,7 +327,7 @@ class Moves:
 
     def _carry(self, place: int, work: Callable[[], Any]) -> Move:
         action = self._row[place]
-        return self._lanes[_LANES[action.kind]].carry(Move(action), work)
+        return self._lanes[_LANES[action.kind]].carry(action, work, counted=self._counting)
 
     def _send(self, storages: list[Tensor], store: HostStore | PartnerStore) -> Left:
         """Empties the list as its storages leave."""
@@ -369,22 +347,23 @@ class Moves:
             found.append(torch.empty(size, dtype=torch.uint8, device=self._device))
             store.take(ticket, found[-1])
 
-    def _await(self, move: Move) -> Any:
+    def _await(self, place: int) -> Any:
+        move, action = self._begun[place], self._row[place]
         try:
-            if move.future.done() or move.action.kind not in _BY_HOST:
-                return move.future.result()
-            with self._place.waits(move.action):  # for this rank's host alone, and no other rank
-                return move.future.result(self._timeout)
+            if move.done() or action.kind not in _BY_HOST:
+                return move.result()[0]
+            with self._place.waits(action):  # for this rank's host alone, and no other rank
+                return move.result(self._timeout)[0]
         except LostPeerError:
             raise
         except TimeoutError:
             late = PipelineError(
-                f"the store on this host has had {self._timeout:.3g} s for {move.action}: it "
-                "hangs, or needs a longer timeout="
+                f"the store on this host has had {self._timeout:.3g} s for {action}: it hangs, or "
+                "needs a longer timeout="
             )
-            raise ActionError(move.action) from late
+            raise ActionError(action) from late
         except Exception as error:
-            raise ActionError(move.action) from error
+            raise ActionError(action) from error
 
 
 _LANES = {

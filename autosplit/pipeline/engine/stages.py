@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -126,26 +126,6 @@ class TrainableStage(BackwardStage, Protocol):
         ...
 
 
-@runtime_checkable
-class KnowsGradients(Protocol):
-    """A stage that knows which gradients it gives; of another, all that are wanted come back, those
-    that there are not as zeros.
-    """
-
-    def inputs_given(self, come: Sequence[bool]) -> Sequence[bool]:
-        """For each input whether I gives a gradient of it where these outputs get one."""
-        ...
-
-
-@runtime_checkable
-class ChecksInputs(Protocol):
-    """A module that knows which inputs it can take, as a stage of a plan does."""
-
-    def check_inputs(self, inputs: Sequence[Tensor | None]) -> object:
-        """Raise an error where it cannot take these; None for one that is not known."""
-        ...
-
-
 class StageFactory(Protocol):
     """How the trainer makes a stage from a module."""
 
@@ -250,8 +230,9 @@ def check_inputs(
         sources = feeds.wiring.inputs[index]
         given = [inputs[each.position] if each.stage is None else None for each in sources]
         for part in module.modules():
-            if isinstance(part, ChecksInputs):
-                part.check_inputs(given)
+            check: Any = getattr(part, "check_inputs", None)
+            if check is not None:
+                check(given)  # None for those that are not known
 
 
 def build_stages(
@@ -307,9 +288,10 @@ def build_stages(
 
 def dependence_of(stage: TrainableStage, outputs: int) -> Dependence | None:
     """For which of its inputs a stage gives a gradient, by output; None: it does not know."""
-    if not isinstance(stage, KnowsGradients):
+    known = getattr(stage, "inputs_given", None)  # takes for which outputs a gradient comes
+    if known is None:
         return None
-    return [stage.inputs_given([at == one for at in range(outputs)]) for one in range(outputs)]
+    return [known([at == one for at in range(outputs)]) for one in range(outputs)]
 
 
 _NO_TENSOR = "no tensor: return it as it is, without .item() or float()"

@@ -13,7 +13,7 @@ from unittest import mock
 from autosplit.pipeline.engine.host_store import HostFileStore
 from autosplit.pipeline.engine.moves import Lane, Move, PartnerStore
 from autosplit.pipeline.ledger.bands import MemoryRecorder
-from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.action import Action, ActionKind
 
 _PATIENCE = 1.0  # seconds; more than a rank takes to its next action
 
@@ -49,19 +49,19 @@ def recorded_transfers() -> Iterator[None]:
     marks = _Marks()
     carry, mark, finish = Lane.carry, MemoryRecorder._look, MemoryRecorder.finish
 
-    def carry_seen(lane: Lane, move: Move, work: Callable[[], Any]) -> Move:
+    def carry_seen(lane: Lane, action: Action, work: Callable[[], Any], **options: Any) -> Move:
         seen = marks.count
-        leaves = move.action.kind in (ActionKind.EVICT, ActionKind.OFFLOAD)
+        leaves = action.kind in (ActionKind.EVICT, ActionKind.OFFLOAD)
 
         def behind() -> Any:
             if leaves:
                 marks.await_more_than(seen)
             return work()
 
-        carried = carry(lane, move, behind)
-        if marks.recording and move.action.kind is ActionKind.ACCEPT:
-            move.future.result(_PATIENCE)
-        return carried
+        move = carry(lane, action, behind, **options)
+        if marks.recording and action.kind is ActionKind.ACCEPT:
+            move.result(_PATIENCE)
+        return move
 
     def mark_seen(recorder: MemoryRecorder, during: str) -> int:
         found = mark(recorder, during)
