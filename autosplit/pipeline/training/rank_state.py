@@ -74,8 +74,12 @@ class RankState:
                 "(shared_parameters), whose gradients would have to be summed across both: take "
                 "'dp_replicate' in place of 'dp_shard', or stages that have parameters of their own"
             )
-        self._copies = copies = Copies(modules, shared, schedule, groups, sharded.lying, settled)
+        copies = Copies(modules, shared, schedule, groups, sharded.lying, settled)
         shards, several = bool(sharded.parameters), groups.layout.shares > 1
+        self._checks = [
+            *([copies.check] if shared else []),
+            *([sharded.check, sharded.free_all] if shards else []),
+        ]
         self.before = [sharded.gather_all] if shards else []
         self.behind = [
             *([settled] if device.type == "cuda" else []),
@@ -142,9 +146,8 @@ class RankState:
         Raises:
             PipelineError: names one.
         """
-        self._copies.check()
-        self.sharded.check()
-        self.sharded.free_all()
+        for call in self._checks:
+            call()
         for stage, module in self.modules.items():
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad and id(parameter) not in self._known:

@@ -157,7 +157,7 @@ class Runner:
         self._fitting: dict[Hashable, int] = {}  # the bits of those that may run such a batch
         self._observer: Observer | None = None
         self._faces: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
-        self._known: dict[int, Stage] = {}
+        self._known: dict[nn.Module, Stage] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
         self._contents_compared = self._limited = False
@@ -281,7 +281,7 @@ class Runner:
         """A stage for ``module(*args)``: that of another step where it can take them, whose graphs
         may hold for these sizes, too.
         """
-        known = self._known.get(index)
+        known = self._known.get(module)
         with self._held.sharded.gathered(index):
             if known is not None and known.takes(args):
                 known.prepare(args)
@@ -298,7 +298,7 @@ class Runner:
                     f"stage {index} cannot take what it is given, {given}: {error}"
                 ) from error
         if isinstance(made, Stage):
-            self._known[index] = made
+            self._known[module] = made
         return made
 
     def _complete(self, batch: Batch | None, *, evaluates: bool = False) -> dict[int, nn.Module]:

@@ -193,3 +193,17 @@ def test_tensors_without_dimensions_go_whole_to_each_microbatch() -> None:
         torch.stack(expected).mean().backward()
         weight = engine.gradients()[0]["block.0.weight"]
         torch.testing.assert_close(weight, model.block[0].weight.grad)
+
+
+def test_a_target_comes_to_the_loss_as_it_was_given() -> None:
+    """By itself or in a tuple, in one trainer."""
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        found = target if isinstance(target, Tensor) else 2.0 * target[0]
+        return (output - found).square().mean()
+
+    with PipelineTrainer([workers.block(0)], loss, workers.sgd, microbatches=4) as engine:
+        whole = engine.evaluate((X, 2.0 * Y))
+        assert torch.equal(engine.evaluate((X, (Y,))), whole)
+        assert torch.equal(engine.forward_backward((X, 2.0 * Y)), whole)
+        assert torch.equal(engine.forward_backward((X, (Y,))), whole)
