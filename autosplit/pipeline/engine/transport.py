@@ -187,8 +187,8 @@ class Mailbox:
         return lost(what, perf_counter() - begun, self._link.timeout, error)
 
 
-_TOLD = 2**15
-"""Bytes that say what crosses a boundary."""
+_TOLD = 2**16
+"""Bytes that say what crosses a boundary: of some two thousand tensors."""
 
 
 class Transport:
