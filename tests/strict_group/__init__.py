@@ -54,7 +54,10 @@ class Settings:
         return cls(**found) if name == "strict" else None
 
     def __str__(self) -> str:
-        given = {key: int(each) if each is True else each for key, each in asdict(self).items()}
+        given = asdict(self) | {
+            "eager": int(self.eager),
+            "one_connection": int(self.one_connection),
+        }
         return "strict:" + ",".join(f"{key}={each}" for key, each in given.items())
 
 
