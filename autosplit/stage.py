@@ -290,27 +290,16 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state, lent, _ = taken = self._take(microbatch)
-        if not functions.has_backward:
+        taken = self._take(microbatch)
+        if not taken.functions.has_backward:
             self._weights.in_flight.put(microbatch, taken)
             return self._nothing(output_grads)
-        lent |= lent_storages(output_grads)
+        taken = taken._replace(lent=taken.lent | lent_storages(output_grads))
         with without_grad(), without_autocast():
-            given = self._output_grads(functions, output_grads)
-            skipped, idle = functions.dependence.missing(given)
-            names, sums = functions.early_parameters, self._weights.sums
-            into = self._weights.into(names, state, skipped) if names else ()
-            grads, deferred, early = functions.backward_input(
-                saved, given, into or None, sums.dtype
-            )
-            if names and into is None:
-                sums.add(names, early, functions.dependence.borrowed, skipped)
-        for at in idle:
-            grads[at] = None
+            given = self._output_grads(taken.functions, output_grads)
+            grads = self._weights.input(microbatch, taken, given)
         if self._sharded:
             self._hand_over()
-        arrived = InFlightMicrobatch(functions, deferred, state, lent, skipped)
-        self._weights.in_flight.put(microbatch, arrived)
         return grads
 
     def inputs_given(self, come: Sequence[bool]) -> list[bool]:
@@ -339,19 +328,11 @@ class Stage:
         Raises:
             SplitError: this microbatch has no forward to go back through.
         """
-        functions, saved, state, _, _ = self._take(microbatch)
-        if not functions.has_backward:
+        taken = self._take(microbatch)
+        if not taken.functions.has_backward:
             return self._nothing(output_grads)
-        names = functions.parameter_names
         with without_grad(), without_autocast():
-            given = self._output_grads(functions, output_grads)
-            skipped, idle = functions.dependence.missing(given)
-            into, sums = self._weights.into(names, state, skipped), self._weights.sums
-            grads, gradients = functions.backward(saved, given, into, sums.dtype)
-            if into is None:
-                sums.add(names, gradients, functions.dependence.borrowed, skipped)
-        for at in idle:
-            grads[at] = None
+            grads = self._weights.whole(taken, self._output_grads(taken.functions, output_grads))
         if self._sharded:
             self._hand_over()
         return grads

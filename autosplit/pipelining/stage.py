@@ -8,18 +8,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.autograd.pending import PendingWork
-from autosplit.errors import CaptureError, SplitError
+from autosplit.errors import CaptureError
 from autosplit.passes import CollectiveCosts
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.in_flight import InFlightMicrobatch
+from autosplit.runtime.in_flight import (
+    InFlightMicrobatch,
+    InFlightMicrobatches,
+    PendingWeightGradients,
+)
 from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
 from autosplit.runtime.residuals import State
 from autosplit.runtime.specializations import CallSignature, Specializations, flatten
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.sharded.module import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
+from autosplit.torch_internals.distributed import average_gradients
 from autosplit.torch_internals.pipelining_stage import RuntimeStage, TensorMeta
 from autosplit.torch_internals.pytree import tree_unflatten
 
@@ -33,7 +38,6 @@ from .refusals import (
 )
 from .results import LossBoundary, Results, as_received
 from .step import StageStep
-from .weight_gradients import WeightGradients
 
 T = TypeVar("T")
 
@@ -45,9 +49,9 @@ class SplitPipelineStage(RuntimeStage):
     graph: F, I, W and B are callables made from the module, and torch's schedules, sends and
     receives are as they are.
 
-    Gradients are those of plain autograd, bit for bit where the same kernels run, and are in
-    ``.grad`` when ``step()`` returns. Hooks on parameters fire once for each microbatch. With a
-    schedule's ``scale_grads`` only what a step adds is divided, not what was in ``.grad`` before.
+    Gradients are those of plain autograd, bit for bit where the same kernels run. What a step adds
+    is summed apart, with a schedule's ``scale_grads`` divided, and added to ``.grad`` when all of
+    its microbatches are done. Hooks of ``register_hook`` fire once for each microbatch.
 
     The graph is captured when torch agrees on shapes, before the first microbatch, and again where
     something that the module's forward reads has changed since, which is looked at once a step.
@@ -104,7 +108,6 @@ class SplitPipelineStage(RuntimeStage):
         self.stage_index = stage_index  # the base class sets the module first
         self._options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
         super().__init__(submodule, stage_index, num_stages, device, group=group)
-        self._weights = WeightGradients()
         self._results: dict[SplitFunctions, Results] = {}
         self._step = StageStep(self)
         self._forget()
@@ -124,6 +127,8 @@ class SplitPipelineStage(RuntimeStage):
         self._module = unwrapped(module, self.stage_index)
         self._submodule = module
         self._owner = f"stage {self.stage_index} ({type(self._module).__name__})"
+        self._saved = InFlightMicrobatches(self._owner, "its forward")
+        self._weights = PendingWeightGradients(self._owner)
         self.sharding = ShardedModule(self._module)
         self._graphs = Specializations(
             self._module,
@@ -134,11 +139,10 @@ class SplitPipelineStage(RuntimeStage):
 
     def _forget(self) -> None:
         """Drop every microbatch in flight."""
-        self._saved: dict[int, InFlightMicrobatch] = {}
-        self._deferred: dict[int, PendingWork] = {}
+        self._saved.clear()
+        self._weights.clear()
         self._roots: dict[int, list[tuple[int, Tensor]]] = {}
         self._losses: dict[int, LossBoundary] = {}
-        self._untrained: set[int] = set()
         self._steady: dict[CallSignature, tuple[SplitFunctions, Results, State]] = {}
 
     @property
@@ -170,8 +174,7 @@ class SplitPipelineStage(RuntimeStage):
             refuse_dtensors(self._owner, self._module, functions)
             made.refuse_objects(self._owner)
         if functions.has_backward:
-            calls = self._weights.calls(functions, self._step.calls())
-            functions.compile(calls)
+            functions.compile(self._step.calls())
         return made
 
     def forward_one_chunk(
@@ -199,10 +202,8 @@ class SplitPipelineStage(RuntimeStage):
                 if name in kept:
                     kept[name].copy_(value)
         outputs = result.outputs[: made.count]
-        if functions.has_backward:
-            self._saved[chunk] = InFlightMicrobatch(functions, result.saved, state)
-        else:
-            self._untrained.add(chunk)
+        if self.has_backward:
+            self._saved.put(chunk, InFlightMicrobatch(functions, result.saved, state))
         if gathered and not self.has_backward:
             self.sharding.reshard()
         if not self.is_last:
@@ -232,55 +233,56 @@ class SplitPipelineStage(RuntimeStage):
         grads = [] if self.is_last else self.gradients(chunk)
         if boundary is not None:
             grads = boundary.gradients(loss)
-        metas = self.agreed.inputs[chunk]
-        flight = self._saved.pop(chunk, None)
-        if flight is None:
-            if chunk not in self._untrained:
-                raise SplitError(
-                    f"{self._owner}: microbatch {chunk} has no forward to go back through; each F "
-                    "has one I or B"
-                )
-            self._send_back(chunk, metas, [None] * len(metas))
-            return
-        functions = flight.functions
-        arrived = self._results_of(functions).arrived(grads)
-        grads.clear()
-        skipped, idle = functions.dependence.missing(arrived)
-        self.sharding.unshard()
-        with torch.no_grad(), without_autocast():
-            if full_backward:
-                found = self._called("B", chunk, self._weights.whole, flight, arrived, skipped)
-            else:
-                found, deferred = self._called(
-                    "I", chunk, self._weights.input, flight, arrived, skipped
-                )
-                self._deferred[chunk] = deferred
-        self.sharding.accumulate()
-        for at in idle:  # autograd knows no gradient from a gradient of zeros
-            found[at] = None
-        self._hand_to_roots(chunk, found)
+        metas, flight = self.agreed.inputs[chunk], self._saved.take(chunk)
+        found: Sequence[Tensor | None] = [None] * len(metas)
+        if flight.functions.has_backward:
+            arrived = self._results_of(flight.functions).arrived(grads)
+            grads.clear()
+            self.sharding.unshard()
+            with torch.no_grad(), without_autocast():
+                if full_backward:
+                    found = self._called("B", chunk, self._weights.whole, flight, arrived)
+                else:
+                    found = self._called("I", chunk, self._weights.input, chunk, flight, arrived)
+            self._hand_over()
+            self._hand_to_roots(chunk, found)
+        elif not full_backward:
+            self._weights.in_flight.put(chunk, flight)
         if full_backward and last_backward:
-            self._step.end()
+            self._end()
         self._send_back(chunk, metas, found)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """W."""
         if not self.has_backward:
             return
-        chunk = bwd_chunk_id
-        if chunk in self._deferred:
-            work = self._deferred.pop(chunk)
-            self.sharding.unshard()
-            with torch.no_grad(), without_autocast():
-                self._called("W", chunk, self._weights.deferred, work)
-            self.sharding.accumulate()
-        elif chunk not in self._untrained:
-            raise SplitError(
-                f"{self._owner}: microbatch {chunk} has nothing deferred; its I comes before its "
-                "W, and each comes once"
-            )
+        self.sharding.unshard()
+        with torch.no_grad(), without_autocast():
+            self._called("W", bwd_chunk_id, self._weights.run, bwd_chunk_id)
+        self._hand_over()
         if last_backward:
-            self._step.end()
+            self._end()
+
+    def _hand_over(self) -> None:
+        """Let sharded parameters' gradients that are reduced in another dtype be added up in it."""
+        if any(group.adds_in_another_dtype for group in self.sharding.groups):
+            self._publish()
+
+    def _publish(self) -> None:
+        """Add the sums so far to ``.grad``; those of sharded parameters are divided later."""
+        owner, divisor = self.sharding.owner, self._step.divisor
+        self._weights.sums.publish(lambda p: divisor if owner(p) is p else 1)
+        self.sharding.accumulate()
+
+    def _end(self) -> None:
+        """Every microbatch of the step was added: hand the sums over, have them averaged where data
+        parallelism is to, and reduced where the schedule will not ask for that.
+        """
+        self._publish()
+        if isinstance(self._submodule, DistributedDataParallel):
+            average_gradients(self._submodule)
+        if not self._step.reduces:
+            self.start_gradient_reduction()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the step's gradients of sharded parameters, and divide them."""
@@ -289,7 +291,7 @@ class SplitPipelineStage(RuntimeStage):
 
     def start_gradient_reduction(self) -> None:
         """The first half of it, which torch asks for by itself from 2.15 on."""
-        self.sharding.reduce()
+        self.sharding.reduce(self._step.divisor)
         self.sharding.reshard()
 
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:

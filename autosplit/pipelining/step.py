@@ -2,28 +2,22 @@
 
 Stages agree on shapes before the first microbatch. A rank that fails inside of a step: its
 neighbours raise too, and say why.
-
-The gradients of one step, kept apart from those of the steps before it while they are scaled.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.board import Board, Fault
 from autosplit.pipeline.engine.first_error import RankError
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.torch_internals.distributed import average_gradients
 from autosplit.torch_internals.pipelining_schedules import (
     action_lists,
     described,
@@ -61,7 +55,6 @@ class ScheduleSteps:
 
     Attributes:
         running: what is known of it.
-        gradients: what a step adds to those of this rank's stages.
     """
 
     def __init__(self, schedule: Any, run: Callable[..., Any]) -> None:
@@ -72,13 +65,7 @@ class ScheduleSteps:
         self._due: Agreement | None = None
         self._agreement: Agreement | None = None
         self._connected = self._agreeing = False
-        self.gradients = StepGradients()
-        self._look()
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self._look()
-        self.gradients.abandon()
+        self.look()
 
     def divides(self, stage: SplitPipelineStage) -> bool:
         """Whether the step divides the gradients of a stage itself."""
@@ -191,7 +178,7 @@ class ScheduleSteps:
         ranks = {running.placement[at] for at in beside if at in running.placement}
         return sorted(ranks - {running.stages[0].group_rank})
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Learn of the schedule's actions: other ones where they were exchanged."""
         schedule = self._schedule()
         if self._lists is not action_lists(schedule):
@@ -227,65 +214,57 @@ class StageStep:
 
     Args:
         stage: the stage.
+
+    Attributes:
+        divisor: of what the step adds to gradients; 1: they are not divided, or not by the step.
     """
 
     def __init__(self, stage: SplitPipelineStage) -> None:
         self._stage = stage
         self._steps: ScheduleSteps | None = None
-        self._apart = self._mixed = self._ended = False
-        self._parameters: Sequence[Tensor] = ()
+        self._mixed = False
+        self.divisor = 1
 
     def begin(self) -> None:
-        """Find the schedule, and keep its gradients apart from earlier ones where it scales."""
+        """Find the schedule, and whether it divides gradients."""
         stage, schedule = self._stage, running_schedule()
         steps = None if schedule is None else runner_of(schedule, ScheduleSteps)
-        if steps is not None:
-            stage.agree = steps.agree
-            if steps.running.stages[0] is stage:
-                steps.begin()
-        self._steps, self._ended = steps, False
-        if not stage.has_backward:
+        self._steps, self.divisor, self._mixed = steps, 1, False
+        if steps is None:
+            parameters = map(stage.sharding.owner, stage.parameters())
+            self._mixed = stage.has_backward and any(p.grad is not None for p in parameters)
             return
-        self._parameters = [*map(stage.sharding.owner, stage.parameters())]
-        self._mixed = steps is None and any(p.grad is not None for p in self._parameters)
+        stage.agree = steps.agree
+        if steps.running.stages[0] is stage:
+            steps.look()
         # As torch does: actions without REDUCE_GRAD, read from a file of them, divide nothing.
-        self._apart = steps is not None and steps.divides(stage)
-        if steps is not None and self._apart:
-            steps.gradients.begin(self._parameters)
+        if steps.divides(stage):
+            self.divisor = steps.running.microbatches
 
-    def end(self) -> None:
-        """Everything was added: have it averaged where data parallelism is to, and reduced where
-        the schedule will not ask for that.
-        """
+    @property
+    def reduces(self) -> bool:
+        """Whether the schedule will ask the stage to reduce its gradients."""
         steps, stage = self._steps, self._stage
-        if isinstance(stage.submod, DistributedDataParallel):
-            average_gradients(stage.submod)
-        if steps is None or stage.stage_index not in steps.running.reduces:
-            stage.sharding.reduce()
-            stage.sharding.reshard()
+        return steps is not None and stage.stage_index in steps.running.reduces
 
     def scale(self, factor: int) -> None:
-        """Divide what this step added.
+        """Divide gradients, unless the step has divided what it added.
 
         Raises:
             PipelineError: it cannot be told from what was there before.
         """
-        if not self._stage.has_backward:  # torch's runtime asks in an evaluation, too
+        stage = self._stage
+        if not stage.has_backward or self.divisor != 1:  # torch asks in an evaluation, too
             return
-        if self._apart and self._steps is not None:
-            if not self._ended:
-                self._ended = True
-                self._steps.gradients.scale(self._parameters, factor)
-        elif self._mixed and factor != 1:
+        if self._mixed and factor != 1:
             raise PipelineError(
-                f"stage {self._stage.stage_index}: gradients are to be divided by {factor}, but it "
+                f"stage {stage.stage_index}: gradients are to be divided by {factor}, but it "
                 "was not told by a schedule's step() that they would be, so those of earlier steps "
                 "are among them. Set them to None before, or run the schedule by step()"
             )
-        elif factor != 1:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(factor)
+        for parameter in map(stage.sharding.owner, stage.parameters()):
+            if parameter.grad is not None:
+                parameter.grad.div_(factor)
 
     def calls(self) -> list[str]:
         """The calls of this stage's graphs in one step, in their order."""
@@ -294,51 +273,3 @@ class StageStep:
         row = map(Action.parse, rows[stage.group_rank] if rows else ())
         kinds = [action.kind for action in row if action.stage == stage.stage_index]
         return [_CALLS[kind] for kind in kinds if kind in _CALLS] or ["backward"] * 2
-
-
-class StepGradients:
-    """What the stages of one rank add to ``.grad`` in one step of a schedule that divides its
-    gradients by the number of microbatches: only they are divided, not what was there before, and
-    those of a parameter that several stages share once.
-    """
-
-    def __init__(self) -> None:
-        self._users: Counter[int] = Counter()
-        self._earlier: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Put gradients of earlier steps aside; called for each stage before any of them adds."""
-        self._users.update(map(id, parameters))
-        for parameter in parameters:
-            earlier = parameter.grad
-            if earlier is not None and id(parameter) not in self._earlier:
-                self._earlier[id(parameter)] = parameter, earlier
-                parameter.grad = None
-
-    def scale(self, parameters: Sequence[Tensor], factor: int) -> None:
-        """Divide what this step added to parameters that no other stage adds to any more, and add
-        it to what was there before.
-        """
-        for parameter in parameters:
-            key = id(parameter)
-            self._users[key] -= 1
-            if self._users[key] > 0:
-                continue
-            if parameter.grad is not None:
-                parameter.grad.div_(factor)
-            if key in self._earlier:
-                _put_back(*self._earlier.pop(key))
-
-    def abandon(self) -> None:
-        """End a step that did not come to its end: put back what was aside, unless all gradients
-        were set to None since.
-        """
-        aside, self._earlier = list(self._earlier.values()), {}
-        if any(parameter.grad is not None for parameter, _ in aside):
-            for parameter, earlier in aside:
-                _put_back(parameter, earlier)
-        self._users.clear()
-
-
-def _put_back(parameter: Tensor, earlier: Tensor) -> None:
-    parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import is_
 
 import torch
@@ -95,14 +95,19 @@ class GradientSums:
             else:
                 self.tensors[name] = self._own(gradient, copied)
 
-    def publish(self) -> None:
+    def publish(self, divisor: Callable[[Tensor], int] = lambda _: 1) -> None:
         """Move the sums into the parameters' ``.grad``, adding to gradients that are there.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``: the dtype of
         the parameter unless the user set it otherwise.
+
+        Args:
+            divisor: of a parameter's sum.
         """
         for name in [*self.tensors]:
             total, parameter = self.tensors.pop(name), self._parameters[name]
+            if (by := divisor(parameter)) != 1:
+                total.div_(by)
             if parameter.grad is None:
                 parameter.grad = total.to(parameter.grad_dtype or total.dtype)
             else:

@@ -136,6 +136,37 @@ class PendingWeightGradients:
         self.sums = GradientSums(dtype)
         self._owner = owner
 
+    def input(
+        self, microbatch: int, held: InFlightMicrobatch, grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """I of a microbatch: gradients of its inputs; empties ``grads``, one for each output."""
+        functions, saved, state, lent, _ = held
+        skipped, idle = functions.dependence.missing(grads)
+        names, sums = functions.early_parameters, self.sums
+        into = self.into(names, state, skipped) if names else ()
+        found, deferred, early = functions.backward_input(saved, grads, into or None, sums.dtype)
+        if names and into is None:
+            sums.add(names, early, functions.dependence.borrowed, skipped)
+        for at in idle:  # autograd knows no gradient from a gradient of zeros
+            found[at] = None
+        self.in_flight.put(
+            microbatch, InFlightMicrobatch(functions, deferred, state, lent, skipped)
+        )
+        return found
+
+    def whole(self, held: InFlightMicrobatch, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """B of a microbatch, likewise."""
+        functions, saved, state, _, _ = held
+        skipped, idle = functions.dependence.missing(grads)
+        names, sums = functions.parameter_names, self.sums
+        into = self.into(names, state, skipped)
+        found, gradients = functions.backward(saved, grads, into, sums.dtype)
+        if into is None:
+            sums.add(names, gradients, functions.dependence.borrowed, skipped)
+        for at in idle:
+            found[at] = None
+        return found
+
     def run(self, microbatch: int) -> None:
         """W of a microbatch.
 

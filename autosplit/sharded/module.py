@@ -189,18 +189,23 @@ class ShardedModule:
         for group in self.groups:
             group.accumulate()
 
-    def reduce(self) -> None:
+    def reduce(self, divisor: int = 1) -> None:
         """Reduce what was accumulated since the last time: one reduce-scatter for each group that
         has gradients, in the same order on every rank; none where ``set_requires_gradient_sync``
         is off.
+
+        Args:
+            divisor: of what is reduced.
         """
-        if self.start_reduce():
+        if self.start_reduce(divisor):
             self.finish_reduce()
 
-    def start_reduce(self) -> bool:
+    def start_reduce(self, divisor: int = 1) -> bool:
         """Start them, last modules first; whether there were any."""
         groups = [each for each in reversed(self.groups) if each.reduces and each.unreduced]
         for group in groups:
+            if divisor != 1:
+                group.divide(divisor)
             group.start_reduce()
         return bool(groups)
 

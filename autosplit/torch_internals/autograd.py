@@ -139,9 +139,7 @@ def is_exported() -> bool:
 
 _TENSOR_HOOKS = attrgetter("_backward_hooks")
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
-_NEEDS_GRAD = attrgetter("requires_grad")
 _IS_SPARSE = attrgetter("is_sparse")
-_IS_LEAF = attrgetter("is_leaf")
 _PLAIN = {Tensor}
 
 
@@ -157,29 +155,10 @@ class Leaves:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = tuple(parameters)
-        # Without any, there is nothing to add.
-        self._plain = (
-            bool(parameters)
-            and len(set(map(id, parameters))) == len(parameters)
-            and all(map(_is_plain, parameters))
-        )
         own = {id(p): p for p in parameters if p.is_leaf and p.requires_grad}
         self._nodes = [get_gradient_edge(p).node for p in own.values()]
         self._hooks = [hooks for node in self._nodes for hooks in _python_hooks(node)]
         self._checked = -1
-
-    def allows_direct_add(self) -> bool:
-        """Whether adding a gradient to ``.grad`` has the same effects as accumulation by the
-        engine without hooks; but for those of data parallelism, which are in C++ and cannot be seen
-        from here.
-        """
-        return (
-            self._plain
-            and all(map(_NEEDS_GRAD, self.parameters))
-            and all(map(_IS_LEAF, self.parameters))
-            and not torch.is_inference_mode_enabled()
-            and not torch.is_anomaly_enabled()
-        )
 
     def has_hooks(self) -> bool:
         """Whether one of them, or its autograd node, has a hook."""
@@ -353,18 +332,6 @@ def visit_leaves(leaves: Mapping[int, Tensor]) -> None:
     if found:
         with torch.inference_mode(False), torch.enable_grad(), hooks_put_aside(found):
             _Visit.apply(*found).backward()  # type: ignore[no-untyped-call]
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    """Whether it is a leaf whose gradients are dense, in its own layout."""
-    own = local_tensor(parameter)
-    return (
-        (own is not parameter or type(parameter) in (Tensor, torch.nn.Parameter))
-        and parameter.is_leaf
-        and parameter.requires_grad
-        and own.layout is torch.strided
-        and torch.empty_like(own, device="meta").stride() == own.stride()
-    )
 
 
 def _python_hooks(node: Node) -> list[dict[int, Any]]:

@@ -263,6 +263,14 @@ class ParameterGroup:
             if hasattr(each, "_unsharded_param")
         )
 
+    def divide(self, divisor: int) -> None:
+        """Divide what was accumulated."""
+        for each in self._group.fsdp_params:
+            if hasattr(each, "_unsharded_param"):
+                for total in (each.unsharded_accumulated_grad, each._unsharded_param.grad):
+                    if total is not None:
+                        total.div_(divisor)
+
     def start_reduce(self) -> None:
         """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of
         the sharded parameters; and free the gathered ones, where FSDP does after a backward.

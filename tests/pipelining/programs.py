@@ -128,9 +128,8 @@ class Program:
         scaled = self.schedule_options.get("scale_grads", True)
         parameters = list({id(p): p for part in self.plain for p in part.parameters()}.values())
         earlier = [p.grad for p in parameters]
-        if scaled:
-            for p in parameters:
-                p.grad = None
+        for p in parameters:
+            p.grad = None
         results = [self.plain_forward(at) for at in range(count)]
         assert self.target is not None
         targets = self.target.tensor_split(count)
@@ -141,13 +140,12 @@ class Program:
         for loss in reversed(losses) if self.reverse else losses:
             if loss.requires_grad:
                 loss.backward()
-        if scaled:
-            for p, before in zip(parameters, earlier, strict=True):
-                if p.grad is not None:
-                    p.grad.div_(count)
-                    p.grad = p.grad if before is None else before.add_(p.grad)
-                else:
-                    p.grad = before
+        for p, before in zip(parameters, earlier, strict=True):
+            if p.grad is not None:
+                p.grad = p.grad.div_(count) if scaled else p.grad
+                p.grad = p.grad if before is None else before.add_(p.grad)
+            else:
+                p.grad = before
         return results
 
     def plain_forward(self, at: int) -> Any:
@@ -185,7 +183,8 @@ class Program:
             if self.last and more.get("return_outputs", True):
                 found += outputs_differ(self.output, results)
         for stage in self.stages:
-            left = [stage._saved, stage._deferred, stage._losses, stage._roots]
+            left = [stage._saved.waiting, stage._weights.in_flight.waiting]
+            left += [stage._losses, stage._roots]
             left += [stage.output_chunks] if not stage.is_last else []
             found += [f"{stage.stage_index} kept {each}" for each in left if each]
         return found + self.differences()

@@ -81,5 +81,13 @@ def test_a_weight_gradient_needs_its_input_gradient() -> None:
     x, schedule = torch.randn(4, 4), schedule_of(nn.Linear(4, 4))
     schedule.step(x, target=x)
     schedule._stage.clear_runtime_states()
-    with pytest.raises(SplitError, match="its I comes before its W"):
+    with pytest.raises(SplitError, match="microbatch 0 has not run backward_input"):
         schedule._stage.backward_weight_one_chunk(0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_who_waits_for_the_end_of_an_accumulation_is_refused() -> None:
+    x, module = torch.randn(4, 4), nn.Linear(4, 4)
+    module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(SplitError, match="register_post_accumulate_grad_hook, which nothing"):
+        schedule_of(module).step(x, target=x)

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.pipelining import SplitPipelineStage, weight_gradients
+from autosplit.pipelining import SplitPipelineStage
 from autosplit.torch_internals.version import TORCH
 from tests.semantics.parallel.test_tensor_parallel import Mlp
 
@@ -82,8 +82,6 @@ def gradients(program: Program) -> list[Any]:
 def both() -> Iterator[Both]:
     """Pipelines of our stages and of torch's, after two steps."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    patch = pytest.MonkeyPatch()
-    patch.setattr(weight_gradients, "_SMALL", 0)  # added inside of W, as large gradients are
     try:
         pair = pipeline(SplitPipelineStage), pipeline(PipelineStage)
         for each in pair:
@@ -91,7 +89,6 @@ def both() -> Iterator[Both]:
             step(each, 2)
         yield pair
     finally:
-        patch.undo()
         dist.destroy_process_group()
 
 
@@ -99,7 +96,8 @@ def assert_alike(both: Both) -> None:
     mine, torchs = map(gradients, both)
     for one, other in zip(mine, torchs, strict=True):
         assert (one.placements, one.stride()) == (other.placements, other.stride())
-        assert torch.equal(one.to_local(), other.to_local())
+        # What a step adds is summed first.
+        torch.testing.assert_close(one.to_local(), other.to_local())
 
 
 def test_gradients_are_the_dtensors_of_torchs_stage(both: Both) -> None:
@@ -109,7 +107,7 @@ def test_gradients_are_the_dtensors_of_torchs_stage(both: Both) -> None:
 
 
 def test_weight_gradients_join_the_sums_one_by_one(both: Both) -> None:
-    """Rather than be held until all of a microbatch are there, to be handed to autograd."""
+    """Rather than be held until all of a later microbatch are there."""
     mine, torchs = both
     for each in both:
         for part in each.parts:
@@ -124,7 +122,8 @@ def test_weight_gradients_join_the_sums_one_by_one(both: Both) -> None:
     step(torchs, 5)
     assert all(a is b for a, b in zip(before, gradients(mine), strict=True))
     assert len(products.made) >= 4 * 2 * STAGES
-    assert products.most <= 2
+    weights = sum(each.ndim == 2 for part in mine.parts for each in part.parameters())
+    assert products.most <= weights + 1
 
 
 def test_gradient_that_lies_otherwise_is_added_to_as_autograd_does(
