@@ -19,6 +19,7 @@ from autosplit.capture.workarounds.custom_functions import refuse_absent_gradien
 from autosplit.capture.workarounds.operators import AS_IN_EAGER, refuse_traced_otherwise
 from autosplit.errors import CaptureError, ShardedError, SplitError
 from autosplit.passes.graph import placeholders
+from autosplit.torch_internals.dynamo import source_name
 
 from .side_effects import refuse_own_generators
 
@@ -120,9 +121,3 @@ def input_sources(module: fx.GraphModule) -> list[str]:
     """Where Dynamo found each input of the graph, as Python: ``L['self'].weight``."""
     sources = [getattr(node, "_dynamo_source", None) for node in placeholders(module.graph)]
     return [*map(source_name, sources)]
-
-
-def source_name(source: Any) -> str:
-    """What Dynamo calls where it found something; empty for None."""
-    name = getattr(source, "name", "")
-    return name() if callable(name) else str(name)

@@ -116,14 +116,6 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def is_raised_by_forward(error: CaptureError) -> bool:
-    """Whether capture came to where the forward itself raises, not to what no graph holds; an
-    assertion may also be one about values, which no graph holds.
-    """
-    first = str(error.__cause__).partition("\n")[0]
-    return first.startswith(("Observed exception", "Data-dependent assertion failed"))
-
-
 def _is_calling(error: Exception) -> bool:
     """Whether the error was in ``Module.__call__``, hooks included, rather than in a forward."""
     stack: list[Any] = [*(getattr(error, "real_stack", None) or ())]

@@ -38,7 +38,7 @@ from autosplit.torch_internals.pytree import hold
 from autosplit.torch_internals.version import TORCH
 
 from .guards import DYNAMO, ForwardScope, Guards, traced_call
-from .side_effects import pass_on, refuse_drawn, setters
+from .side_effects import refuse_drawn, setters, writes_noted
 
 if TYPE_CHECKING:
     from .region_session import RegionSession
@@ -95,8 +95,7 @@ def _export(
     regions: RegionSession | None,
 ) -> tuple[fx.GraphModule, Guards]:
     opaque = contextlib.nullcontext if regions is None else regions.opaque
-    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(DYNAMO):
-        warnings.simplefilter("always")
+    with torch._dynamo.config.patch(DYNAMO):
         # The steps of torch's dynamo_graph_capture_for_export, which drops the guards.
         with (
             get_metrics_context(),
@@ -111,33 +110,32 @@ def _export(
                 masks_without_values(),
                 quantizers_traced(),
                 grouped_products_of_any_dtype(),
+                writes_noted() as written,
                 opaque(),
             ):
                 captured = fullgraph_capture(module, args, kwargs)
+            output = captured.graph_capture_output
+            function, given = traced_call(module, args)
+            scope = ForwardScope(function).of(given, kwargs) | {"G": output.f_globals}
             if regions is not None:
-                function, given = traced_call(module, args)
-                regions.forget_stand_ins(captured, ForwardScope(function).of(given, kwargs))
+                regions.forget_stand_ins(captured, scope)
             guards = Guards.of(module, args, kwargs, captured)
+            guards.setters = setters(module, captured, written, scope)
         _return_something(captured)
         with graph_put_aside(module, captured.backend_input):
             given = hold(args), hold(kwargs)
             exported = create_fx_graph_from_captured_output(captured, module, *given)
         inline_compile_regions(exported)
         return_tensors_once(exported)
-        refuse_absent_gradients(exported, captured.graph_capture_output.traced_code)
+        refuse_absent_gradients(exported, output.traced_code)
     _find_class_tensors(module, exported)
     if TORCH < (2, 12):
         _find_builtins(exported)
     refuse_drawn(module, exported)
     # Dynamo put the graph into the globals of the forward's module, from where it would keep
     # the model and its example inputs alive for ever.
-    output, made = captured.graph_capture_output, captured.backend_input
-    if made is not None:
-        output.f_globals.pop(made.backend_id, None)
-    pass_on(caught)
-
-    with opaque():
-        guards.setters = setters(module, args, kwargs, caught, output.f_globals)
+    if captured.backend_input is not None:
+        output.f_globals.pop(captured.backend_input.backend_id, None)
     return exported, guards
 
 

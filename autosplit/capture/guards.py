@@ -164,7 +164,7 @@ DYNAMO = {
     "replay_side_effects": False,
     # Asked in C++, as from torch 2.15 on.
     "use_lamba_guard_for_object_aliasing": False,
-    "side_effect_replay_policy": "warn",
+    "side_effect_replay_policy": "silent",
     **AS_IN_EAGER,
 }
 """Settings of Dynamo under which modules are captured, and guards built."""

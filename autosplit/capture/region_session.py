@@ -390,10 +390,7 @@ def _is_changed(block: nn.Module) -> bool:
     place of its own (``torch.func.functional_call``): in the trace only, so that a capture of the
     block would not see it.
     """
-    try:
-        effects = InstructionTranslator.current_tx().output.side_effects
-    except AttributeError:  # nothing is: a copy is run to see what it leaves behind
-        return False
+    effects = InstructionTranslator.current_tx().output.side_effects
     own = {id(each) for part in block.modules() for each in (part, *vars(part).values())}
     tracked = (effects.id_to_variable.get(key) for key in own)
     return any(each is not None and effects.is_modified(each) for each in tracked)

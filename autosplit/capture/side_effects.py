@@ -1,192 +1,174 @@
 """Side effects of a forward on Python objects: refused, or turned into guards.
 
-Dynamo names the objects that a forward writes to, but in the same words for what lasts, for
-what is put back before the call ends (as ``with`` blocks do), for attributes that are set to the
-value they have, and for buffers written in place, which the graph does carry. So the forward
-runs once on a copy without data, and what it left behind is compared with what was there.
+Dynamo notes the objects that a forward writes to, and what it leaves in them: what lasts as well as
+what is put back before the call ends (as ``with`` blocks do), attributes that are set to the value
+they have, and buffers written in place, which the graph does carry.
 
 Random numbers of Python's ``random``, which a graph would repeat, are refused.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import inspect
 import random
 import re
-import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch._dynamo.convert_frame import get_traced_fn
+from torch._dynamo.convert_frame import CaptureOutput, get_traced_fn
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import RandomValueSource
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
 from autosplit.errors import CaptureError
-from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
+from autosplit.passes.graph import placeholders
+from autosplit.torch_internals.dynamo import source_name, traced_value
 
-from .diagnosis import PythonStateError, definition, told_once
+from .diagnosis import PythonStateError, definition
 
-_SOURCE = re.compile(r"\"([LG]\['[^\"]*)\"")
-_SIGN = "side effects"  # in a warning of Dynamo's that names the objects that are written to
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
-_COMPARED = (nn.Module, list, set, dict)
-# Kept by identity, entry by entry; buffers have a comparison of their own.
-_TABLES = ("_parameters", "_modules")
-_MARK = "composable_api_state"  # in names of attributes under which fully_shard keeps its state
-
-Contents = dict[Any, Any]
+_MISSING, _UNKNOWN = object(), object()
 
 
 class Setter(NamedTuple):
-    """An object that the forward sets to the value it has.
-
-    Attributes:
-        target: a submodule, or a container that one has.
-        contents: its attributes or elements. A graph stands for the forward only while they
-            are these: after it the forward would leave these behind.
+    """An attribute, or an entry of a dictionary, that the forward sets to the value it has. A graph
+    stands for the forward only while that is so: after it the forward would leave this value.
     """
 
     target: Any
-    contents: Contents
+    key: Any
+    value: Any
 
     def holds(self) -> bool:
-        return _unchanged(self.contents, _contents(self.target))
+        return _same(self.value, _found(self.target, self.key))
+
+
+class Written(NamedTuple):
+    """An object that a forward writes to.
+
+    Attributes:
+        source: where the forward found it, as Python.
+        left: attribute, or key of a dictionary -> what Dynamo knows of the value that the forward
+            leaves there; None where it is neither.
+    """
+
+    source: str
+    left: dict[Any, Any] | None
+
+
+@contextlib.contextmanager
+def writes_noted() -> Iterator[list[Written]]:
+    """The objects that the forward writes to which Dynamo traces in here."""
+    found: list[Written] = []
+    original: Any = SideEffects._get_modified_vars
+
+    def modified(effects: Any) -> Any:
+        variables = original(effects)
+        kinds = AttributeMutationExisting, ValueMutationExisting
+        old = [each for each in variables if isinstance(each.mutation_type, kinds)]
+        found[:] = [Written(source_name(v.source), _left(effects, v)) for v in old]
+        return variables
+
+    with patch.object(SideEffects, "_get_modified_vars", modified):
+        yield found
+
+
+def _left(effects: Any, variable: Any) -> dict[Any, Any] | None:
+    if isinstance(variable.mutation_type, AttributeMutationExisting):
+        return dict(effects.store_attr_mutations.get(variable, {})) or None
+    try:
+        if variable.python_type() is not dict:
+            return None
+        return {key.vt.as_python_constant(): value for key, value in variable.items.items()}
+    except NotImplementedError:  # a key that is no constant, or a kind of object without a class
+        return None
 
 
 def setters(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    caught: list[warnings.WarningMessage],
-    names: dict[str, Any],
+    module: nn.Module, captured: CaptureOutput, written: list[Written], scope: dict[str, Any]
 ) -> list[Setter]:
-    """Examine the side effects that Dynamo warned of.
+    """Examine what the forward writes to.
 
     Args:
         module: captured.
-        args: that it was captured for.
-        kwargs: that it was captured for.
-        caught: warnings of the capture.
-        names: globals of the forward.
+        captured: what Dynamo made of it.
+        written: objects that existed before.
+        scope: variables of the forward.
 
     Raises:
         PythonStateError: one more call would leave something else behind.
         CaptureError: the forward replaces a buffer by a new tensor; it would be lost.
     """
-    found = []
-    for warning in caught:
-        if _SIGN in str(warning.message):
-            found += _SOURCE.findall(str(warning.message))
-    return _WrittenObjects(module, found, names).judge(args, kwargs) if found else []
+    parameters = inspect.signature(get_traced_fn(module)[0], follow_wrapped=False).parameters
+    # The dictionary behind **kwargs is made for the call and gone after it.
+    own = {f"L['{n}']" for n, p in parameters.items() if p.kind is p.VAR_KEYWORD}
+    made = captured.backend_input
+    taken = [] if made is None else placeholders(made.graph_module.graph)
+    traced = {id(traced_value(n)): n._dynamo_source for n in taken if hasattr(n, "_dynamo_source")}
+    lasting, found = [], list[Setter]()
+    for source, left in written:
+        if not source.startswith(("L[", "G[")) or source in own:
+            continue
+        target = eval(source, scope)
+        if _is_context(target):
+            continue
+        if not left or (isinstance(target, dict) and target.keys() != left.keys()):
+            lasting.append(source)
+            continue
+        for key, value in left.items():
+            place = f"{source}[{key!r}]" if isinstance(target, dict) else f"{source}.{key}"
+            name, before = _name_of(value, traced), _found(target, key)
+            if name == place:
+                continue
+            if _same(_value_of(value, name, scope), before):
+                found.append(Setter(target, key, before))
+            else:
+                if source.endswith("._buffers") and before is not None:
+                    raise CaptureError(
+                        f"{type(module).__name__}.forward replaces buffer {key!r} by a new "
+                        f"tensor (at {definition(module)}); write into it instead, as in "
+                        "self.buffer.copy_(new) or self.buffer += 1"
+                    )
+                lasting.append(source)
+    if lasting:
+        raise PythonStateError(
+            f"{type(module).__name__}.forward (at {definition(module)}) changes Python state, "
+            f"{', '.join(dict.fromkeys(map(_readable, lasting)))}, which a graph cannot repeat on "
+            "every call. Keep such state outside of the forward, or in a buffer that is written in "
+            "place. If only the first call does it, call the model once before it is split."
+        )
+    return found
 
 
-def pass_on(caught: list[warnings.WarningMessage]) -> None:
-    """Warn of what was caught, but for what Dynamo says of side effects."""
-    for warning in caught:
-        if _SIGN not in str(warning.message):
-            place = warning.filename, warning.lineno
-            warnings.warn_explicit(warning.message, warning.category, *place)
-
-
-def error_of_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Exception | None:
-    """What the forward raises for such inputs, with its traceback. Tried on a copy without data;
-    None where that raises nothing, asks for values, or has no copies.
+def _name_of(value: Any, traced: dict[int, Any]) -> str:
+    """Where the forward found a value; empty where it made it. What an operator in place returns is
+    the tensor that it wrote into.
     """
+    source = value.source
+    if source is None and type(value) is TensorVariable:
+        source = traced.get(id(traced_value(value.as_proxy().node)))
+    return source_name(source)
+
+
+def _value_of(value: Any, name: str, scope: dict[str, Any]) -> Any:
+    """The value itself; nothing known where the forward made it, but for a constant."""
     try:
-        twin, mode = _without_data(module)
-    except Exception:
-        return None
-    try:
-        with told_once():
-            _run(twin, args, kwargs, mode)
-    except DataDependentOutputException:
-        return None
-    except Exception as error:
-        return error
-    return None
+        if name:
+            return eval(name, scope)
+        return value.value if type(value) is ConstantVariable else _UNKNOWN
+    except Exception:  # Dynamo has names by which Python finds nothing
+        return _UNKNOWN
 
 
-class _WrittenObjects:
-    """The objects that a forward writes to, by the names that Dynamo has for them."""
-
-    def __init__(self, module: nn.Module, sources: list[str], names: dict[str, Any]) -> None:
-        self.module = module
-        function, root = get_traced_fn(module)
-        parameters = inspect.signature(function, follow_wrapped=False).parameters
-        # The dictionary behind **kwargs is made for the call and gone after it.
-        own = {f"L['{n}']" for n, p in parameters.items() if p.kind is p.VAR_KEYWORD}
-        kept = [source for source in sources if source not in own]
-        self._me = next(iter(parameters), "") if root is module else ""
-        objects = {s: eval(s, {"G": names}) for s in kept if s.startswith("G[")}
-        self._globals = {s: value for s, value in objects.items() if not _is_context(value)}
-        local = [s for s in kept if s.startswith("L[")]
-        self._buffers = [s for s in local if "._buffers" in s]
-        local = [s for s in local if s not in self._buffers]
-        self._below = [s for s in local if isinstance(self._find(s, module), _COMPARED)]
-        self._others = [s for s in local if s not in self._below]
-
-    def judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Setter]:
-        lasting = self._others
-        if not lasting and (self._globals or self._buffers or self._below):
-            lasting = self._left_behind(args, kwargs)
-        if lasting:
-            raise PythonStateError(
-                f"{type(self.module).__name__}.forward (at {definition(self.module)}) changes "
-                f"Python state, {', '.join(map(_readable, lasting))}, which a graph cannot repeat "
-                "on every call. Keep such state outside of the forward, or in a buffer that is "
-                "written in place. If only the first call does it, call the model once before it "
-                "is split."
-            )
-        written = [self._find(each, self.module) for each in self._below]
-        return [Setter(each, _contents(each)) for each in written]
-
-    def _find(self, source: str, root: nn.Module) -> Any:
-        """The object below the module, or below a copy of it; None for one elsewhere."""
-        if not self._me or not source.startswith(f"L['{self._me}']"):
-            return None
-        return eval(source, {"L": {self._me: root}})
-
-    def _left_behind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """The objects that a call leaves changed. Globals are restored; containers among them
-        cannot be and are not risked, nor are objects that a copy of the module shares with it.
-        """
-        outside = {s: vars(v) for s, v in self._globals.items() if hasattr(v, "__dict__")}
-        containers = [source for source in self._globals if source not in outside]
-        if containers:
-            return containers
-        earlier = {source: dict(space) for source, space in outside.items()}
-        try:
-            twin, mode = _without_data(self.module)
-        except Exception:  # there are no copies of this one
-            return [*outside, *self._below, *self._buffers]
-        written = {source: self._find(source, twin) for source in self._below}
-        common = [s for s, each in written.items() if each is self._find(s, self.module)]
-        if common:
-            return common
-        before = {s: _contents(each) for s, each in written.items()}
-        buffers = dict(twin.named_buffers())
-        _run(twin, args, kwargs, mode)
-        changed = [source for source, space in outside.items() if space != earlier[source]]
-        for source in changed:
-            outside[source].clear()
-            outside[source].update(earlier[source])
-        self._refuse_replaced(buffers, dict(twin.named_buffers()))
-        after = {s: _contents(each) for s, each in written.items()}
-        changed += [source for source in written if not _unchanged(before[source], after[source])]
-        return changed
-
-    def _refuse_replaced(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        replaced = [name for name, tensor in after.items() if before.get(name) is not tensor]
-        if replaced:
-            raise CaptureError(
-                f"{type(self.module).__name__}.forward replaces buffer {replaced[0]!r} by a new "
-                f"tensor (at {definition(self.module)}); write into it instead, as in "
-                "self.buffer.copy_(new) or self.buffer += 1"
-            )
+def _found(target: Any, key: Any) -> Any:
+    if isinstance(target, dict):
+        return target.get(key, _MISSING)
+    return getattr(target, key, _MISSING)
 
 
 def _readable(source: str) -> str:
@@ -199,44 +181,6 @@ def _readable(source: str) -> str:
 def _is_context(value: object) -> bool:
     """Whether the object is a ``ContextVar`` or alike: set and reset within the call."""
     return all(callable(getattr(value, name, None)) for name in ("get", "set", "reset"))
-
-
-def _without_data(module: nn.Module) -> tuple[nn.Module, FakeTensorMode]:
-    """A copy with fake parameters, buffers and attributes, and their fake mode."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    kept = tree_flatten([[*vars(part).values()] for part in module.modules()])[0]
-    state = [*module.parameters(), *module.buffers(), *filter(torch.is_tensor, kept)]
-    memo: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in state}
-    for part in module.modules():  # FSDP's state has process groups, of which there are no copies
-        memo |= {id(value): value for name, value in vars(part).items() if _MARK in name}
-    return copy.deepcopy(module, memo), mode
-
-
-def _run(twin: nn.Module, args: Any, kwargs: Any, mode: FakeTensorMode) -> None:
-    leaves, spec = tree_flatten((args, kwargs))
-    fakes = [mode.from_tensor(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
-    fake_args, fake_kwargs = tree_unflatten(fakes, spec)
-    with mode:  # with gradients, if so: blocks may be there that were captured for such calls
-        twin(*fake_args, **fake_kwargs)
-
-
-def _contents(target: Any) -> Contents:
-    if isinstance(target, (list, set)):
-        return dict(enumerate(target)) if isinstance(target, list) else dict.fromkeys(target)
-    if isinstance(target, dict):
-        return dict(target)
-    own = vars(target)
-    omitted = {*_TABLES, "_buffers"}
-    found = {name: value for name, value in own.items() if name not in omitted}
-    for table in _TABLES:
-        found |= {(table, name): value for name, value in own[table].items()}
-    return found
-
-
-def _unchanged(before: Contents, after: Contents) -> bool:
-    return before.keys() == after.keys() and all(
-        _same(value, after[name]) for name, value in before.items()
-    )
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.capture.diagnosis import is_raised_by_forward
-from autosplit.capture.side_effects import error_of_call
 from autosplit.errors import CaptureError, FailingCallError, PipelineError
 from autosplit.module import SplitModule
 from autosplit.pipelining.results import described
@@ -113,35 +111,21 @@ def refuse_unfit_call(
         ) from error
 
 
-def refused_capture(
-    owner: str,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    leaves: Sequence[Any],
-    error: CaptureError,
-) -> Exception:
+def refused_capture(owner: str, leaves: Sequence[Any], error: CaptureError) -> Exception:
     """What to raise where a stage's module cannot be captured.
 
     Args:
         owner: the stage.
-        module: its.
-        args: positional inputs.
-        kwargs: keyword inputs.
-        leaves: all of them.
+        leaves: of its inputs.
         error: that of the capture.
 
     Returns:
-        The forward's own exception where it raises one; a PipelineError where an operator refuses
-        its inputs; a CaptureError where they do not make one graph.
+        A PipelineError where an operator refuses the inputs, else a CaptureError.
     """
     made: Exception
     if isinstance(error, FailingCallError):
         tensors = described([each for each in leaves if isinstance(each, Tensor)])
         made = PipelineError(f"{owner} cannot be called with {tensors or 'nothing'}: {error}")
-    elif is_raised_by_forward(error) and (own := error_of_call(module, args, kwargs)) is not None:
-        own.add_note(f"raised by the forward of {owner}, as its graph was captured")
-        return own
     else:
         made = CaptureError(
             f"{owner} must be one graph: {error}\nOr keep torch's PipelineStage {_TORCHS}; it may "

@@ -396,7 +396,7 @@ class SplitPipelineStage(RuntimeStage):
                 refused = error
         # Here, so that the user's own error comes alone.
         refuse_unfit_call(self._owner, self._module, args, kwargs, first=self.is_first)
-        raise refused_capture(self._owner, self._module, args, kwargs, leaves, refused)
+        raise refused_capture(self._owner, leaves, refused)
 
     def _results_of(self, functions: SplitFunctions) -> Results:
         if functions not in self._results:

@@ -19,6 +19,15 @@ def traced_value(node: fx.Node) -> Any:
     return node.meta.get("val", node.meta.get("example_value"))
 
 
+def source_name(source: Any) -> str:
+    """What Dynamo calls where it found something, as Python; empty where it has no such name."""
+    try:
+        name = getattr(source, "name", "")
+        return name() if callable(name) else str(name)
+    except NotImplementedError:
+        return ""
+
+
 _TORCH = os.path.dirname(torch.__file__)
 
 
