@@ -95,7 +95,8 @@ def _export(
     regions: RegionSession | None,
 ) -> tuple[fx.GraphModule, Guards]:
     opaque = contextlib.nullcontext if regions is None else regions.opaque
-    with torch._dynamo.config.patch(DYNAMO):
+    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(DYNAMO):
+        warnings.simplefilter("always")  # told behind it, as an error they would end the trace
         # The steps of torch's dynamo_graph_capture_for_export, which drops the guards.
         with (
             get_metrics_context(),
@@ -132,6 +133,8 @@ def _export(
     if TORCH < (2, 12):
         _find_builtins(exported)
     refuse_drawn(module, exported)
+    for each in caught:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     # Dynamo put the graph into the globals of the forward's module, from where it would keep
     # the model and its example inputs alive for ever.
     if captured.backend_input is not None:

@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch._dynamo.convert_frame import CaptureOutput, get_traced_fn
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import RandomValueSource
-from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
 from autosplit.errors import CaptureError
@@ -156,11 +156,9 @@ def _name_of(value: Any, traced: dict[int, Any]) -> str:
 
 
 def _value_of(value: Any, name: str, scope: dict[str, Any]) -> Any:
-    """The value itself; nothing known where the forward made it, but for a constant."""
+    """The value itself; nothing known where the forward made it, but for constants."""
     try:
-        if name:
-            return eval(name, scope)
-        return value.value if type(value) is ConstantVariable else _UNKNOWN
+        return eval(name, scope) if name else value.as_python_constant()
     except Exception:  # Dynamo has names by which Python finds nothing
         return _UNKNOWN
 
