@@ -213,7 +213,7 @@ class SplittingBackend:
         self._owner = owner or PendingOnParameters(PendingBound())
         self._options = options or SplitOptions()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SplittingBackend:
+    def __deepcopy__(self, _: dict[int, Any]) -> SplittingBackend:
         """Itself: it is its owner's. Lightning has ``torch.compile`` copy what it is given, and a
         copy of the owner would compile again, and be copied, without end.
         """
