@@ -43,23 +43,16 @@ def backward(module: Any, *inputs: Tensor) -> None:
 
 USES: dict[str, Callable[[Any], Any]] = {
     "norm": lambda p: p.grad.norm(),
-    "item": lambda p: p.grad.sum().item(),
     "numpy": lambda p: p.grad.numpy().copy(),
     "asarray": lambda p: numpy.asarray(p.grad).copy(),
     "tolist": lambda p: p.grad.tolist(),
     "print": lambda p: repr(p.grad),
     "pickle": lambda p: pickle.loads(pickle.dumps(p.grad)),
     "deepcopy": lambda p: copy.deepcopy(p.grad),
-    "save": lambda p: _saved(p.grad),
-    "stride": lambda p: p.grad.stride(),
     "data": lambda p: p.grad.data.clone(),
     "detach": lambda p: p.grad.detach().clone(),
-    "index": lambda p: p.grad[0],
-    "iterate": lambda p: [row.clone() for row in p.grad],
-    "length": lambda p: len(p.grad),
     "memory": lambda p: p.grad.data_ptr() != 0,
     "storage": lambda p: p.grad.untyped_storage().nbytes(),
-    "bytes": lambda p: p.grad.nbytes,
     "layout": lambda p: p.grad.layout,
     "dlpack": lambda p: torch.from_dlpack(p.grad).clone(),
     "out": lambda p: torch.add(p.grad, 1, out=p.grad).clone(),
@@ -69,22 +62,11 @@ USES: dict[str, Callable[[Any], Any]] = {
     "inference": lambda p: _inference(p),
     "vmap": lambda p: torch.vmap(lambda row: row * 2)(p.grad),
     "capsule": lambda p: torch.from_dlpack(p.grad.__dlpack__()).clone(),
-    "numpy's dlpack": lambda p: torch.from_numpy(numpy.from_dlpack(p.grad).copy()),
     "sharing": lambda p: _rebuilt(p.grad),
     "foreach": lambda p: torch._foreach_mul([p.grad], 2.0)[0],
     "set": lambda p: torch.empty(0).set_(p.grad).clone(),
     "compiled, from the parameter": lambda p: _doubled(p),
-    "sparse": lambda p: p.grad.to_sparse().to_dense(),
-    "channels": lambda p: p.grad.is_contiguous(),
 }
-
-
-def _saved(tensor: Tensor) -> Tensor:
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    found: Tensor = torch.load(file)
-    return found
 
 
 def _rebuilt(tensor: Tensor) -> Tensor:
