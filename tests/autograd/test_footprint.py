@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import SplitModule
 from autosplit.backends.backend import collecting_new_objects_only
-from tests.operators import Operators
 from tests.pending import deferred_tensors
 
 
@@ -84,15 +83,3 @@ def test_nothing_grows_over_200_steps() -> None:
         assert len(gc.get_objects()) - before < 20
     finally:
         gc.enable()
-
-
-def test_nothing_waits_for_the_device() -> None:
-    """No value of a tensor is asked for, as ``item()``, ``bool()`` and ``equal()`` would."""
-    split = autosplit.split(model())
-    step(split)
-    operators = Operators()
-    with operators:
-        step(split)
-    assert {"addmm", "mm"} <= operators.counts.keys()
-    waits = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item", "_to_copy"}
-    assert not operators.counts.keys() & waits

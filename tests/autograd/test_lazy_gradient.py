@@ -248,23 +248,6 @@ def test_dropped_with_grad(face: str) -> None:
             assert_same_gradients(model, plain)
 
 
-def test_only_the_parameters_of_one_optimizer_are_dropped() -> None:
-    one, two = batches()
-
-    def drive(call: Any, model: Any) -> list[Tensor]:
-        first = torch.optim.SGD(model.a.parameters(), lr=0.1)
-        second = torch.optim.SGD(model.b.parameters(), lr=0.1)
-        backward(call, one)
-        first.zero_grad()
-        backward(call, two)
-        second.step()
-        second.zero_grad()
-        first.step()
-        return list(model.parameters())
-
-    assert_alike(Net(), drive)
-
-
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("dropped", [True, False])
 def test_gradient_that_somebody_holds(dropped: bool, face: str) -> None:
@@ -374,18 +357,6 @@ def test_create_graph_elsewhere() -> None:
             parameter.grad = parameter.grad.detach()
 
     assert_alike(Net(), drive, compare=within(1e-6))
-
-
-@collecting_new_objects_only()
-def test_outlives_its_module() -> None:
-    model = Net()
-    split, plain = autosplit.split(model), copy.deepcopy(model)
-    given = batches()
-    backward(split, *given)
-    backward(plain, *given)
-    del split
-    gc.collect()
-    assert_same_gradients(model, plain)
 
 
 @collecting_new_objects_only()

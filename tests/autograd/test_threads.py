@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from tests.autograd.faces import FACES, Net, model_for
+from tests.autograd.faces import Net
 from tests.gradients import assert_same_gradients
 
 PATIENCE = 60.0
@@ -220,39 +219,3 @@ def test_step_while_another_thread_captures(split: Any, monkeypatch: pytest.Monk
         capturing.ended()
     sgd(plain).step()
     assert all(map(torch.equal, split.parameters(), plain.parameters()))
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_training_beside_a_logger(face: str) -> None:
-    """The logger does not read while ``.grad`` is cleared: torch itself crashes there."""
-    model = model_for(face)
-    plain = copy.deepcopy(model)
-    module = FACES[face](model)
-    backward(module, torch.randn(3, 4))
-    model.zero_grad()
-    clearing, over = threading.Lock(), threading.Event()
-
-    def log() -> int:
-        read = 0
-        while not over.is_set():
-            with clearing:
-                found = [parameter.grad for parameter in model.parameters()]
-            read += sum(bool(grad.norm() >= 0) for grad in found if grad is not None)
-        return read
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # threads take turns more often, and wait less for theirs
-    logger = Thread(log)
-    try:
-        for x in torch.randn(60, 3, 4):
-            for each, under in ((module, model), (plain, plain)):
-                backward(each, x)
-                nn.utils.clip_grad_norm_(under.parameters(), 1.0)
-                sgd(under).step()
-                with clearing:
-                    under.zero_grad()
-            assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    finally:
-        over.set()
-        sys.setswitchinterval(interval)
-        assert logger.ended() > 0

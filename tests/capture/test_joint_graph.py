@@ -56,14 +56,6 @@ def test_capture_does_not_touch_the_model() -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_same_code_at_another_shape_stays_static() -> None:
-    """Dynamo turns a size that changed between captures of one code object symbolic."""
-    for size in (3, 4, 5):
-        traced = capture(nn.Sequential(nn.Linear(size, 2)), (torch.randn(size, size),), {})
-        shapes = [node.meta["val"].shape for node in inputs(traced.joint.graph).values()]
-        assert all(isinstance(extent, int) for shape in shapes for extent in shape)
-
-
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:
@@ -138,24 +130,6 @@ def test_assertion_stays_in_forward() -> None:
     split.backward_weight()
     with pytest.raises(RuntimeError, match="too long"):
         split(torch.randn(2, 3), torch.tensor([9]))
-
-
-class FillsCache(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.cache: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.cache is None:
-            self.cache = torch.arange(3.0)
-        return self.linear(x) * self.cache
-
-
-def test_first_call_made_by_a_capture() -> None:
-    split = autosplit.split(FillsCache())
-    split.capture(torch.randn(2, 3))
-    assert split.model.cache.tolist() == [0.0, 1.0, 2.0]
 
 
 class SetsSize(nn.Module):

@@ -18,32 +18,16 @@ import autosplit
 from autosplit import SplitError
 from autosplit.dynamo.backend import backend
 from autosplit.dynamo.pending_weights import Deferral, backward_weight
-from autosplit.passes import PassError
 from autosplit.torch_internals.version import TORCH
-from tests.autograd.faces import Compiled
 from tests.dynamo.breaking import (
-    Nested,
-    Statistics,
-    Tied,
     TwoLayers,
-    WeightView,
-    WrittenParameter,
-    loss_of,
 )
-from tests.gradients import assert_same_gradients
-from tests.semantics.against_autograd import assert_equals_autograd, one_by_one
 
 # --- ``torch.compile(model, backend="autosplit")`` ------------------------------------------------
 
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Any]:
     return torch.compile(model, backend=backend, **options)
-
-
-@pytest.mark.parametrize("build", [Tied, Statistics, Nested, WeightView, WrittenParameter])
-def test_equals_autograd(build: type[TwoLayers]) -> None:
-    batches = [(torch.randn(rows, 4, requires_grad=True),) for rows in (3, 3, 5)]
-    assert_equals_autograd(build(), batches, loss_of, orders=[one_by_one], face=Compiled)
 
 
 library = torch.library.Library("autosplit_backend_tests", "FRAGMENT")
@@ -172,25 +156,6 @@ def test_compiled_autograd_is_refused() -> None:
             pytest.raises(SplitError, match="compiled autograd would lose"),
         ):
             output.backward()
-
-
-def test_graph_that_cannot_be_split_gets_an_ordinary_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from autosplit.runtime import build
-
-    monkeypatch.setattr(build, "run", failing)
-    model = TwoLayers()
-    reference = copy.deepcopy(model)
-    x = torch.randn(3, 4)
-    compiled(model)(x).sum().backward()
-    reference(x).sum().backward()
-    assert Deferral(model).pending == 0
-    assert_same_gradients(model, reference)
-
-
-def failing(*_: object, **__: object) -> None:
-    raise PassError("no pass likes this graph")
 
 
 def test_options() -> None:

@@ -15,17 +15,10 @@ from torch.utils.checkpoint import (
 )
 
 import autosplit
-from tests.dynamo.breaking import TwoLayers, Unbreakable, loss_of
+from tests.dynamo.breaking import TwoLayers
 from tests.gradients import assert_same_gradients
-from tests.semantics.against_autograd import assert_equals_autograd
 
 RECOMPUTED = CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@pytest.mark.parametrize("build", [TwoLayers, Unbreakable])
-def test_equals_autograd(build: type[TwoLayers]) -> None:
-    split = assert_equals_autograd(build(), [(torch.randn(3, 4),) for _ in range(2)], loss_of)
-    assert split.pending == split.pending_bytes == 0
 
 
 class Selecting(nn.Module):
@@ -64,16 +57,6 @@ def test_what_fails_in_parts_too_runs_unsplit() -> None:
     assert_same_gradients(model, plain)
     assert "2 call(s) of Selecting ran unsplit" in split.report()
     assert split.pending == 0
-
-
-def test_report_says_why() -> None:
-    split = autosplit.split(TwoLayers(), (torch.randn(3, 4),))
-    split(torch.randn(3, 4)).sum().backward()
-    split.backward_weight()
-    text = split.report()
-    assert "TwoLayers cannot be captured in one graph" in text
-    assert "breaking.py" in text
-    assert "Deferred: the gradients of 4 of 4 parameters, 100.0 %" in text
 
 
 class Passing(TwoLayers):

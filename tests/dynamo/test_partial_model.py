@@ -17,7 +17,6 @@ from autosplit.dynamo.partial_model import Partial
 from tests.dynamo.breaking import (
     MODELS,
     Branch,
-    DisabledMiddle,
     SideEffects,
     TwoLayers,
     loss_of,
@@ -28,9 +27,7 @@ from tests.semantics.against_autograd import (
     assert_same,
     assert_same_state,
     one_by_one,
-    within,
 )
-from tests.zoo import CASES
 
 # --- models with graph breaks against plain autograd ----------------------------------------------
 
@@ -43,18 +40,6 @@ def batches(*rows: int) -> list[tuple[Tensor]]:
 def test_equals_autograd(build: type[TwoLayers]) -> None:
     """One by one: autograd itself refuses what some of them write in between."""
     assert_equals_autograd(build(), batches(3, 3), loss_of, orders=[one_by_one], face=Partial)
-
-
-@pytest.mark.parametrize("name", ["tied", "counter", "several", "in_place"])
-def test_models_without_breaks_are_one_split_graph(name: str) -> None:
-    case = CASES[name]
-    inputs = [case.batch() for _ in range(2)]
-    given = [(x.requires_grad_(x.is_floating_point()),) for x in inputs]
-    partial = assert_equals_autograd(
-        case.build(), given, case.loss, orders=[one_by_one], face=Partial
-    )
-    assert [part.state for part in partial.parts] == ["split"]
-    assert partial.breaks == ()
 
 
 def test_a_compiler_that_copies_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,28 +71,6 @@ def test_both_branches_on_data() -> None:
     with torch.no_grad():
         assert {bool(model.a(x).sum() > 0) for (x,) in given} == {True, False}
     assert_equals_autograd(model, given, face=Partial)
-
-
-def test_weight_used_by_a_graph_and_by_code_outside() -> None:
-    class Shared(DisabledMiddle):
-        def __init__(self) -> None:
-            super().__init__()
-            self.middle.weight = self.a.weight
-
-    model = Shared().double()
-    given = [(x.double(),) for (x,) in batches(3, 3)]
-    # The two contributions are added in another order than by one backward.
-    assert_equals_autograd(model, given, compare=within(1e-14), face=Partial)
-
-
-def test_dropout_draws_as_autograd_does_and_backward_leaves_the_generator_alone() -> None:
-    class Dropping(TwoLayers):
-        def forward(self, x: Tensor) -> Tensor:
-            h = nn.functional.dropout(self.a(x), 0.5)
-            torch._dynamo.graph_break()
-            return nn.functional.dropout(self.b(h), 0.5)
-
-    assert_equals_autograd(Dropping(), batches(8, 8), face=Partial)
 
 
 class Mean(TwoLayers):

@@ -158,17 +158,6 @@ def test_products_for_weights_that_enter_as_views_do_not_wait(kind: type[ViewOut
     assert "55.6 % of the weight gradients'" in partial.report()
 
 
-# --- models with graph breaks: what is refused, and what is copied --------------------------------
-
-
-def test_error_of_the_model_is_the_users_own() -> None:
-    partial = Partial(TwoLayers())
-    with pytest.raises(RuntimeError, match=r"h = self\.a\(x\)\.relu\(\)"):
-        partial(torch.randn(3, 5))
-    partial(torch.randn(3, 4)).sum().backward()
-    assert partial.pending == 1
-
-
 # --- a module of which less than half can wait says so, once --------------------------------------
 
 

@@ -41,9 +41,6 @@ class Sized:
         node = self.graph.call_function(aten.meshgrid.default, (list(operands),))
         return self._sized(node, size)
 
-    def random(self, size: int, operand: fx.Node) -> fx.Node:
-        return self._sized(self.graph.call_function(aten.rand_like.default, (operand,)), size)
-
     def view(self, operand: fx.Node) -> fx.Node:
         node = self.graph.call_function(aten.view.default, (operand, [-1]))
         node.meta["val"] = operand.meta["val"].view(-1)

@@ -83,40 +83,6 @@ def test_views_of_one_storage_travel_once_and_are_views_of_one_again() -> None:
     assert _away_and_back(stage, 0) == before == sum(sizes) == stage.saved_bytes
 
 
-def test_bytes_of_what_is_away_are_not_held() -> None:
-    stage, _ = _qkv()
-    stage.forward(0, [torch.randn(4, 8)])
-    before = stage.saved_bytes
-    taken = stage.detach_held(0)
-    assert stage.saved_bytes == 0
-    stage.attach_held(0, taken)
-    assert stage.saved_bytes == before
-    stage.backward_input(0, [torch.randn(4, 8)])
-    before = stage.deferred_bytes
-    taken = stage.detach_held(0)
-    assert stage.deferred_bytes == before - sum(tensor.numel() for tensor in taken) == 0
-
-
-def test_parameters_buffers_and_constants_stay() -> None:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 6))
-            self.register_buffer("scale", torch.randn(6))
-            self.constant = torch.randn(6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.weight.t()) * self.scale * self.constant
-
-    model = Reading()
-    stage = Stage(model, [torch.zeros(2, 6, requires_grad=True)])
-    stage.forward(0, [torch.randn(2, 6)])
-    own = {t.untyped_storage().data_ptr() for t in (model.weight, model.scale, model.constant)}
-    taken = stage.detach_held(0)
-    assert not own & {tensor.untyped_storage().data_ptr() for tensor in taken}
-    assert taken
-
-
 def test_what_microbatches_have_in_common_stays() -> None:
     """A batch that was cut, however many are in flight, and a tensor that two were given."""
     batch, mask = torch.randn(4, 6), torch.randn(2, 6)

@@ -57,14 +57,6 @@ def test_everything_is_bit_for_bit_as_without(name: str) -> None:
         assert torch.equal(found[key], tensor), key
 
 
-def test_generators_go_on_as_if_nothing_had_been_drawn() -> None:
-    stage = Stage(MODELS["dropout"](), [torch.zeros(5, 6, requires_grad=True)])
-    stage.forward(0, [torch.randn(5, 6)], keep="inputs")
-    before = torch.get_rng_state()
-    stage.recompute(0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 class DroppedWeight(nn.Module):
     """Draws where its weight lies, whose input may lie elsewhere."""
 

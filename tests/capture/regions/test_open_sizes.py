@@ -80,29 +80,3 @@ def test_sizes_are_open_around_blocks(
     if TORCH < (2, 12) and block is Halving:
         called = []  # its slices of gradients lie otherwise there: captured with the model
     assert (len(split.functions), kinds(split)) == (captures, called)
-
-
-class TwoLengths(nn.Module):
-    """Blocks for two inputs of lengths of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = Stack(Attending, 2), Stack(Attending, 2)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.left(x).sum() * self.right(y).sum()
-
-
-def test_lengths_that_were_alike_may_differ() -> None:
-    pairs = [(5, 5), (7, 7), (6, 9), (8, 3), (30, 30)]
-    given = [tuple(batches(each)[0][0] for each in pair) for pair in pairs]
-    split = assert_equals_autograd(TwoLengths(), given)
-    assert kinds(split)
-    assert len(split.functions) < len(pairs)
-
-
-def test_rows_and_lengths_are_open() -> None:
-    shapes = ((2, 5), (3, 7), (4, 9), (7, 4))
-    given = [(torch.randn(*shape, WIDTH).requires_grad_(),) for shape in shapes]
-    split = assert_equals_autograd(Stack(Attending, 3), given)
-    assert (len(split.functions), kinds(split)) == (2, [3])

@@ -22,20 +22,6 @@ class Dropping(Residual):
         return nn.functional.dropout(super().forward(x), 0.5, self.training)
 
 
-class Buffered(Residual):
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.register_buffer("scale", torch.full((WIDTH,), 1.0 + index))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-class Constant(Residual):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.tensor([0.5, 0.25, 1.0, 2.0])
-
-
 class Careful(Residual):
     """Modes are entered and left in every block."""
 
@@ -47,38 +33,12 @@ class Careful(Residual):
         return x + self.down(y.float()) / scale
 
 
-class Frozen(Residual):
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.up.requires_grad_(False)
-
-
 class Checkpointed(Residual):
     """Two regions in each block are recomputed."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = checkpoint(lambda x: torch.tanh(self.up(self.norm(x))), x, use_reentrant=False)
         return x + checkpoint(lambda y: torch.relu(self.down(y)), y, use_reentrant=False)
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return 3 * x * grad
-
-
-class Custom(Residual):
-    """Every block calls a function with a backward of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        square: Any = Square.apply
-        return x + self.down(square(self.up(self.norm(x))))
 
 
 class Deciding(Residual):
@@ -115,16 +75,6 @@ class Listing(Stack):
         return {"states": states, "head": self.head(states[-1])}
 
 
-class Reading(Stack):
-    """Every block reads what comes from before all blocks, and needs a gradient."""
-
-    def forward(self, x: Tensor) -> Any:
-        memory = self.first(x)
-        for layer in self.layers:
-            x = layer(x + memory) * memory
-        return self.head(x)
-
-
 class InPlace(Stack):
     """What a block returns is written into."""
 
@@ -135,17 +85,6 @@ class InPlace(Stack):
             total.add_(x)
             x = x.mul_(0.5)
         return self.head(total)
-
-
-class Early(Stack):
-    """The loop leaves early."""
-
-    def forward(self, x: Tensor) -> Any:
-        for index, layer in enumerate(self.layers):
-            if index == 3:
-                break
-            x = layer(x)
-        return self.head(x)
 
 
 class Twice(Stack):
@@ -187,17 +126,6 @@ class Recomputed(Stack):
         return self.head(x)
 
 
-class Named(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({f"layer{at}": each for at, each in enumerate(self.layers)})
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.head(x)
-
-
 class TwoStacks(Stack):
     """An encoder, and a decoder that reads what it makes."""
 
@@ -216,12 +144,8 @@ class TwoStacks(Stack):
 
 BLOCKS = (
     Dropping,
-    Buffered,
-    Constant,
     Careful,
-    Frozen,
     Checkpointed,
-    Custom,
     Deciding,
 )
 MODELS = {
@@ -230,11 +154,8 @@ MODELS = {
     Modes: [],
     Recomputed: [],
     Listing: [],
-    Reading: [4],
     InPlace: [],
-    Early: [3],
     Twice: [],
-    Named: [4],
     TwoStacks: [],
 }
 
@@ -258,27 +179,6 @@ def test_models(model: type[Stack]) -> None:
 def test_blocks_that_are_the_models_own_submodules() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *map(Residual, range(4)))
     assert kinds(assert_equals_autograd(model, batches())) == [4]
-
-
-class Counting(Stack):
-    """A copy is run, on tensors without data, to see that the buffer is the same object after."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Any:
-        self.calls += 1
-        return super().forward(x)
-
-
-def test_around_a_counter() -> None:
-    assert kinds(assert_equals_autograd(Counting(), batches())) == [4]
-
-
-def test_no_input_needs_a_gradient() -> None:
-    split = assert_equals_autograd(Stack(), [(torch.randn(5, WIDTH),) for _ in range(2)])
-    assert kinds(split) == [4]
 
 
 def test_without_gradients() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autosplit
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 
@@ -72,29 +71,6 @@ class Changing(Stack):
         return self.head(x)
 
 
-class Replacing(Stack):
-    """Blocks are called with other parameters than their own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            doubled = {name: 2 * each for name, each in layer.named_parameters()}
-            x = torch.func.functional_call(layer, doubled, (x,))
-        return self.head(x)
-
-
-class Reads(Stack):
-    """The model reads an attribute of its blocks that is named like their forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) * layer.forward_scale
-        return self.head(x)
-
-
-class Read(Residual):
-    forward_scale = 2.0
-
-
 class Objects(Stack):
     """Blocks are handed an object that is no tensor."""
 
@@ -112,18 +88,6 @@ class Given:
 class TakingObjects(Residual):
     def forward(self, given: Given) -> Tensor:
         return super().forward(given.x)
-
-
-def frozen() -> nn.Module:
-    model = Stack()
-    model.layers[ODD].requires_grad_(False)
-    return model
-
-
-def evaluated() -> nn.Module:
-    model = Stack(lambda index: nn.Sequential(Residual(index), nn.Dropout(0.5)))
-    model.layers[ODD].eval()
-    return model
 
 
 def tied_blocks() -> nn.Module:
@@ -154,15 +118,12 @@ def hooked() -> nn.Module:
 UNLIKE: dict[str, tuple[Callable[[], nn.Module], list[int]]] = {
     "constant": (lambda: Stack(Scaled), [3, 1]),
     "width": (lambda: Stack(Wide), [3]),
-    "frozen": (frozen, [3]),
-    "evaluation": (evaluated, [3]),
     "tied_blocks": (tied_blocks, [2]),
     "tied_to_the_head": (tied_to_the_head, [3]),
     "one_block": (one_block, []),
     "hook": (hooked, [3]),
     "running_statistics": (lambda: Stack(Normalised), [4]),
     "changed_by_the_model": (lambda: Changing(Scaled), []),
-    "other_parameters": (Replacing, []),
     "call": (lambda: Stack(Calling), []),
     "passed_on": (lambda: Stack(Same), []),
     "objects": (lambda: Objects(TakingObjects), []),
@@ -174,15 +135,6 @@ def test_gradients(name: str) -> None:
     make, expected = UNLIKE[name]
     split = assert_equals_autograd(make(), [(torch.randn(5, WIDTH, requires_grad=True),)] * 2)
     assert kinds(split) == expected
-
-
-def test_what_the_model_reads_of_its_blocks_is_looked_at() -> None:
-    model = Reads(Read)
-    x = torch.randn(5, WIDTH)
-    split = autosplit.split(model)
-    assert torch.equal(split(x), model(x))
-    model.layers[ODD].forward_scale = 3.0
-    assert torch.equal(split(x), model(x))
 
 
 BECOMES: dict[str, Callable[[Any], object]] = {

@@ -28,18 +28,6 @@ class Scan(nn.Module):
         return torch.stack(sums, 1)
 
 
-class Twice(nn.Module):
-    """Two calls of one loop, each of half the limit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scan = Scan()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.scan(self.scan(x))
-        return y
-
-
 def operators(module: nn.Module, x: Tensor) -> set[str]:
     """Of the captured graph; gradients are those of eager mode, which runs the loop."""
     model = assert_equals_autograd(module, [(x.requires_grad_(),)], compare=within(1e-5))
@@ -54,11 +42,6 @@ def test_a_short_loop_is_unrolled() -> None:
 def test_a_long_loop_gives_way_to_the_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_loops, "LIMIT", 20)
     assert "aten.cumsum.default" in operators(Scan(), torch.randn(2, 24, 3))
-
-
-def test_loops_of_several_calls_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_loops, "LIMIT", 20)
-    assert "aten.cumsum.default" not in operators(Twice(), torch.randn(2, 9, 3))
 
 
 def test_a_long_loop_without_a_closed_form_is_unrolled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,33 +81,5 @@ def test_attention(kernel: str, dropout: float, memory: str) -> None:
         ]
 
 
-def dropping(m: nn.Module, x: Tensor) -> Tensor:
-    return m.out(aten.native_dropout(m.up(x).tanh(), 0.1, True)[0])
-
-
-def lstm_cell(m: nn.Module, x: Tensor) -> Tensor:
-    cell, linear = m.up, nn.functional.linear
-    gates = linear(x[:, 0], cell.weight_ih), linear(x[:, 1], cell.weight_hh)
-    return m.out(aten._thnn_fused_lstm_cell(*gates, x[:, 2], cell.bias_ih, cell.bias_hh)[0])
-
-
-@pytest.mark.parametrize(
-    ("make", "up", "shape", "forward", "products"),
-    [
-        (dropping, nn.Linear, (8, WIDTH), "native_dropout", 2),
-        (lstm_cell, nn.LSTMCell, (8, 3, WIDTH), "_thnn_fused_lstm_cell", 3),
-    ],
-)
-def test_other_operators(
-    make: Any, up: Any, shape: tuple[int, ...], forward: str, products: int
-) -> None:
-    model = Made(make, up=up(WIDTH, WIDTH), out=nn.Linear(WIDTH, WIDTH))
-    graphs = _split(model, torch.randn(shape), "balanced")
-    assert ops(graphs.forward)[forward] == 1
-    for backward in (graphs.backward_input, graphs.backward_weight):
-        assert ops(backward)[forward] == 0
-    assert ops(graphs.backward_weight)["mm"] == products
-
-
 def _split(model: nn.Module, x: Tensor, memory: str) -> SplitGraphs:
     return run(program_of(model, x.requires_grad_()).joint, memory=memory)

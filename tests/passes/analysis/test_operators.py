@@ -10,11 +10,9 @@ import torch
 from torch import fx
 
 from autosplit.passes.analysis.operators import (
-    checkpoint_region,
     is_attention,
     is_effect,
     is_random,
-    is_recomputed,
 )
 from autosplit.passes.graph import ORIGIN, Origin
 
@@ -68,25 +66,3 @@ def test_effects() -> None:
     assert not is_effect(call(aten.add.Tensor, ..., 1))
     (placeholder,) = [n for n in call(aten.neg.default, ...).graph.nodes if n.op == "placeholder"]
     assert not is_effect(placeholder)
-
-
-def test_recomputed_is_what_the_user_put_under_checkpoint() -> None:
-    inside = Origin(recomputed=True, checkpoint=3)
-    node = call(aten.tanh.default, ..., origin=inside)
-    assert is_recomputed(node)
-    assert checkpoint_region(node) == 3
-    assert not is_recomputed(call(aten.tanh.default, ...))
-    # Saved by the user's policy, though inside.
-    kept = call(aten.tanh.default, ..., origin=Origin(checkpoint=3))
-    assert not is_recomputed(kept)
-    assert checkpoint_region(kept) is None
-
-
-def test_random_operators_are_never_recomputed() -> None:
-    inside = Origin(recomputed=True, checkpoint=3)
-    drawn = call(aten.native_dropout.default, ..., 0.5, True, origin=inside)
-    assert not is_recomputed(drawn)
-    item = drawn.graph.call_function(operator.getitem, (drawn, 0))
-    item.meta[ORIGIN] = inside
-    assert not is_recomputed(item)
-    assert checkpoint_region(item) is None

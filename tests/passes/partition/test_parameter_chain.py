@@ -46,30 +46,6 @@ def test_images() -> None:
     assert ops(graphs.backward_weight) == {"convolution_backward": 2}
 
 
-def test_frozen_layers_with_adapters() -> None:
-    def adapted() -> nn.Module:
-        layers = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-        base = nn.Linear(8, 8).requires_grad_(False)
-        return Made(lambda m, x: m.base(x) + m.low(x), base=base, low=nn.Sequential(*layers))
-
-    embedding = nn.Embedding(11, 8).requires_grad_(False)
-    graphs = split(nn.Sequential(embedding, adapted(), adapted()), torch.randint(0, 11, (3, 5)))
-    # dY through base, b and a of the second layer, and through b of the first.
-    assert ops(graphs.backward_input)["mm"] == 4
-    assert ops(graphs.backward_weight) == {"mm": 4}
-
-
-def test_computed_weights_wait_with_all_that_follows() -> None:
-    """The gradient of a weight that is a product of others is W's, and so are theirs."""
-
-    def factors() -> nn.Module:
-        return Made(lambda m, x: x @ (m.a @ m.b), a=torch.randn(6, 2), b=torch.randn(2, 6))
-
-    graphs = split(nn.Sequential(factors(), nn.Tanh(), factors()), torch.randn(3, 6))
-    assert ops(graphs.backward_input)["mm"] == 1
-    assert ops(graphs.backward_weight)["mm"] == 2 * 3
-
-
 def test_products_of_parameters_alone_wait() -> None:
     """Learned queries: no data is in them before attention."""
 

@@ -26,16 +26,6 @@ def test_norm_gradient_is_pulled_into_i() -> None:
     assert (1, 1, 16) in shapes
 
 
-def test_bias_gradient_stays_in_w() -> None:
-    """dY crosses for the weight anyway, so reducing it early would save nothing."""
-    graphs = split(
-        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
-        torch.randn(3, 4, requires_grad=True),
-    )
-    assert ops(graphs.backward_weight) == {"mm": 2, "sum": 2}
-    assert ops(graphs.backward_input) == {"mm": 2, "threshold_backward": 1}
-
-
 def test_floor_of_what_crosses() -> None:
     """X and dY of the deferred matrix products, each storage once: the least a fully deferred
     W can do with. The vector of the norm's gradient comes on top.

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.passes import Kind, SplitGraphs, run
-from autosplit.passes.graph import placeholders
-from tests.passes.graphs import Made, joint_of, names_in, names_out
+from tests.passes.graphs import Made, joint_of, names_out
 
 
 def gated() -> nn.Module:
@@ -68,14 +67,6 @@ def test_saved_tensors_say_which_module_made_or_reads_them() -> None:
         "layers_0_mlp_down_input",
         "head_input",
     }
-
-
-def test_every_graph_knows_a_tensor_by_the_same_name() -> None:
-    graphs = split(Model(), 3, 4)
-    deferred = set(names_out(graphs.backward_input, Kind.DEFERRED))
-    assert deferred == set(names_in(graphs.backward_weight, Kind.DEFERRED))
-    assert deferred == {node.name for node in placeholders(graphs.backward_weight.graph)}
-    assert deferred <= {node.name for node in graphs.joint.graph.nodes}
 
 
 def test_a_later_call_of_a_module_has_its_number() -> None:

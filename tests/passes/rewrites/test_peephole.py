@@ -11,42 +11,12 @@ from torch import Tensor, fx, nn
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import calls, outputs
 from autosplit.passes.rewrites.peephole import (
-    divide_backward_operators,
     fold_transposes,
     half_precision_dropout,
 )
 from autosplit.passes.verify import verify
 from tests.passes.graphs import Made, ops, program_of
 from tests.semantics.against_autograd import assert_equals_autograd
-
-# --- divide: one convolution_backward becomes two by its output mask ------------------------------
-
-
-def masks(module: fx.GraphModule) -> list[list[bool]]:
-    return [
-        list(node.args[10])
-        for node in calls(module.graph)
-        if node.target is torch.ops.aten.convolution_backward.default
-    ]
-
-
-def test_divides_by_the_mask() -> None:
-    program = program_of(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8, requires_grad=True))
-    assert masks(program.joint) == [[True, True, True]]
-    assert divide_backward_operators(program)
-    assert masks(program.joint) == [[True, False, False], [False, True, True]]
-    verify(program)
-    assert not divide_backward_operators(program)
-
-
-def test_leaves_alone_what_is_not_fused() -> None:
-    no_input_gradient = program_of(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8))
-    assert not divide_backward_operators(no_input_gradient)
-    frozen = nn.Conv2d(3, 4, 3).requires_grad_(False)
-    assert not divide_backward_operators(
-        program_of(frozen, torch.randn(2, 3, 8, 8, requires_grad=True))
-    )
-
 
 # --- dropout: the backward rounds its noise as autograd's does, in half precision on a CPU --------
 
@@ -62,11 +32,6 @@ def test_half_precision_takes_the_steps_of_autograd(dtype: torch.dtype) -> None:
     assert not half_precision_dropout(program)
 
 
-def test_float_stays_one_operator() -> None:
-    program = program_of(nn.Dropout(0.1), torch.randn(2, 3, requires_grad=True))
-    assert not half_precision_dropout(program)
-
-
 # --- fold_transposes: pairs that cancel go, all others stay, and the bits are the same ------------
 
 
@@ -75,16 +40,6 @@ aten = torch.ops.aten
 
 def views(program: SplitGraphs) -> list[str]:
     return [str(node.target) for node in calls(program.joint.graph)]
-
-
-def test_a_linear_layer_is_left_with_what_its_products_need() -> None:
-    program = program_of(nn.Linear(3, 2, bias=False), torch.randn(4, 3, requires_grad=True))
-    assert views(program).count("aten.t.default") == 5
-    assert fold_transposes(program)
-    verify(program)
-    # The weight for the forward's product, and the gradient for the weight's; dX reads the weight.
-    assert views(program).count("aten.t.default") == 2
-    assert not fold_transposes(program)
 
 
 def chain(*steps: Callable[[fx.Graph, fx.Node], fx.Node]) -> tuple[SplitGraphs, list[fx.Node]]:
@@ -137,31 +92,6 @@ def test_pairs_that_cancel(steps: list[Callable[..., fx.Node]], left: int) -> No
     (negative,) = [value for _, value in outputs(program.joint.graph)]
     found = applied(negative)
     assert (found.shape, found.stride()) == (expected.shape, expected.stride())
-
-
-def test_a_first_transpose_that_others_read_stays() -> None:
-    program, (x, first, second) = chain(transpose(0, 1), transpose(0, 1))
-    graph = program.joint.graph
-    with graph.inserting_before(graph.output_node()):
-        reader = graph.call_function(aten.neg.default, (first,))
-    reader.meta["val"] = applied(reader)
-    graph.output_node().args = ([outputs(graph)[0][1], reader],)
-    graph.output_node().meta["roles"] = (Role(Kind.OUTPUT, "0"), Role(Kind.OUTPUT, "1"))
-    assert fold_transposes(program)
-    assert reader.args == (first,)
-    assert outputs(graph)[0][1].args == (x,)
-    assert second not in graph.nodes
-
-
-def test_gradients_are_autograds() -> None:
-    """Of what is transposed twice and returned, and of two parameters with one gradient."""
-    model = Made(
-        lambda m, x: m.linear(x @ (m.a.t().t() + m.b).t()).t().t(),
-        a=torch.randn(4, 4),
-        b=torch.randn(4, 4),
-        linear=nn.Linear(4, 4),
-    )
-    assert_equals_autograd(model, [(torch.randn(3, 4, requires_grad=True),)] * 2)
 
 
 def test_a_scalar_has_no_dimensions_to_exchange() -> None:
