@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,19 @@ def describe(settings: object = None) -> str:
         f"{platform.machine()}, {cores} cores, device {device}, "
         f"{max(getattr(settings, 'threads', (1,)))} thread(s) a process"
     )
+
+
+def mark(text: str, met: bool) -> str:
+    """In bold where a target is not met."""
+    return text if met else f"**{text}**"
+
+
+def by_setting(rows: Rows, render: Callable[[Rows], str]) -> str:
+    """Under a heading each, what is said of rows whose names begin with one setting and a colon."""
+    settings: dict[str, Rows] = {}
+    for row in rows:
+        settings.setdefault(row["name"].partition(": ")[0], []).append(row)
+    return "\n\n".join(f"### {name}\n\n{render(own)}" for name, own in settings.items())
 
 
 def table(headers: list[str], rows: list[list[Any]]) -> str:

@@ -42,7 +42,7 @@ def out_of_tolerance(
     if exact is not None and (exact.keys() != theirs.keys() or not _is_reference(theirs, exact)):
         exact = None
     scale = max((_scale(value) for value in theirs.values()), default=0.0)
-    eps = max((torch.finfo(v.dtype).eps for v in theirs.values() if _is_inexact(v)), default=0.0)
+    eps = max((torch.finfo(v.dtype).eps for v in theirs.values() if is_inexact(v)), default=0.0)
     lines = [
         _complaint(name, mine.get(name), theirs.get(name), (exact or {}).get(name), eps, scale)
         for name in names
@@ -55,7 +55,7 @@ def _is_reference(theirs: Observed, exact: Observed) -> bool:
     other random numbers were drawn or a branch was taken elsewhere; outputs are then far apart.
     (Gradients may be far apart for another reason: what is zero in exact arithmetic is noise.)
     """
-    names = [name for name in theirs if name.startswith("output") and _is_inexact(theirs[name])]
+    names = [name for name in theirs if name.startswith("output") and is_inexact(theirs[name])]
     higher = any(theirs[name].element_size() < exact[name].element_size() for name in names)
     return higher and all(
         theirs[name].shape == exact[name].shape
@@ -74,7 +74,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _equal_with_nan(a: Tensor, b: Tensor) -> bool:
-    if not _is_inexact(a):
+    if not is_inexact(a):
         return False
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
@@ -89,7 +89,7 @@ def _complaint(name: str, a: Any, b: Any, exact: Any, eps: float, largest: float
         return f"{name}: {_brief(a)}, expected {_brief(b)}"
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"{name}: {a.dtype} {list(a.shape)}, expected {b.dtype} {list(b.shape)}"
-    if not _is_inexact(a):
+    if not is_inexact(a):
         return f"{name}: {int((a != b).sum())} of {a.numel()} elements differ"
     off, allowed = _errors(a, b, exact, eps, largest)
     return "" if off <= allowed else f"{name}: off by {off:.2e}, allowed {allowed:.2e}"
@@ -112,12 +112,13 @@ def _errors(
 
 def _scale(value: Any) -> float:
     """The largest finite element."""
-    if not _is_inexact(value) or not value.numel():
+    if not is_inexact(value) or not value.numel():
         return 0.0
     return float(_real(value).abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
-def _is_inexact(value: Any) -> bool:
+def is_inexact(value: Any) -> bool:
+    """Whether it is a tensor whose values are rounded."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

@@ -12,6 +12,7 @@ from torch.testing._internal.autograd_function_db import autograd_function_db
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.custom_op_db import custom_op_db
 
+from .judge import is_inexact
 from .module_database import spread
 from .subject import Call, Subject, projection
 
@@ -42,7 +43,7 @@ class ScaledOperator(Operator):
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Tensor):
             return self.operator(x * self.factor, *args, **kwargs)
-        scaled = [each * self.factor if _is_scaled(each) else each for each in x]
+        scaled = [each * self.factor if is_inexact(each) else each for each in x]
         return self.operator(scaled, *args, **kwargs)
 
 
@@ -68,7 +69,7 @@ def _subjects(entry: Any, name: str, dtype: torch.dtype, samples: int) -> Iterat
         # Of decompositions that are unique only up to a phase or a sign, what is unique.
         processed = found[index].output_process_fn_grad
         yield _subject(entry, f"{name} plain {index}", dtype, index, processed, scaled=False)
-        if isinstance(inputs, (list, tuple)) and any(map(_is_scaled, inputs)):
+        if isinstance(inputs, (list, tuple)) and any(map(is_inexact, inputs)):
             yield _subject(entry, f"{name} scaled {index}", dtype, index, processed, scaled=True)
 
 
@@ -100,7 +101,3 @@ def _samples(entry: Any, dtype: torch.dtype) -> Iterator[Any]:
 
 def _sample(entry: Any, dtype: torch.dtype, index: int) -> Any:
     return next(itertools.islice(_samples(entry, dtype), index, None))
-
-
-def _is_scaled(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -33,6 +33,7 @@ from autosplit.passes.graph import (
 from autosplit.passes.rewrites.emit import eliminate_dead_code, emit
 from autosplit.text.figures import ratios
 
+from ..pipeline.turns import take_turns
 from ..results import Rows, table
 from .settings import Settings
 from .stages import middle
@@ -40,6 +41,7 @@ from .stages import middle
 aten = torch.ops.aten
 
 COUNTS = (2, 4)
+WARM_UP = 3  # rounds
 
 _AXES: Mapping[Any, tuple[int, int]] = {aten.mm.default: (1, 0), aten.bmm.default: (2, 1)}
 """Product -> the dimension of each factor that is summed over."""
@@ -102,9 +104,10 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
                 "one by one": partial(_one_by_one, first, later, batches),
                 "concatenated": partial(_together, concatenate(first, count), batches),
             }
+            turns = {name: partial(_timed, way) for name, way in ways.items()}
             yield {
                 "name": f"{family}, {count} microbatches",
-                "seconds": _alternate(ways, settings.rounds),
+                "seconds": take_turns(turns, settings.rounds, WARM_UP),
                 "gap": _gap(*(way() for way in ways.values())),
             }
 
@@ -142,14 +145,10 @@ def _together(joint: fx.GraphModule, batches: Sequence[Mapping[Role, Tensor]]) -
     return sums
 
 
-def _alternate(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(3 + rounds):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            way()
-            found[name].append(time.perf_counter() - start)
-    return {name: each[3:] for name, each in found.items()}
+def _timed(way: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    way()
+    return time.perf_counter() - start
 
 
 def _gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:

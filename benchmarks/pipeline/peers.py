@@ -13,7 +13,7 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.text.figures import quartiles, ratios, spread
 
 from ..peak import peak_bytes
-from ..results import Rows, table
+from ..results import Rows, by_setting, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender
 from .turns import Rounds, Turn, Turns, gather, take_turns
 
@@ -121,19 +121,17 @@ def _row(contender: Contender, turn: Turn | str, count: int, seconds: list[float
     if isinstance(turn, str):
         return dataclasses.replace(row, error=turn)
     slowest = [max(each) for each in zip(*gather(seconds), strict=True)]
-    peak = peak_bytes(turn.run)
+    peak = peak_bytes(turn)
     peaks, activations = gather(peak), gather(peak - turn.gradients)
     return dataclasses.replace(row, rounds=slowest, peak=max(peaks), activations=max(activations))
 
 
 def render(rows: Rows) -> str:
     """A table for each backend and M, ours above torch's, and who is ahead."""
-    settings = list(dict.fromkeys(row["name"].partition(": ")[0] for row in rows))
-    return "\n\n".join(f"### {each}\n\n{_setting(each, rows)}" for each in settings)
+    return by_setting(rows, _setting)
 
 
-def _setting(setting: str, rows: Rows) -> str:
-    mine = [row for row in rows if row["name"].startswith(f"{setting}: ")]
+def _setting(mine: Rows) -> str:
     parts = [table(list(_HEADERS), [_cells(row, mine) for row in mine])]
     errors = [f"- {row['schedule']}: {row['error']}" for row in mine if row["error"]]
     if errors:

@@ -25,7 +25,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.trainer import PipelineTrainer
 
-from ..results import Rows, table
+from ..results import Rows, by_setting, table
 
 Times = tuple[float, float, float]
 
@@ -152,12 +152,10 @@ def measure_all(counts: Sequence[int]) -> Rows:
 
 def render(rows: Rows) -> str:
     """A table for each setting, speed-ups over the fused 1F1B in it."""
-    settings = list(dict.fromkeys(row["name"].partition(": ")[0] for row in rows))
-    return "\n\n".join(f"### {each}\n\n{_setting(each, rows)}" for each in settings)
+    return by_setting(rows, _setting)
 
 
-def _setting(setting: str, rows: Rows) -> str:
-    mine = [row for row in rows if row["name"].startswith(f"{setting}: ")]
+def _setting(mine: Rows) -> str:
     base = next(row for row in mine if row["schedule"] == BASELINE)
     headers = ["schedule", "simulated ms", "measured ms", "ratio", "speed-up", "theory"]
     cells = [

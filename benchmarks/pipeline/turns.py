@@ -70,7 +70,7 @@ class Turn:
     in_flight: bool
     gradients: int
 
-    def run(self) -> float:
+    def __call__(self) -> float:
         """Seconds of a step: until all ranks are done, or of this rank from one to the next."""
         dist.barrier()
         if not self.in_flight:
@@ -254,15 +254,19 @@ def attempt(
     return min(failures)[1] if failures else turn
 
 
-def take_turns(ready: Mapping[K, Turn], rounds: int) -> dict[K, list[float]]:
-    """Seconds of this rank in each round, in another order in each."""
-    seconds: dict[K, list[float]] = {each: [] for each in ready}
-    order, generator = list(ready), random.Random(0)  # the same on every rank
-    for _ in range(rounds):
+def take_turns(
+    ways: Mapping[K, Callable[[], float]], rounds: int, warm_up: int = 0
+) -> dict[K, list[float]]:
+    """The seconds that each tells of itself in each round, in another order in each; those of the
+    first rounds are left out.
+    """
+    seconds: dict[K, list[float]] = {each: [] for each in ways}
+    order, generator = list(ways), random.Random(0)  # the same on every rank
+    for _ in range(warm_up + rounds):
         generator.shuffle(order)
-        for contender in order:
-            seconds[contender].append(ready[contender].run())
-    return seconds
+        for way in order:
+            seconds[way].append(ways[way]())
+    return {way: each[warm_up:] for way, each in seconds.items()}
 
 
 def gather(value: Any) -> list[Any]:

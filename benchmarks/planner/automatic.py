@@ -23,8 +23,9 @@ from autosplit.planner.cutting import on_all_ranks
 
 from ..links import measure_transfer, ring
 from ..page import option
+from ..pipeline.turns import take_turns
 from .models import CASES
-from .training import Training, alternate
+from .training import WARM_UP, Training
 
 STAGES = 2
 MICROBATCHES = 4
@@ -87,7 +88,9 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
                 "cuts": training.cuts,
                 **training.measured(steps),
             }
-        alternating = alternate(trained, steps=amount.steps) if len(trained) > 1 else None
+        turns = {way: training.step for way, training in trained.items()}
+        several = len(turns) > 1
+        alternating = take_turns(turns, amount.steps, WARM_UP) if several else None
     return {
         "name": case,
         "blocks": len(whole.blocks),

@@ -25,7 +25,7 @@ from autosplit.planner.meta_model import meta_model
 from examples.families import FAMILIES, PAPER, TINY
 
 from ..page import KEEPING
-from ..results import Rows, table
+from ..results import Rows, mark, table
 
 TARGET_SECONDS = 120.0
 TARGET_BYTES = 4 * 2**30
@@ -99,8 +99,8 @@ def render(rows: Rows) -> str:
                 f"{row['parameters'] / 1e9:.2f}e9",
                 str(row["blocks"]),
                 *(f"{row['seconds'][part]:.1f}" for part in ("capture", "costs", "solve")),
-                _mark(f"{seconds:.1f}", seconds <= TARGET_SECONDS),
-                _mark(f"{row['peak'] / 2**30:.2f}", row["peak"] <= TARGET_BYTES),
+                mark(f"{seconds:.1f}", seconds <= TARGET_SECONDS),
+                mark(f"{row['peak'] / 2**30:.2f}", row["peak"] <= TARGET_BYTES),
             ]
         )
     plans = [
@@ -122,10 +122,6 @@ def render(rows: Rows) -> str:
             table(["for", "N", "slowest / mean", "step s", "stages begin at"], plans),
         ]
     )
-
-
-def _mark(text: str, met: bool) -> str:
-    return text if met else f"**{text}**"
 
 
 if __name__ == "__main__":

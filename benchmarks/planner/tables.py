@@ -7,7 +7,7 @@ from typing import Any
 
 from autosplit.text.figures import quartiles, ratios
 
-from ..results import Rows, table
+from ..results import Rows, mark, table
 from .models import CASES
 
 EVEN = 1.05
@@ -84,7 +84,7 @@ def _step(row: dict[str, Any]) -> list[str]:
     start = [row["name"], f"{row['blocks']} ({row['kinds']} kinds)"]
     if "by hand" not in row:
         median = _ms(automatic["seconds"])
-        same = _mark("same", row["name"] not in CASES or not CASES[row["name"]].lopsided)
+        same = mark("same", row["name"] not in CASES or not CASES[row["name"]].lopsided)
         return [*start, names, names, median, median, same, "", guess]
     ours, theirs = (row["alternating"][way] for way in WAYS)
     low, middle, high = quartiles(ratios(ours, theirs))
@@ -95,7 +95,7 @@ def _step(row: dict[str, Any]) -> list[str]:
         names,
         _ms(theirs),
         _ms(ours),
-        _mark(f"{middle:.2f}", round(middle, 2) <= round(most, 2)),
+        mark(f"{middle:.2f}", round(middle, 2) <= round(most, 2)),
         f"{high - low:.2f}",
         guess,
     ]
@@ -112,7 +112,7 @@ def _prediction(row: dict[str, Any], way: str) -> list[str]:
         f"{1e3 * found['profiled']:.0f}",
         _ms(found["seconds"]),
         f"{_ratio(found):.3f}",
-        _mark(f"{uneven:.3f}", fine),
+        mark(f"{uneven:.3f}", fine),
         f"{row['even']:.3f}",
         f"{row['even_step']:.3f}" if way == "automatic" and "even_step" in row else "",
     ]
@@ -125,7 +125,3 @@ def _ratio(found: dict[str, Any]) -> float:
 
 def _ms(seconds: list[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.0f}"
-
-
-def _mark(text: str, met: bool) -> str:
-    return text if met else f"**{text}**"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +20,7 @@ from autosplit.planner.stages import cut
 
 from .models import Subject
 
-_WARMUP = 2
+WARM_UP = 2
 
 
 class Training:
@@ -65,7 +64,7 @@ class Training:
 
     def measured(self, steps: int) -> dict[str, Any]:
         """Seconds of so many steps, and medians of F, I and W of each stage in them."""
-        for _ in range(_WARMUP):
+        for _ in range(WARM_UP):
             self.step()
         seconds, spans = [], []
         for _ in range(steps):
@@ -88,15 +87,3 @@ class Training:
         trace: TracebackType | None,
     ) -> None:
         self._trainer.__exit__(kind, error, trace)
-
-
-def alternate(ways: Mapping[str, Training], *, steps: int) -> dict[str, list[float]]:
-    """Seconds of the steps of several trainers, which take turns step by step."""
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(_WARMUP):
-        for training in ways.values():
-            training.step()
-    for _ in range(steps):
-        for way, training in ways.items():
-            found[way].append(training.step())
-    return found

@@ -56,69 +56,62 @@ def build(
     return Subject(name, module, x, grad)
 
 
-class Llama(nn.Module):
+class Hidden(nn.Module):
+    """Layers of a model of transformers between its embedding and its head: the last hidden state.
+
+    Args:
+        layers: called with hidden values.
+        name: of the argument that these are.
+    """
+
+    def __init__(self, layers: nn.Module, name: str) -> None:
+        super().__init__()
+        self.layers, self.name = layers, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.layers(**{self.name: x}).last_hidden_state
+        return hidden
+
+
+def llama(settings: LlamaSettings) -> nn.Module:
     """Decoder layers and the final norm."""
+    from transformers import LlamaModel
 
-    def __init__(self, settings: LlamaSettings) -> None:
-        super().__init__()
-        from transformers import LlamaModel
-
-        self.model = LlamaModel(llama_config(settings))
-        del self.model.embed_tokens
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.model(inputs_embeds=x).last_hidden_state
-        return hidden
+    model = LlamaModel(llama_config(settings))
+    del model.embed_tokens
+    return Hidden(model, "inputs_embeds")
 
 
-class Bert(nn.Module):
+def bert(settings: BertSettings) -> nn.Module:
     """Encoder layers."""
+    from transformers import BertModel
 
-    def __init__(self, settings: BertSettings) -> None:
-        super().__init__()
-        from transformers import BertModel
-
-        self.encoder = BertModel(bert_config(settings), add_pooling_layer=False).encoder
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.encoder(x).last_hidden_state
-        return hidden
+    return Hidden(
+        BertModel(bert_config(settings), add_pooling_layer=False).encoder, "hidden_states"
+    )
 
 
-class Mamba(nn.Module):
+def mamba(settings: MambaSettings) -> nn.Module:
     """Mixer layers and the final norm; the scan over the sequence is transformers' loop."""
+    from transformers import MambaModel
 
-    def __init__(self, settings: MambaSettings) -> None:
-        super().__init__()
-        from transformers import MambaModel
-
-        self.model = MambaModel(mamba_config(settings))
-        del self.model.embeddings
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.model(inputs_embeds=x).last_hidden_state
-        return hidden
+    model = MambaModel(mamba_config(settings))
+    del model.embeddings
+    return Hidden(model, "inputs_embeds")
 
 
-class ResNet(nn.Module):
+def resnet(settings: ResNetSettings) -> nn.Module:
     """Stages of residual layers; the input has as many channels as the stem puts out."""
+    from transformers import ResNetModel
 
-    def __init__(self, settings: ResNetSettings) -> None:
-        super().__init__()
-        from transformers import ResNetModel
-
-        self.encoder = ResNetModel(resnet_config(settings)).encoder
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.encoder(x).last_hidden_state
-        return hidden
+    return Hidden(ResNetModel(resnet_config(settings)).encoder, "hidden_state")
 
 
 BUILDERS: dict[str, Callable[[Any], nn.Module]] = {
-    "llama": Llama,
-    "bert": Bert,
-    "mamba": Mamba,
-    "resnet": ResNet,
+    "llama": llama,
+    "bert": bert,
+    "mamba": mamba,
+    "resnet": resnet,
 }
 
 

@@ -13,36 +13,30 @@ from torch.utils.checkpoint import checkpoint
 BATCH, TIME, WIDTH = 2, 4, 8
 
 
-class Channels(nn.Module):
-    """A layer over [batch, channels, ...], given the width as its channels."""
-
+class _Around(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
+
+
+class Channels(_Around):
+    """A layer over [batch, channels, ...], given the width as its channels."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x.transpose(1, 2)).transpose(1, 2)
         return y
 
 
-class Picture(nn.Module):
+class Picture(_Around):
     """A two-dimensional layer over time and width."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x.unsqueeze(1)).squeeze(1)
         return y
 
 
-class First(nn.Module):
+class First(_Around):
     """A layer that returns several things, of which the first is used."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)[0]

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
     about: str
     build: Callable[[], nn.Module]
-    call: Callable[[], Call] = functions.features
+    call: Callable[[], Call] = experts.features
     kept: Callable[[Any], Any] | None = None
 
 

@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..subject import Call
-
-WIDTH = 16
-
-
-def features() -> Call:
-    return (torch.randn(4, 8, WIDTH, requires_grad=True),), {}
+from .experts import WIDTH, features
 
 
 class _Recomputed(torch.autograd.Function):
