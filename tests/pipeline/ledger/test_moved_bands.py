@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from autosplit.pipeline.engine.moves import TransferredBytes
+from autosplit.pipeline.builders.build import build
+from autosplit.pipeline.engine.host_store import HostFileStore
+from autosplit.pipeline.engine.moves import Moves, TransferredBytes
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.ledger.bands import MemoryRecorder, StepMemory
 from autosplit.pipeline.schedule.action import Action
 from tests.pipeline.ledger import workers
+from tests.pipeline.training.moving import offloading
 from tests.ranks import Ranks
 
 Steps = tuple[StepMemory, StepMemory]
@@ -62,6 +66,31 @@ def test_what_other_threads_bring_within_an_action_is_there_beside_its_own() -> 
     assert (first.total, between.total) == (300, 307)
     assert during.total == 300 + 500 + 1000 + 40  # whichever came first: at the most
     assert moved.most() == 0
+
+
+@pytest.mark.parametrize("call", ["put", "take"])
+def test_what_is_on_its_way_is_in_transit_until_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    moves: list[Moves] = []
+    begin, real = Moves.begin, getattr(HostFileStore, call)
+    seen = []
+
+    def note(self: Moves, *args: Any) -> None:
+        moves[:] = [self]
+        begin(self, *args)
+
+    def look(store: HostFileStore, *args: Any) -> Any:
+        seen.append(any(each is args[-1] for each in moves[0].moving))
+        return real(store, *args)
+
+    monkeypatch.setattr(Moves, "begin", note)
+    monkeypatch.setattr(HostFileStore, call, look)
+    schedule = offloading(build("gpipe", 2, workers.MICROBATCHES, ranks=1))
+    with workers.trainer(schedule=schedule, ranks=1) as engine:
+        engine.step(workers.batch())
+    assert seen
+    assert all(seen)
 
 
 def test_no_rank_holds_more_than_predicted_whatever_transfers_take(
