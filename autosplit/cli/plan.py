@@ -6,21 +6,18 @@ import functools
 import json
 import math
 import pathlib
-from collections import Counter
 from typing import Any
 
 import click
 import torch
-from torch import nn
 
 from autosplit.compare.example import example_of, resized, samples_of
 from autosplit.errors import PlanError
-from autosplit.mesh.costs import DeviceSpeed, Link, measure_device
+from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.costs import BlockOptions, ModelCosts, check_seconds, estimate, profile
-from autosplit.planner.cuts import Limits
-from autosplit.planner.devices import DeviceKind, device_kind, link_of
+from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
+from autosplit.planner.cuts import Solution
 from autosplit.planner.meta_model import meta_model
 from autosplit.planner.plan import Plan
 from autosplit.planner.plan_search import search_plans, search_table
@@ -30,27 +27,9 @@ from autosplit.text.progress import working
 
 from .options import COUNTS, FILE, NAMES, SIZE, backend, memory_option, setting, typed_errors
 
-
-def _limits(
-    machine: DeviceKind | None, limit: int | None, link: float | None, optimizer_state: float
-) -> Limits:
-    """Memory and links: as given, else the device's; others take no time."""
-    links, cap = Transfer(), math.inf
-    if machine is not None:
-        links, cap = Transfer(*machine.link), machine.memory
-    if link is not None:
-        links = Transfer(*link_of(link))
-    return Limits(cap if limit is None else limit, optimizer_state, links)
-
-
-def _speed(machine: DeviceKind | None, model: nn.Module) -> DeviceSpeed:
-    """The rates of the device, for the dtype of most parameters' elements."""
-    if machine is None:
-        return measure_device()
-    elements: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        elements[parameter.dtype] += parameter.numel()
-    return machine.speed(max(elements, key=elements.__getitem__, default=torch.float32))
+_REACHED = 0.5  # the share of the rates in data sheets that models reach
+_CALL = 5e-6  # seconds between two kernels, whatever they do
+_LATENCY = 1e-5  # seconds of a message between two devices
 
 
 @click.command()
@@ -59,7 +38,9 @@ def _speed(machine: DeviceKind | None, model: nn.Module) -> DeviceSpeed:
 @backend
 @click.option("--devices", required=True, type=click.IntRange(min=1), help="One process each.")
 @click.option(
-    "--batch", type=click.IntRange(min=1), help="Samples in a step; default: as the example has."
+    "--batch",
+    type=click.IntRange(1, 1_000_000),
+    help="Samples in a step; default: as the example has.",
 )
 @memory_option
 @click.option("--limit", type=SIZE, help="Most that a device may hold, such as 80GiB.")
@@ -67,17 +48,27 @@ def _speed(machine: DeviceKind | None, model: nn.Module) -> DeviceSpeed:
 @click.option("--schedule", "schedules", type=NAMES, default=(), help="Default: try all.")
 @click.option("--microbatches", type=COUNTS, help="Default: about 1, 2 and 4 a device.")
 @click.option("--estimate", "estimated", is_flag=True, help="From FLOPs and bytes, not measured.")
-@click.option("--device", help="Plan for this device, such as h100, or TFLOPS,GB/s.")
+@click.option(
+    "--device",
+    nargs=2,
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="TFLOPS GB/S",
+    help="Plan for this device: what its data sheet says of products, and of its memory.",
+)
 @click.option(
     "--link",
     type=click.FloatRange(min=0.0, min_open=True),
     help="Between devices: gigabytes a second in one direction.",
 )
 @click.option(
-    "--seconds", type=float, help="To measure blocks for, with each size of microbatches; 20."
+    "--seconds",
+    default=20.0,
+    show_default=True,
+    help="To measure blocks for, with each size of microbatches.",
 )
 @click.option(
     "--optimizer-state",
+    type=click.FloatRange(min=0.0),
     default=2.0,
     show_default=True,
     help="Bytes for each byte of parameters; Adam has 2.",
@@ -97,8 +88,8 @@ def plan(
     limit: int | None,
     link: float | None,
     estimated: bool,
-    device: str | None,
-    seconds: float | None,
+    device: tuple[float, float] | None,
+    seconds: float,
     optimizer_state: float,
     rows: int,
     output: pathlib.Path | None,
@@ -107,22 +98,18 @@ def plan(
     """Cut FACTORY's model into balanced stages and choose how to run them. FACTORY (MODULE:NAME)
     returns (model, args) or (model, args, kwargs).
     """
-    machine = None if device is None else device_kind(device)
-    estimated = estimated or machine is not None
-    if seconds is not None and estimated:
-        why = "--estimate" if device is None else "--device"
-        raise click.BadParameter(
-            f"--seconds has no effect with {why}, by which nothing is measured here"
-        )
-    seconds = 20.0 if seconds is None else seconds
-    check_seconds(seconds)
     split = SplitOptions(backend, memory)
-    limits = _limits(machine, limit, link, optimizer_state)
     model, args, kwargs = meta_model(lambda: example_of(factory, overrides))
     batch = samples_of((args, kwargs)) if batch is None else batch
+    speed = None
+    if device is not None:
+        speed = DeviceSpeed(_REACHED * 1e12 * device[0], _REACHED * 1e9 * device[1], _CALL)
+    elif estimated:
+        speed = measure_device()
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    options = BlockOptions(split, device=None if estimated else here)
-    speed = _speed(machine, model) if estimated else None
+    options = BlockOptions(split, device=None if speed else here)
+    links = None if link is None else Transfer(_LATENCY, 1e9 * link)
+    cap = math.inf if limit is None else limit
 
     @functools.cache
     def whole_of(size: int) -> WholeModel:
@@ -136,15 +123,23 @@ def plan(
             return profile(whole, options, seconds=seconds)
 
     with working(f"comparing what {devices} devices can run"):
-        found = search_plans(costs_of, devices, batch, limits=limits, **space)
-    best = found[0].solution
-    if best is None:  # cannot be: the first of them can run
-        raise PlanError(found[0].lost)
+        found = search_plans(
+            costs_of,
+            devices,
+            batch,
+            cap=cap,
+            optimizer_state=optimizer_state,
+            links=links,
+            **space,
+        )
+    best = found[0].found
+    if not isinstance(best, Solution):  # cannot be: the first of them can run
+        raise best
     chosen = Plan(whole_of(found[0].size), best, split, limit)
     source = "measured block by block"
-    if estimated:
+    if speed is not None:
         source = "estimated from FLOPs and bytes, nothing was measured"
-    if devices > 1 and limits.links.link(0, 1) == Link():
+    if devices > 1 and links is None:
         source += "; links take no time (--link says what one carries)"
     click.echo(f"{search_table(found, rows)}\n\n{chosen.report()}; {source}")
     if output:

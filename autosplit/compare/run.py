@@ -158,9 +158,7 @@ def _measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelC
     whole = WholeModel.capture(copy.deepcopy(model), inputs)
     split, device = SplitOptions(settings.backend), device_of_trainer()
     options = BlockOptions(split=split, loss_fn=own_loss, targets=(), device=device)
-    return on_all_ranks(
-        lambda: profile(whole, options, seconds=settings.profiling), lambda costs: costs
-    )
+    return on_all_ranks(lambda: profile(whole, options, seconds=settings.profiling))
 
 
 _Summary = tuple[Row, Timeline, Timeline]

@@ -60,7 +60,7 @@ def cut(
     """
     # Training stages that are there needs no planner, which takes long to import.
     from autosplit.planner.costs import BlockOptions
-    from autosplit.planner.cutting import Planning, cut_model
+    from autosplit.planner.cutting import PLANNING, cut_model
     from autosplit.planner.stages import cut as stages_of
 
     if count is None or example is None:
@@ -75,7 +75,12 @@ def cut(
             "function that builds stage number index and calls fully_shard(stage, "
             "mesh=mesh['dp_shard']), or take a mesh with 'dp_replicate' instead"
         )
-    how = Planning.of(options.stages.planning or {})
+    planning = options.stages.planning or {}
+    if unknown := [name for name in planning if name not in PLANNING]:
+        raise PipelineError(
+            f"unknown option {unknown[0]!r} in planning; known: {', '.join(PLANNING)} (the rest "
+            "of what autosplit.partition takes, the trainer tells it)"
+        )
     request = options.schedule
     built = options.schedule_for(count, len(options.layout(count).pipeline))
     factory = options.factory(cut=True)
@@ -86,9 +91,9 @@ def cut(
         None,
         count,
         _planned_for(request, built),
-        how,
         BlockOptions(split, options.stages.autocast, loss_fn),
-        math.inf if options.memory_limit is None else float(options.memory_limit),
+        cap=math.inf if options.memory_limit is None else float(options.memory_limit),
+        **planning,
     )
     parts = stages_of(whole, found.firsts)
     stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True)

@@ -137,8 +137,8 @@ class WholeModel:
             except AutosplitError as error:
                 return error
 
-    def divided(self, cut_at: Sequence[str]) -> WholeModel:
-        """The same with a block beginning where each of these modules begins.
+    def divided(self, cut_at: Sequence[str]) -> tuple[WholeModel, list[int]]:
+        """The same with a block beginning where each of these modules begins, and which those are.
 
         Args:
             cut_at: names of modules, as ``model.layers.8``, or of blocks.
@@ -146,22 +146,12 @@ class WholeModel:
         Raises:
             PlanError: a name is unknown, or there can be no cut before it.
         """
-        wanted = [self._place(name) for name in cut_at]
-        return WholeModel(
-            self.model, self.args, self.kwargs, self.line, wanted, training=self.training
+        places = [self._place(name) for name in cut_at]
+        found = WholeModel(
+            self.model, self.args, self.kwargs, self.line, places, training=self.training
         )
-
-    def start(self, name: str) -> int:
-        """Which block begins where a module begins, or has this name.
-
-        Raises:
-            PlanError: none does.
-        """
-        place = self._place(name)
-        for index, block in enumerate(self.blocks):
-            if block.first == place:
-                return index
-        raise PlanError(f"no block begins at {name!r}")
+        starts = [block.first for block in found.blocks]
+        return found, [starts.index(place) for place in places]
 
     def segment(self, first: int, last: int, *, plain: bool) -> tuple[nn.Module, list[Tensor]]:
         """Blocks ``first`` up to but not ``last`` as a module, in the mode of the capture.

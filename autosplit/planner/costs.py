@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autosplit.device import generators_kept, settle
-from autosplit.errors import PlanError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic, value_bytes
 from autosplit.pipeline.engine.stages import footprint
@@ -27,7 +26,6 @@ from autosplit.stage import Stage
 from .captured_model import WholeModel, device_of
 from .meta_model import assign, named_tensors
 
-_DAY = 86_400
 _SMALL = 2**16  # bytes below which a tensor may as well have memory
 _SCALE = 0.02  # of random parameters: small enough that no block overflows
 _WARMUP, _LEAST, _MOST = 2, 3, 50  # rounds that are not timed, and at least and at most timed
@@ -118,18 +116,6 @@ class BlockOptions:
     def has_loss(self) -> bool:
         """Whether the last block has the loss."""
         return self.loss_fn is not None and self.targets is not None
-
-
-def check_seconds(seconds: float) -> None:
-    """Refuse what is no time to measure for.
-
-    Raises:
-        PlanError: negative, not finite, or more than a day.
-    """
-    if not 0.0 <= seconds <= _DAY:
-        raise PlanError(
-            f"seconds to measure for must be from 0 to {_DAY:,} (a day), got {seconds!r}"
-        )
 
 
 def profile(

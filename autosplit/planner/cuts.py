@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
@@ -37,41 +37,6 @@ class CapError(PlanError):
     def __init__(self, message: str, least: float = math.nan) -> None:
         super().__init__(message)
         self.least = least
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The memory of a rank, and the links between ranks.
-
-    Attributes:
-        cap: bytes that each rank may hold.
-        optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
-        links: latency and bandwidth between ranks; its message bytes are not looked at, those of
-            the cuts count.
-
-    Raises:
-        PlanError: numbers that cannot be.
-    """
-
-    cap: float = math.inf
-    optimizer_state: float = 2.0
-    links: Transfer = field(default_factory=Transfer)
-
-    def __post_init__(self) -> None:
-        if not self.cap > 0.0:
-            raise PlanError(f"cap must be bytes > 0 that a rank may hold, got {self.cap!r}")
-        if not (math.isfinite(self.optimizer_state) and self.optimizer_state >= 0.0):
-            raise PlanError(
-                "optimizer_state must be bytes for each byte of parameters, a finite number >= 0; "
-                f"got {self.optimizer_state!r}"
-            )
-
-    @property
-    def factor(self) -> float:
-        """Bytes that a rank holds all the time for each byte of parameters: these, their
-        gradients, and what the optimizer keeps.
-        """
-        return 2.0 + self.optimizer_state
 
 
 @dataclass(frozen=True)
@@ -103,7 +68,9 @@ def solve(
     stages: int,
     request: ScheduleRequest,
     *,
-    limits: Limits | None = None,
+    cap: float = math.inf,
+    optimizer_state: float = 2.0,
+    links: Transfer | None = None,
     firsts: Sequence[int] | None = None,
     refine: bool = True,
 ) -> Solution:
@@ -116,7 +83,10 @@ def solve(
         costs: of the model's blocks, for one microbatch.
         stages: N.
         request: the schedule.
-        limits: memory of a rank and links; None: as much as is needed, and transfers take no time.
+        cap: bytes that each rank may hold.
+        optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
+        links: latency and bandwidth between ranks, whose message bytes are not looked at, as those
+            of the cuts count; None: transfers take no time.
         firsts: the first block of every stage but the first, where that is settled.
         refine: False shifts no cuts.
 
@@ -125,7 +95,7 @@ def solve(
         CapError: no cuts were found that fit under the cap; says the least cap for which some were.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
-    search = _Search(costs, stages, request, limits or Limits())
+    search = _Search(costs, stages, request, cap, 2.0 + optimizer_state, links or Transfer())
     settled = None if firsts is None else [tuple(firsts)]
     starts = [*map(search.evaluate, settled or search.starts())]
     best = min(starts, key=search.key)
@@ -140,7 +110,13 @@ class _Search:
     """The search for one model's cuts under one schedule; arguments and errors are ``solve``'s."""
 
     def __init__(
-        self, costs: ModelCosts, stages: int, request: ScheduleRequest, limits: Limits
+        self,
+        costs: ModelCosts,
+        stages: int,
+        request: ScheduleRequest,
+        cap: float,
+        factor: float,
+        links: Transfer,
     ) -> None:
         self._blocks = len(costs.blocks)
         if not 1 <= stages <= self._blocks:
@@ -148,10 +124,10 @@ class _Search:
                 f"cannot cut {self._blocks} blocks into {stages} stages: expected 1 to "
                 f"{self._blocks} stages"
             )
-        self._costs = costs
-        self._count = stages
-        self._request = request
-        self._limits = limits
+        self._costs, self._count, self._request = costs, stages, request
+        self._cap, self._links = cap, links
+        # Of parameters a rank holds these, their gradients, and what the optimizer keeps.
+        self._factor = factor
         self._build = request.prepare(stages)
         self._stage = functools.cache(costs.stage)
         self._known: dict[Firsts, Solution] = {}
@@ -165,12 +141,12 @@ class _Search:
         seconds = [each.times for each in stages]
         schedule = replace(self._build(seconds), crosses_step=False)
         sent = {at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)}
-        links = replace(self._limits.links, message_bytes=sent, gradient_bytes=None)
+        links = replace(self._links, message_bytes=sent, gradient_bytes=None)
         costs = Costs(seconds, [StageMemory(each.saved, each.deferred) for each in stages], links)
         timeline = costs.timeline(schedule)
         peaks = peak_memory(schedule, costs.memory)
         for each, rank in zip(stages, schedule.placement, strict=True):
-            peaks[rank] += self._limits.factor * each.parameters
+            peaks[rank] += self._factor * each.parameters
         self._simulated += sum(map(len, schedule.ranks))
         self._known[firsts] = Solution(
             firsts,
@@ -188,17 +164,15 @@ class _Search:
         if self._overflow(found) > 0.0:
             raise CapError(
                 f"no cuts into {self._count} stages for {self._request.name!r} with "
-                f"{self._request.microbatches} microbatches fit under a cap of "
-                f"{self._limits.cap:,.0f} bytes a rank; a cap that does is {least:,.0f}: raise the "
-                "cap, or use more ranks, smaller microbatches, another memory setting, other "
-                "cut_at, or a schedule that keeps fewer microbatches",
+                f"{self._request.microbatches} microbatches fit under a cap of {self._cap:,.0f} "
+                f"bytes a rank; a cap that does is {least:,.0f}: raise it, or use more ranks, "
+                "smaller microbatches, or a schedule that keeps fewer of them",
                 least,
             )
 
     def _overflow(self, found: Solution) -> float:
         """Bytes above the cap, over all ranks."""
-        cap = self._limits.cap
-        return math.fsum(peak - cap for peak in found.peaks if peak > cap * _SAME)
+        return math.fsum(peak - self._cap for peak in found.peaks if peak > self._cap * _SAME)
 
     def key(self, found: Solution) -> tuple[float, float]:
         """What is less is better."""
@@ -208,10 +182,8 @@ class _Search:
         """Cuts nearest to those that give each stage as much."""
         blocks, under_way = self._costs.blocks, min(self._request.microbatches, self._count)
         times = _shares([sum(each.times) for each in blocks])
-        held = _shares(
-            [self._limits.factor * each.parameters + under_way * each.saved for each in blocks]
-        )
-        for share in _MEMORY if math.isfinite(self._limits.cap) else _MEMORY[:1]:
+        held = _shares([self._factor * each.parameters + under_way * each.saved for each in blocks])
+        for share in _MEMORY if math.isfinite(self._cap) else _MEMORY[:1]:
             both = zip(times, held, strict=True)
             sums = [*itertools.accumulate((1 - share) * t + share * h for t, h in both)]
             firsts = [0]

@@ -6,73 +6,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autosplit.errors import AutosplitError, PipelineError, PlanError
+from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.training.batches import Part
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.costs import BlockOptions, ModelCosts, check_seconds, estimate, profile
-from autosplit.planner.cuts import CapError, Limits, Solution, solve
+from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
+from autosplit.planner.cuts import CapError, Solution, solve
 from autosplit.planner.stages import cut
 from autosplit.text.progress import working
 
 COSTS = ("profile", "estimate")
+PLANNING = ("costs", "seconds", "targets", "cut_at")
+"""What a trainer's user may say of how its model is cut."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Planning:
-    """How a model's cuts are found; ``autosplit.partition`` says what each means.
-
-    Raises:
-        PlanError: unknown costs, or seconds that are none.
-    """
-
-    costs: str | ModelCosts = "profile"
-    seconds: float = 10.0
-    targets: Part | None = None
-    cut_at: Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        check_seconds(self.seconds)
-        if not isinstance(self.costs, ModelCosts) and self.costs not in COSTS:
-            known = ", ".join(COSTS)
-            raise PlanError(f"unknown costs {self.costs!r}; known: {known}, or a ModelCosts")
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Planning:
-        """What a trainer's user says of it.
-
-        Raises:
-            PipelineError: an unknown option.
-        """
-        known = [each.name for each in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise PipelineError(
-                    f"unknown option {name!r} in planning; known: {', '.join(known)} (the rest "
-                    "of what autosplit.partition takes, the trainer tells it)"
-                )
-        return cls(**options)
 
 
 def cut_model(
     model: nn.Module,
     args: Any,
     kwargs: Mapping[str, Any] | None,
-    stages: int | None,
+    stages: int,
     request: ScheduleRequest,
-    planning: Planning,
     options: BlockOptions,
+    *,
+    costs: str | ModelCosts = "profile",
+    seconds: float = 10.0,
+    targets: Part | None = None,
+    cut_at: Sequence[str] | None = None,
     cap: float = math.inf,
 ) -> tuple[WholeModel, Solution]:
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
@@ -83,8 +53,11 @@ def cut_model(
         kwargs: example keyword inputs.
         stages: how many stages.
         request: the schedule that they are to run.
-        planning: how cuts are found.
         options: how stages are made.
+        costs: see ``partition``.
+        seconds: likewise.
+        targets: likewise.
+        cut_at: likewise.
         cap: bytes that no rank shall hold more than, if there are such cuts.
 
     Returns:
@@ -95,84 +68,69 @@ def cut_model(
         PlanError: it cannot be cut so; says why.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
-    count = stage_count(stages, planning.cut_at)
-    whole, firsts = WholeModel.capture(model, args, kwargs), None
-    if planning.cut_at is not None:
-        whole = whole.divided(planning.cut_at)
-        firsts = [whole.start(name) for name in planning.cut_at]
-        cut(whole, firsts)  # refuses what is no cut, before anything is measured
-    if not 1 <= count <= len(whole.blocks):
-        raise PlanError(
-            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
-            f"stages={count}"
-        )
-    alone = request.ranks == 1  # this process plans for itself, whatever group it is in
-    options = replace(options, targets=planning.targets, device=device_of_trainer(alone=alone))
-
-    def find(costs: ModelCosts) -> Solution:
-        with working(f"searching where to cut into {count} stages"):
-            try:
-                return solve(costs, count, request, limits=Limits(cap), firsts=firsts)
-            except CapError:  # a trainer moves or makes again what is too much
-                return solve(costs, count, request, firsts=firsts)
-
-    found = on_all_ranks(lambda: _costs(planning, whole, options), find, alone=alone)
-    return whole, found
-
-
-def stage_count(stages: int | None, cut_at: Sequence[str] | None) -> int:
-    """How many stages are asked for.
-
-    Raises:
-        PlanError: nothing says it, or two things say different.
-    """
-    if cut_at is None:
-        if stages is None:
-            raise PlanError("say how many stages: stages=N, or where they begin: cut_at=[...]")
-        return stages
-    if stages not in (None, len(cut_at) + 1):
+    if not isinstance(costs, ModelCosts) and costs not in COSTS:
+        raise PlanError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, or a ModelCosts")
+    if cut_at is not None and stages != len(cut_at) + 1:
         raise PlanError(
             f"cut_at has {len(cut_at)} names, which gives {len(cut_at) + 1} stages, but "
             f"stages={stages}"
         )
-    return len(cut_at) + 1
+    whole = WholeModel.capture(model, args, kwargs)
+    firsts: list[int] | None = None
+    if cut_at is not None:
+        whole, firsts = whole.divided(cut_at)
+        cut(whole, firsts)  # refuses what is no cut, before anything is measured
+    if not 1 <= stages <= len(whole.blocks):
+        raise PlanError(
+            f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
+            f"stages={stages}"
+        )
+    alone = request.ranks == 1  # this process plans for itself, whatever group it is in
+    options = replace(options, targets=targets, device=device_of_trainer(alone=alone))
+
+    def find() -> Solution:
+        known = _costs(costs, seconds, whole, options)
+        with working(f"searching where to cut into {stages} stages"):
+            try:
+                return solve(known, stages, request, cap=cap, firsts=firsts)
+            except CapError:  # a trainer moves or makes again what is too much
+                return solve(known, stages, request, firsts=firsts)
+
+    return whole, on_all_ranks(find, alone=alone)
 
 
-def _costs(planning: Planning, whole: WholeModel, options: BlockOptions) -> ModelCosts:
+def _costs(
+    costs: str | ModelCosts, seconds: float, whole: WholeModel, options: BlockOptions
+) -> ModelCosts:
     """What the blocks cost: measured, estimated, or as given."""
-    if isinstance(planning.costs, ModelCosts):
-        given = len(planning.costs.blocks)
-        if given != len(whole.blocks):
+    if isinstance(costs, ModelCosts):
+        if len(costs.blocks) != len(whole.blocks):
             raise PlanError(
-                f"costs of {given} blocks were given, and the model has {len(whole.blocks)}: give "
-                "those of this model, or leave costs out"
+                f"costs of {len(costs.blocks)} blocks were given, and the model has "
+                f"{len(whole.blocks)}: give those of this model, or leave costs out"
             )
-        return planning.costs
+        return costs
     with working(f"measuring {len(whole.blocks)} blocks"):
-        if planning.costs == "profile":
-            return profile(whole, options, seconds=planning.seconds)
+        if costs == "profile":
+            return profile(whole, options, seconds=seconds)
         return estimate(whole, options)
 
 
-def on_all_ranks(
-    measure: Callable[[], ModelCosts], find: Callable[[ModelCosts], T], *, alone: bool = False
-) -> T:
-    """What rank 0 of the default process group finds for its costs, on all ranks: each might find
-    something else, and cut elsewhere. All measure at once, for in a step they share memory and
-    caches too. An error on one is an error on all.
+def on_all_ranks(work: Callable[[], T], *, alone: bool = False) -> T:
+    """What rank 0 of the default process group finds, on all ranks: each might find something
+    else, and cut elsewhere. All do the work at once, for in a step they share memory and caches
+    too. An error on one is an error on all.
 
     Args:
-        measure: gives costs.
-        find: what is wanted of them.
+        work: measures costs, and what is wanted of them.
         alone: whether this process works for itself, whatever group it is in.
     """
     if alone or not grouped():
-        return find(measure())
+        return work()
 
-    def outcome() -> T | AutosplitError | None:
+    def outcome() -> T | AutosplitError:
         try:
-            costs = measure()
-            return find(costs) if dist.get_rank() == 0 else None
+            return work()
         except AutosplitError as error:
             return error
 

@@ -28,7 +28,7 @@ from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts
 from autosplit.planner.cuts import Solution
-from autosplit.planner.cutting import Planning, cut_model, stage_count
+from autosplit.planner.cutting import cut_model
 from autosplit.planner.stages import Partition
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import few, parse_size, size_text
@@ -239,7 +239,10 @@ def partition(
             unknown option.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
-    count = stage_count(stages, cut_at)
+    if stages is None:
+        if cut_at is None:
+            raise PlanError("say how many stages: stages=N, or where they begin: cut_at=[...]")
+        stages = len(cut_at) + 1
     limit = None
     if memory_limit is not None:
         limit = parse_size(memory_limit, "memory_limit", PlanError)
@@ -247,15 +250,19 @@ def partition(
             raise PlanError(
                 "memory_limit searches a schedule of I and W: leave split_backward=False out"
             )
-    planning = Planning(costs, seconds, targets, cut_at)
-    request = ScheduleRequest(
-        schedule,
-        2 * count if microbatches is None else microbatches,
-        ranks,
-        split_backward,
-        weights,
-    )
+    count = 2 * stages if microbatches is None else microbatches
     options = BlockOptions(SplitOptions(backend, memory), autocast, loss_fn)
-    cap = math.inf if limit is None else float(limit)
-    whole, found = cut_model(model, args, kwargs, count, request, planning, options, cap)
+    whole, found = cut_model(
+        model,
+        args,
+        kwargs,
+        stages,
+        ScheduleRequest(schedule, count, ranks, split_backward, weights),
+        options,
+        costs=costs,
+        seconds=seconds,
+        targets=targets,
+        cut_at=cut_at,
+        cap=math.inf if limit is None else limit,
+    )
     return Plan(whole, found, options.split, limit)

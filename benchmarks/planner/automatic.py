@@ -18,7 +18,7 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, kinds, profile
-from autosplit.planner.cuts import Limits, Solution, solve
+from autosplit.planner.cuts import Solution, solve
 from autosplit.planner.cutting import on_all_ranks
 
 from ..links import measure_transfer, ring
@@ -57,16 +57,13 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     subject = CASES[case].subject(tiny=amount.tiny)
     model = subject.build()
     names = subject.cut_by_hand(STAGES)
-    whole = WholeModel.capture(model, subject.example()).divided(names)
+    whole, by_hand = WholeModel.capture(model, subject.example()).divided(names)
     _, targets = subject.batch_fn(0, subject.microbatch_size)
     options = BlockOptions(loss_fn=subject.loss_fn, targets=targets)
     start = time.perf_counter()
-    costs = on_all_ranks(
-        lambda: profile(whole, options, seconds=amount.seconds), lambda costs: costs
-    )
+    costs = on_all_ranks(lambda: profile(whole, options, seconds=amount.seconds))
     links = _links()
     planner = _Planner(whole, costs, links)
-    by_hand = [whole.start(name) for name in names]
     plans = {"automatic": planner.automatic(), "by hand": planner.given(by_hand)}
     planning = time.perf_counter() - start
     if plans["automatic"].firsts == tuple(by_hand):
@@ -114,10 +111,10 @@ class _Planner:
     links: Transfer
 
     def automatic(self) -> Solution:
-        return solve(self.costs, STAGES, REQUEST, limits=self._limits)
+        return solve(self.costs, STAGES, REQUEST, links=self.links)
 
     def given(self, firsts: list[int]) -> Solution:
-        return solve(self.costs, STAGES, REQUEST, limits=self._limits, firsts=firsts)
+        return solve(self.costs, STAGES, REQUEST, links=self.links, firsts=firsts)
 
     def most_even(self, plan: Solution) -> dict[str, float]:
         """The least that the slowest of two stages takes over the mean of both, for any cut, and
@@ -126,10 +123,6 @@ class _Planner:
         ways = [self.given([first]) for first in range(1, len(self.whole.blocks))]
         even = min(ways, key=_uneven)
         return {"even": _uneven(even), "even_step": even.step / plan.step}
-
-    @property
-    def _limits(self) -> Limits:
-        return Limits(links=self.links)
 
 
 def _uneven(found: Solution) -> float:

@@ -136,9 +136,8 @@ def test_plan(tmp_path: pathlib.Path) -> None:
     result = run(f"{command} --devices 2 --limit 1GiB")
     assert result.exit_code == 0, result.output
     texts = (
-        "the best",
-        "slower by",
-        " more, none faster",
+        "1.000x",
+        " more (--rows shows them)",
         "not dualpipe-v",
         "first block",
         "layers.2",
@@ -157,7 +156,7 @@ def test_plan(tmp_path: pathlib.Path) -> None:
     model, inputs = planned_models.factory()
     plan = partition(model, inputs, costs="estimate", **given | {"ranks": 1})
     assert [*plan.cuts] == given["cut_at"]
-    assert run(f"{narrow} --link 1e-6 --device h100 --optimizer-state 0").exit_code == 0
+    assert run(f"{narrow} --link 1e-6 --device 989 3350 --optimizer-state 0").exit_code == 0
     later = json.loads(figures.read_text())
     assert later["predicted_step"] > other["predicted_step"] + 0.2
     assert max(later["peak_memory"]) < max(other["peak_memory"])
@@ -175,7 +174,7 @@ def test_a_plan_has_the_limit_that_it_keeps(tmp_path: pathlib.Path) -> None:
     )
     refused = run(one, "--limit", int(0.62 * most))
     assert refused.exit_code == 1
-    assert "nothing fits: the least cap is" in refused.output
+    assert "; a cap that does is " in refused.output
 
 
 def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
@@ -189,15 +188,15 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
         assert "measuring" not in result.output
         return float(json.loads(figures.read_text())["predicted_step"])
 
-    assert step("--device h100") < step("--device l40s") < step("--device l40s --link 1e-6")
-    assert step("--device 1e-3,1") > step("--device h100")
+    assert step("--device 989 3350") < step("--device 989 3350 --link 1e-6")
+    assert step("--device 1e-3 1") > step("--device 989 3350")
     assert step("--estimate") < step("--estimate --link 1e-6")
     assert (
         "links take no time (--link says what one carries)" in run(f"{command} --estimate").output
     )
     assert "links take no time" not in run(f"{command} --estimate --link 1").output
     for options, text in (
-        ("--device h1000", "unknown device 'h1000'; known: a100, h100"),
+        ("--device h100 1", "'h100' is not a valid float range"),
         ("--link string", "'string' is not a valid float range"),
     ):
         result = run(f"{command} {options}")
@@ -213,10 +212,10 @@ def test_plan_of_ranks_that_measure(tmp_path: pathlib.Path) -> None:
     step = milliseconds(json.loads((tmp_path / "plan.json").read_text())["predicted_step"])
     assert f"a step of {step} ms, " in result.output
     assert "; measured block by block" in result.output
-    best = next(row for row in result.output.splitlines() if row.endswith("the best"))
+    best = next(row for row in result.output.splitlines() if " 1.000x " in row)
     assert f" {step} " in best  # one figure for a step
     refused = run(f"{command} --stages 9")
-    assert "9 stages are more than the model has blocks, 6" in refused.output
+    assert "nothing can run: cannot cut 6 blocks into 9 stages" in refused.output
 
 
 def test_a_schedule_that_is_always_split_is_held_against_1f1b(tmp_path: pathlib.Path) -> None:
@@ -303,9 +302,9 @@ def test_inspect_without_gradients_of_inputs() -> None:
         (f"{PLAN} --limit '80 lots'", "expected bytes such as 80GiB, '800 MB' or a"),
         (
             f"{PLAN} --limit 36KiB --microbatches 2,4 --memory lean",
-            "nothing fits: the least cap is",
+            "; a cap that does is ",
         ),
-        (f"{PLAN} --limit 1KiB", "nothing fits: the least cap is"),
+        (f"{PLAN} --limit 1KiB", "fit under a cap of 1,024 bytes a rank; a cap that does is"),
         (f"{PLAN} --backend tpu", "unknown backend 'tpu'; known backends: 'eager', "),
         (f"{PIPELINE} --json nowhere/rows.json", "there is no folder nowhere to write rows"),
         (
@@ -334,10 +333,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
         (f"{PIPELINE} --cap 0.5", "no schedule keeps the cap 0.5; the most frugal"),
         (f"{PIPELINE} --output README.md/x", "cannot write into a folder README.md/x"),
         (f"{PIPELINE} --output /proc/x", "cannot write '/proc/x': No such file"),
-        (f"{PLAN} --batch 99999999999999999999", "batch must be from 1 to 1,000,000,000, got 99"),
-        (f"{MEASURED} --seconds nan", "seconds to measure for must be from 0 to 86,400 ("),
-        (f"{PLAN} --seconds 3", "--seconds has no effect with --estimate, by which nothing"),
-        (f"{MEASURED} --device h100 --seconds 3", "--seconds has no effect with --device, by"),
+        (f"{PLAN} --batch 99999999999999999999", "is not in the range 1<=x<=1000000"),
         (f"{PLAN} --limit {'9' * 400}", "(units: B, KiB to TiB, KB to TB), got '999"),
         (f"{PLAN} --schedule ,", "expected one or more values with commas, got ','"),
         (f"{PLAN} --rows -1", "-1 is not in the range x>=1"),

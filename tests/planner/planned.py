@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_me
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs import BlockCost, ModelCosts
-from autosplit.planner.cuts import Limits, Solution, solve
+from autosplit.planner.cuts import Solution, solve
 
 _small = st.integers(0, 6).map(float)
 _time = st.integers(1, 8).map(float)
@@ -122,10 +122,10 @@ def solved(
     microbatches: int,
     schedule: str = "1f1b",
     *,
-    limits: Limits | None = None,
     refine: bool = True,
+    memory: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Solution:
     """The stages for a schedule by name and its options."""
     request = ScheduleRequest(schedule, microbatches, **options)
-    return solve(costs, stages, request, limits=limits, refine=refine)
+    return solve(costs, stages, request, refine=refine, **(memory or {}))

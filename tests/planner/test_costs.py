@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import PlanError
 from autosplit.mesh.costs import DeviceSpeed
 from autosplit.pipeline.engine.stages import footprint
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, block_stage, estimate, profile
-from autosplit.planner.devices import DEVICES, device_kind, link_of
 from autosplit.planner.meta_model import meta_model
 from autosplit.runtime.split_options import SplitOptions
 
@@ -85,32 +83,6 @@ def test_parameters_need_no_memory(device: torch.device | None) -> None:
     assert costs.blocks[1].parameters == 4 * (width**2 + width)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * 1024 < costs.blocks[1].parameters / 4
-
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_what_is_known_of_a_device(name: str) -> None:
-    kind = device_kind(name)
-    half, single = kind.speed(torch.float16), kind.speed(torch.float32)
-    assert half.flops_per_second == kind.flops[2] / 2 > 2 * single.flops_per_second
-    assert half.bytes_per_second == kind.bandwidth / 2 > 1e11
-    assert 2e10 < kind.link.bandwidth < kind.bandwidth
-    assert kind.memory > 2e10
-
-
-def test_what_is_not() -> None:
-    with pytest.raises(PlanError, match=r"unknown device 'z1'; known: a100, h100"):
-        device_kind("z1")
-    for rates in ("400", "0,1", "nan,1"):
-        with pytest.raises(PlanError, match="such as 400,2000"):
-            device_kind(rates)
-    assert device_kind("400,2000").speed(torch.float64, 1.0).flops_per_second == 4e14
-    with pytest.raises(PlanError, match=r"no figure for torch.float64, only for floats of 16 bits"):
-        device_kind("h100").speed(torch.float64)
-
-
-def test_links() -> None:
-    assert link_of(12.5).bandwidth == 12.5e9
-    assert link_of(12.5).latency == device_kind("h100").link.latency > 0.0
 
 
 def test_one_block_of_each_kind_is_profiled() -> None:

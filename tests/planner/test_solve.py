@@ -12,7 +12,7 @@ from autosplit.errors import PlanError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.costs import ModelCosts
-from autosplit.planner.cuts import CapError, Limits
+from autosplit.planner.cuts import CapError
 from tests.planner.planned import all_tried, even, models, solved
 
 # Schedules whose order is the same whatever the stages take.
@@ -47,9 +47,7 @@ def test_hardly_any_cuts_are_better_than_those_found(data: st.DataObject) -> Non
     costs, stages, microbatches, name, form = cases(data)
     links = data.draw(LINKS)
     every = list(all_tried(costs, stages, microbatches, name, form, links=links))
-    found = solved(
-        costs, stages, microbatches, name, limits=Limits(links=links or Transfer()), **form
-    )
+    found = solved(costs, stages, microbatches, name, memory={"links": links}, **form)
     assert found.step <= 1.2 * min(each.step for each in every)
     own = next(each for each in every if each.firsts == found.firsts)
     assert found.step == pytest.approx(own.step)
@@ -65,13 +63,13 @@ def test_a_cap_is_kept_or_one_that_can_be_is_named(data: st.DataObject) -> None:
     every = list(all_tried(costs, stages, microbatches, name, form, **memory))
     within = [each.step for each in every if each.overflow == 0.0]
     try:
-        found = solved(costs, stages, microbatches, name, limits=Limits(**memory), **form)
+        found = solved(costs, stages, microbatches, name, memory=memory, **form)
     except CapError as error:
         assert not within or name == "interleaved"  # where a rank holds several stages
         least = error.least
         assert least >= min(max(each.peaks) for each in every) * (1 - 1e-9)
         memory["cap"] = least
-        found = solved(costs, stages, microbatches, name, limits=Limits(**memory), **form)
+        found = solved(costs, stages, microbatches, name, memory=memory, **form)
         assert max(found.peaks) <= least * (1 + 1e-9)
         return
     assert found.step <= 1.2 * min(within)
@@ -83,14 +81,15 @@ def test_a_cap_is_kept_or_one_that_can_be_is_named(data: st.DataObject) -> None:
     [
         ({"stages": 5}, PlanError, "cannot cut 4 blocks into 5 stages: expected 1 to 4 stages"),
         ({"stages": 0}, PlanError, "cannot cut 4 blocks into 0 stages"),
-        ({"cap": 0.0}, PlanError, r"cap must be bytes > 0 that a rank may hold, got 0\.0"),
-        ({"optimizer_state": -1.0}, PlanError, "optimizer_state must be bytes for each byte"),
-        ({"cap": 3.0}, CapError, "fit under a cap of 3 bytes a rank; a cap that does is"),
+        (
+            {"memory": {"cap": 3.0}},
+            CapError,
+            "fit under a cap of 3 bytes a rank; a cap that does is",
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
     given: dict[str, Any] = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **options}
-    offered = {name: given.pop(name) for name in ("cap", "optimizer_state") if name in given}
     with pytest.raises(error, match=message):
-        solved(even(4), limits=Limits(**offered), **given)
+        solved(even(4), **given)

@@ -92,8 +92,7 @@ def split_of(whole: WholeModel, stages: int) -> Partition:
 
 
 def cut_before(whole: WholeModel, *names: str) -> Partition:
-    divided = whole.divided(names)
-    return cut(divided, [divided.start(name) for name in names])
+    return cut(*whole.divided(names))
 
 
 def whole_of(case: Case) -> WholeModel:
@@ -262,8 +261,8 @@ class Placed(nn.Module):
 
 
 def test_stages_that_are_moved_make_their_tensors_where_they_are() -> None:
-    whole = WholeModel.capture(Placed(), (torch.randn(2, 4),)).divided(["layers.1"])
-    stages = cut(whole, [whole.start("layers.1")])
+    whole, firsts = WholeModel.capture(Placed(), (torch.randn(2, 4),)).divided(["layers.1"])
+    stages = cut(whole, firsts)
     for index in range(2):
         stage = stages.build(index).double()
         x = torch.randn(2, 4)
