@@ -119,7 +119,7 @@ def train(settings: Settings) -> list[float]:
     tokens = read_tokens(settings.model, settings.data)
     windows = Windows(tokens, settings.length, settings.batch)
     microbatches = min(settings.batch, MICROBATCHES_PER_RANK * settings.ranks)
-    inputs, targets = (each[: settings.batch // microbatches] for each in windows.of_step(0))
+    inputs = windows.of_step(0)[0][: settings.batch // microbatches]
     plan = partition(
         meta_model(build),  # no rank has memory for more than its stages
         inputs,
@@ -128,8 +128,6 @@ def train(settings: Settings) -> list[float]:
         schedule=settings.schedule,
         costs="estimate" if settings.estimate else "profile",
         memory_limit=settings.memory_limit,
-        loss_fn=next_token_loss,
-        targets=targets,
     )
     plan.initialise()
     losses = []

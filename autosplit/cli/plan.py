@@ -12,7 +12,6 @@ import click
 import torch
 
 from autosplit.compare.example import example_of, resized, samples_of
-from autosplit.errors import PlanError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel

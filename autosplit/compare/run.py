@@ -156,8 +156,7 @@ def compare_on_rank(settings: Settings) -> Comparison:
 def _measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelCosts:
     """What the blocks of the whole model cost, measured on all ranks at once."""
     whole = WholeModel.capture(copy.deepcopy(model), inputs)
-    split, device = SplitOptions(settings.backend), device_of_trainer()
-    options = BlockOptions(split=split, loss_fn=own_loss, targets=(), device=device)
+    options = BlockOptions(SplitOptions(settings.backend), device=device_of_trainer())
     return on_all_ranks(lambda: profile(whole, options, seconds=settings.profiling))
 
 

@@ -156,7 +156,7 @@ class PipelineTrainer:
         )
         options = TrainerOptions(request, made, run, max_grad_norm, limit, mesh)
         if is_whole(model):
-            source, schedule = cut(model, stages, example, loss_fn, options)
+            source, schedule = cut(model, stages, example, options)
             layout = options.layout(source.count)
         else:
             refuse_beside_stages(model, example=example, planning=made.planning)

@@ -15,7 +15,6 @@ from autosplit.pipeline.engine.stages import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.options import TrainerOptions
 from autosplit.pipeline.training.stage_modules import (
-    LossFunction,
     Partitioned,
     StageList,
     StageSource,
@@ -48,7 +47,6 @@ def cut(
     model: nn.Module,
     count: int | None,
     example: Example | None,
-    loss_fn: LossFunction,
     options: TrainerOptions,
 ) -> tuple[StageSource, Schedule]:
     """Cut a whole model into stages for what they are to run: these, and that.
@@ -91,7 +89,7 @@ def cut(
         None,
         count,
         _planned_for(request, built),
-        BlockOptions(split, options.stages.autocast, loss_fn),
+        BlockOptions(split, options.stages.autocast),
         cap=math.inf if options.memory_limit is None else float(options.memory_limit),
         **planning,
     )

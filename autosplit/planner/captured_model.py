@@ -109,6 +109,11 @@ class WholeModel:
             CaptureError: the model cannot be captured in one graph; names the user's line.
             PlanError: it computes nothing, or the inputs are none.
         """
+        if not isinstance(model, nn.Module):
+            raise PlanError(
+                f"what is cut is one nn.Module, got a {type(model).__name__}: stages that are "
+                "there already are given to PipelineTrainer as a list"
+            )
         args, given = _apart(_inputs(args, kwargs))
         with working(f"capturing {type(model).__name__} whole"):
             line = _capture(model, args, given)
@@ -153,13 +158,13 @@ class WholeModel:
         starts = [block.first for block in found.blocks]
         return found, [starts.index(place) for place in places]
 
-    def segment(self, first: int, last: int, *, plain: bool) -> tuple[nn.Module, list[Tensor]]:
-        """Blocks ``first`` up to but not ``last`` as a module, in the mode of the capture.
+    def segment(self, first: int, last: int) -> tuple[nn.Module, list[Tensor]]:
+        """Blocks ``first`` up to but not ``last`` as a module, in the mode of the capture, which
+        gives a tuple of tensors, also where the model gives something else.
 
         Args:
             first: the first block.
             last: the one after the last block.
-            plain: give a tuple of tensors, also where the model gives something else.
 
         Returns:
             the module, with the model's own parameters and buffers; and what its arguments look
@@ -174,7 +179,7 @@ class WholeModel:
             )
         cuts = [self.blocks[k].first for k in (first, last) if 0 < k < len(self.blocks)]
         layout, index = StageLayout(self.line, cuts), int(first > 0)
-        program = layout.program(index, plain=plain)
+        program = layout.program(index, plain=True)
         module = StageModule(first, {self.training: program}, self.model, program.state)
         module.train(self.training)
         return module, [self.line.given_value(node) for node in layout.given[index]]

@@ -18,8 +18,7 @@ from autosplit.device import generators_kept, settle
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic, value_bytes
 from autosplit.pipeline.engine.stages import footprint
-from autosplit.pipeline.training.batches import Part
-from autosplit.pipeline.training.stage_modules import LossFunction, WithAutocast, WithLoss
+from autosplit.pipeline.training.stage_modules import WithAutocast
 from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 
@@ -101,25 +100,19 @@ class BlockOptions:
     Attributes:
         split: how blocks are split and their graphs are run.
         autocast: the dtype of autocast, or None.
-        loss_fn: belongs to the last block where there are ``targets``.
-        targets: of one microbatch.
         device: where blocks run; None for where their parameters are, or the CPU.
     """
 
     split: SplitOptions = field(default_factory=SplitOptions)
     autocast: torch.dtype | None = None
-    loss_fn: LossFunction | None = None
-    targets: Part | None = None
     device: torch.device | None = None
 
-    @property
-    def has_loss(self) -> bool:
-        """Whether the last block has the loss."""
-        return self.loss_fn is not None and self.targets is not None
+
+_DEFAULT = BlockOptions()
 
 
 def profile(
-    whole: WholeModel, options: BlockOptions | None = None, *, seconds: float = 60.0
+    whole: WholeModel, options: BlockOptions = _DEFAULT, *, seconds: float = 60.0
 ) -> ModelCosts:
     """Time F, I and W of a block of each kind, warm, by medians.
 
@@ -127,15 +120,14 @@ def profile(
 
     Args:
         whole: the model in blocks, for one microbatch.
-        options: how stages are made of blocks; None for a trainer's defaults.
+        options: how stages are made of blocks; a trainer's defaults.
         seconds: how long to measure, all kinds of blocks together; tracing is not counted.
 
     Raises:
         CaptureError: a block cannot be traced.
         SplitError: a block's graph cannot be split, or a bad option.
     """
-    options = options or BlockOptions()
-    members = kinds(whole, options)
+    members = kinds(whole)
     with generators_kept():
         stages = [block_stage(whole, own[0], own[0] + 1, options) for own in members]
         timed = time_stages(stages, seconds)
@@ -144,7 +136,7 @@ def profile(
 
 
 def estimate(
-    whole: WholeModel, options: BlockOptions | None = None, *, device: DeviceSpeed | None = None
+    whole: WholeModel, options: BlockOptions = _DEFAULT, *, device: DeviceSpeed | None = None
 ) -> ModelCosts:
     """F, I and W of a block of each kind, from the FLOPs and bytes of its graphs.
 
@@ -156,18 +148,17 @@ def estimate(
 
     Args:
         whole: the model in blocks, for one microbatch.
-        options: how stages are made of blocks; None for a trainer's defaults. Backends are
-            taken to be equally fast.
+        options: how stages are made of blocks; a trainer's defaults. Backends are taken to be
+            equally fast.
         device: how fast operators are; None measures the CPU, which takes a second.
 
     Raises:
         CaptureError: a block cannot be traced.
         SplitError: a block's graph cannot be split, or a bad option.
     """
-    options = options or BlockOptions()
     options = replace(options, split=replace(options.split, backend="eager"))
     speed = device or measure_device()
-    members = kinds(whole, options)
+    members = kinds(whole)
 
     def cost(block: int) -> BlockCost:
         stage, _ = block_stage(whole, block, block + 1, options, blank=True)
@@ -187,17 +178,11 @@ def _graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
     return sum(device.seconds(flops(node), size) for node, size in moved if size)
 
 
-def kinds(whole: WholeModel, options: BlockOptions) -> list[list[int]]:
-    """The blocks that cost the same.
-
-    The first block is by itself, because it has no input gradient, and so is a last one with a
-    loss.
-    """
+def kinds(whole: WholeModel) -> list[list[int]]:
+    """The blocks that cost the same; the first is by itself, as it has no input gradient."""
     found: dict[Hashable, list[int]] = {}
-    last = len(whole.blocks) - 1
     for index, block in enumerate(whole.blocks):
-        ends = index == last and options.has_loss
-        found.setdefault((block.signature, index == 0, ends), []).append(index)
+        found.setdefault((block.signature, index == 0), []).append(index)
     return [*found.values()]
 
 
@@ -237,8 +222,7 @@ def block_stage(
         CaptureError: the blocks cannot be traced.
         SplitError: their graph cannot be split, or a bad option.
     """
-    ends = last == len(whole.blocks) and options.has_loss
-    module, examples = whole.segment(first, last, plain=not ends)
+    module, examples = whole.segment(first, last)
     device = options.device or device_of(module)
     made: dict[int, Tensor] = {}
     for name, tensor in named_tensors(module).items():
@@ -247,12 +231,6 @@ def block_stage(
         assign(module, name, made[id(tensor)])
     module.to(device)  # what it makes itself, too
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
-    targets = options.targets
-    if ends and options.loss_fn is not None:  # has_loss
-        parts = [targets] if isinstance(targets, Tensor) else [*(targets or ())]
-        count = None if isinstance(targets, Tensor) else len(parts)
-        module = WithLoss(module, options.loss_fn, count)
-        inputs += [part.detach().to(device) for part in parts]
     if options.autocast is not None:
         module = WithAutocast(module, device, options.autocast)
     split = replace(options.split, late_input=True)  # as a trainer's

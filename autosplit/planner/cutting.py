@@ -17,7 +17,6 @@ from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.engine.default_group import gather
-from autosplit.pipeline.training.batches import Part
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
 from autosplit.planner.cuts import CapError, Solution, solve
@@ -25,7 +24,7 @@ from autosplit.planner.stages import cut
 from autosplit.text.progress import working
 
 COSTS = ("profile", "estimate")
-PLANNING = ("costs", "seconds", "targets", "cut_at")
+PLANNING = ("costs", "seconds", "cut_at")
 """What a trainer's user may say of how its model is cut."""
 
 T = TypeVar("T")
@@ -41,7 +40,6 @@ def cut_model(
     *,
     costs: str | ModelCosts = "profile",
     seconds: float = 10.0,
-    targets: Part | None = None,
     cut_at: Sequence[str] | None = None,
     cap: float = math.inf,
 ) -> tuple[WholeModel, Solution]:
@@ -56,7 +54,6 @@ def cut_model(
         options: how stages are made.
         costs: see ``partition``.
         seconds: likewise.
-        targets: likewise.
         cut_at: likewise.
         cap: bytes that no rank shall hold more than, if there are such cuts.
 
@@ -86,7 +83,7 @@ def cut_model(
             f"stages={stages}"
         )
     alone = request.ranks == 1  # this process plans for itself, whatever group it is in
-    options = replace(options, targets=targets, device=device_of_trainer(alone=alone))
+    options = replace(options, device=device_of_trainer(alone=alone))
 
     def find() -> Solution:
         known = _costs(costs, seconds, whole, options)

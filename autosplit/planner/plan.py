@@ -21,7 +21,6 @@ from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.pipeline.training.batches import Part
 from autosplit.pipeline.training.options import StageOptions
 from autosplit.pipeline.training.rank_state import OptimizerFunction
 from autosplit.pipeline.training.stage_modules import LossFunction
@@ -188,8 +187,6 @@ def partition(
     memory: str | int = "balanced",
     backend: str = "eager",
     autocast: torch.dtype | None = None,
-    loss_fn: LossFunction | None = None,
-    targets: Part | None = None,
     costs: str | ModelCosts = "profile",
     seconds: float = 10.0,
     memory_limit: int | str | None = None,
@@ -218,9 +215,6 @@ def partition(
         memory: see ``autosplit.split``.
         backend: see ``autosplit.split``.
         autocast: the dtype of autocast under which the stages are to run, or None.
-        loss_fn: as for the trainer; it counts in the last stage where there are ``targets``.
-        targets: example targets of one microbatch; ``()`` for a loss that takes none. None: what
-            the model puts out stands in for the loss.
         costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
             costs themselves, if they are known.
         seconds: how long to measure blocks.
@@ -251,7 +245,7 @@ def partition(
                 "memory_limit searches a schedule of I and W: leave split_backward=False out"
             )
     count = 2 * stages if microbatches is None else microbatches
-    options = BlockOptions(SplitOptions(backend, memory), autocast, loss_fn)
+    options = BlockOptions(SplitOptions(backend, memory), autocast)
     whole, found = cut_model(
         model,
         args,
@@ -261,7 +255,6 @@ def partition(
         options,
         costs=costs,
         seconds=seconds,
-        targets=targets,
         cut_at=cut_at,
         cap=math.inf if limit is None else limit,
     )

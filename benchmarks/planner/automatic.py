@@ -17,7 +17,7 @@ from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, kinds, profile
+from autosplit.planner.costs import ModelCosts, estimate, kinds, profile
 from autosplit.planner.cuts import Solution, solve
 from autosplit.planner.cutting import on_all_ranks
 
@@ -58,17 +58,15 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     model = subject.build()
     names = subject.cut_by_hand(STAGES)
     whole, by_hand = WholeModel.capture(model, subject.example()).divided(names)
-    _, targets = subject.batch_fn(0, subject.microbatch_size)
-    options = BlockOptions(loss_fn=subject.loss_fn, targets=targets)
     start = time.perf_counter()
-    costs = on_all_ranks(lambda: profile(whole, options, seconds=amount.seconds))
+    costs = on_all_ranks(lambda: profile(whole, seconds=amount.seconds))
     links = _links()
     planner = _Planner(whole, costs, links)
     plans = {"automatic": planner.automatic(), "by hand": planner.given(by_hand)}
     planning = time.perf_counter() - start
     if plans["automatic"].firsts == tuple(by_hand):
         del plans["by hand"]
-    guess = estimate(whole, options, device=_gather(measure_device())[0])
+    guess = estimate(whole, device=_gather(measure_device())[0])
     guessed = solve(guess, STAGES, REQUEST).firsts
     rows = {}
     with ExitStack() as stack:
@@ -91,7 +89,7 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     return {
         "name": case,
         "blocks": len(whole.blocks),
-        "kinds": len(kinds(whole, options)),
+        "kinds": len(kinds(whole)),
         "planning": planning,
         **planner.most_even(plans["automatic"]),
         "estimated": [whole.blocks[index].name for index in guessed],

@@ -55,11 +55,7 @@ def plan(device: str, *, tiny: bool) -> dict[str, Any]:
     captured = time.perf_counter()
     here = device == "this CPU"
     rates = measure_device() if here else PEAK
-    options = BlockOptions(
-        loss_fn=family.loss_fn,
-        targets=family.example()[0],
-        autocast=None if here else torch.bfloat16,
-    )
+    options = BlockOptions(autocast=None if here else torch.bfloat16)
     costs = estimate(whole, options, device=rates)
     known = time.perf_counter()
     plans = []

@@ -52,7 +52,7 @@ def test_equal_blocks_have_equal_signatures() -> None:
 
 def test_segments_run_by_themselves() -> None:
     _, whole = captured(llama)
-    module, examples = whole.segment(1, 3, plain=True)
+    module, examples = whole.segment(1, 3)
     assert [(tuple(t.shape), t.requires_grad) for t in examples] == [
         ((2, 8, 32), True) if t.is_floating_point() else ((2, 8), False) for t in examples
     ]
@@ -61,7 +61,7 @@ def test_segments_run_by_themselves() -> None:
     assert result.shape == (2, 8, 32)
     assert {name.partition(".layers.")[0] for name, _ in module.named_parameters()} == {"model"}
     with pytest.raises(PlanError, match="blocks first < last of 0 to 6, got 3 to 3"):
-        whole.segment(3, 3, plain=True)
+        whole.segment(3, 3)
 
 
 class Shared(nn.Module):

@@ -23,10 +23,6 @@ COMPUTING = DeviceSpeed(1e9, math.inf)
 MOVING = DeviceSpeed(math.inf, 1e9)
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).mean()
-
-
 class Mlp(nn.Module):
     """A residual block with two matrix products."""
 
@@ -104,16 +100,6 @@ def test_blocks_add_up_to_what_a_stage_keeps() -> None:
         kept = footprint(block_stage(whole, first, last, BlockOptions())[0])
         stage = costs.stage(first, last)
         assert (stage.saved, stage.deferred) == kept
-
-
-def test_the_loss_belongs_to_the_last_block() -> None:
-    target = torch.zeros(4, 8)
-    plain = profile(_whole(), seconds=0.05)
-    lossy = profile(_whole(), BlockOptions(loss_fn=_loss, targets=target), seconds=0.05)
-    assert lossy.blocks[-1].saved > plain.blocks[-1].saved
-    assert [block.saved for block in lossy.blocks[:-1]] == [
-        block.saved for block in plain.blocks[:-1]
-    ]
 
 
 def test_options_reach_the_stages() -> None:
