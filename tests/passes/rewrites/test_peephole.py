@@ -11,12 +11,33 @@ from torch import Tensor, fx, nn
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import calls, outputs
 from autosplit.passes.rewrites.peephole import (
+    divide_backward_operators,
     fold_transposes,
     half_precision_dropout,
 )
 from autosplit.passes.verify import verify
 from tests.passes.graphs import Made, ops, program_of
 from tests.semantics.against_autograd import assert_equals_autograd
+
+# --- divide: one convolution_backward becomes two by its output mask ------------------------------
+
+
+def masks(module: fx.GraphModule) -> list[list[bool]]:
+    return [
+        list(node.args[10])
+        for node in calls(module.graph)
+        if node.target is torch.ops.aten.convolution_backward.default
+    ]
+
+
+def test_divides_by_the_mask() -> None:
+    program = program_of(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8, requires_grad=True))
+    assert masks(program.joint) == [[True, True, True]]
+    assert divide_backward_operators(program)
+    assert masks(program.joint) == [[True, False, False], [False, True, True]]
+    verify(program)
+    assert not divide_backward_operators(program)
+
 
 # --- dropout: the backward rounds its noise as autograd's does, in half precision on a CPU --------
 
