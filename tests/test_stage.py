@@ -118,7 +118,7 @@ def test_saved_tensors_die_at_their_last_use(fused: bool) -> None:
         assert [ref for ref in saved if ref() is not None] == []
         return
     stage.backward_input(0, [torch.randn(2, 4, 16)])
-    deferred = [weakref.ref(tensor) for tensor in stage._weights.in_flight.tensors]
+    deferred = [weakref.ref(tensor) for tensor in stage.deferred_tensors]
     alive = [ref for ref in saved if ref() is not None]
     assert set(alive) <= set(deferred)
     assert 0 < len(alive) < len(saved)
@@ -154,7 +154,7 @@ def test_where_i_is_late_w_is_the_whole_backward() -> None:
             continue
         saved = [*stage._saved.tensors]
         assert stage.backward_input(microbatch, [grad]) == [None]
-        assert set(map(id, stage._weights.in_flight.tensors)) == {*map(id, saved), id(grad)}
+        assert set(map(id, stage.deferred_tensors)) == {*map(id, saved), id(grad)}
         assert stage.deferred_bytes == footprint(stage)[1]
         stage.backward_weight(microbatch)
     stage.publish()

@@ -25,6 +25,7 @@ from autosplit.errors import BackendError, SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.manager import accumulating
+from autosplit.torch_internals.autograd import add_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,9 @@ def _errors_name(graph: str, backend: Backend) -> Iterator[None]:
         ) from error
 
 
+_SMALL = 2**20  # bytes of all weight gradients of a microbatch
+
+
 class GradientGraph:
     """I, W, a slice of it, or B: as it was split, and in variants that add into accumulators.
 
@@ -181,8 +185,7 @@ class GradientGraph:
         del results[len(self._others) :]
         if gradients is None:
             return results, made
-        for total, gradient in zip(gradients, made, strict=True):
-            total.add_(gradient)
+        add_together(gradients, made)
         return results, gradients
 
     def compile(self, dtype: torch.dtype | None, *, adds: bool) -> None:
@@ -193,17 +196,16 @@ class GradientGraph:
 
     @cached_property
     def _adds_outside(self) -> bool:
-        """Whether gradients are added after the graph, so that it needs no second form: those of
-        norms and biases only, which are cheap to hold and to add.
+        """Whether gradients are added behind the graph, all at once, so that it needs no second
+        form: those that are cheap to hold, as they are small; or, where a second form takes seconds
+        to compile, of norms and biases only.
         """
-        if not self._backend.compiles:
-            return False
         wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
-        return all(
-            value.meta["val"].ndim <= 1
-            for role, value in outputs(self._module.graph)
-            if role in wanted
-        )
+        made = [v.meta["val"] for role, v in outputs(self._module.graph) if role in wanted]
+        if self._backend.compiles:
+            return all(value.ndim <= 1 for value in made)
+        dense = all(value.layout is torch.strided for value in made)
+        return bool(dense and sum(value.nbytes for value in made) <= _SMALL)
 
     def _variant(self, dtype: torch.dtype | None, adds: bool) -> Boxed:
         key = dtype, adds

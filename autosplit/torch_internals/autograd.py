@@ -268,10 +268,16 @@ def add_gradients(
     present = [total for total in sums if total is not None]
     together = present and len(present) == len(sums) and not any(map(_IS_SPARSE, present))
     if together and (_PLAIN.issuperset(map(type, grads)) or not any(map(is_dtensor, grads))):
-        torch._foreach_add_(present, list(grads))
+        add_together(present, grads)
         return
     for each in zip(parameters, homes, grads, borrowed, strict=True):
         add_gradient(*each)
+
+
+def add_together(sums: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """Add to all of them at once."""
+    if sums:
+        torch._foreach_add_(list(sums), list(grads))
 
 
 def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
