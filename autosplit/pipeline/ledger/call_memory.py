@@ -16,10 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx
 
-from autosplit.device import generators_kept
+from autosplit.device import generator_state, generators_kept
 from autosplit.passes.analysis.aliasing import is_view, storage_bytes
+from autosplit.passes.analysis.operator_cost import value_bytes
 from autosplit.passes.analysis.operators import is_accumulation, is_effect, overload
-from autosplit.passes.graph import concrete, tensor_of
+from autosplit.passes.graph import Kind, concrete, outputs, tensor_of
 from autosplit.passes.lowering.buffers import LiveBytes, allocated
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
@@ -147,9 +148,17 @@ class CallMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._workspace = KernelWorkspace(device)
+        self._device, self._workspace = device, KernelWorkspace(device)
         self._known: WeakKeyDictionary[SplitFunctions, dict[_Call, LiveBytes]]
         self._known = WeakKeyDictionary()
+
+    def again(self, stage: Stage) -> int:
+        """What is kept beside its inputs to run a forward again: buffers that it writes, and where
+        the random numbers of the CPU stand, which lies in the CPU's memory.
+        """
+        updates = outputs(stage.source("forward").graph, Kind.UPDATE)
+        kept = sum(value_bytes(node.meta["val"]) for _, node in updates)
+        return kept + (generator_state(self._device).nbytes if self._device.type == "cpu" else 0)
 
     def of(self, stage: Stage, call: str, *, adds: bool = False) -> LiveBytes:
         """What is alive while a call runs.

@@ -93,6 +93,7 @@ class StageBytes:
             kept,
             deferred,
             _bytes(inputs),
+            again=calls.again(stage),
             workspace=(forward, backward_input, backward_weight, backward),
         )
 

@@ -444,7 +444,8 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
     """The schedule that recomputes until bounds are kept, or that comes as near as it can."""
 
     def freed(held: Held) -> float:
-        return held.size - costs.memory[held.stage].inputs
+        memory = costs.memory[held.stage]
+        return held.size - memory.inputs - memory.again
 
     def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
         (there,) = sides

@@ -44,6 +44,7 @@ class StageMemory:
         deferred: from I to W.
         inputs: the stage's inputs, which are all that is kept of a microbatch whose F is to be run
             again.
+        again: what that needs besides: buffers that F writes, states of random generators.
         workspace: what F, I, W and B hold beside that while they run, messages with it.
 
     Raises:
@@ -53,10 +54,12 @@ class StageMemory:
     saved: float
     deferred: float
     inputs: float = 0.0
+    again: float = field(default=0.0, kw_only=True)
     workspace: tuple[float, float, float, float] = field(default=(0.0,) * 4, kw_only=True)
 
     def __post_init__(self) -> None:
         sizes = [("saved", self.saved), ("deferred", self.deferred), ("inputs", self.inputs)]
+        sizes += [("again", self.again)]
         sizes += [("workspace", size) for size in self.workspace]
         for what, size in sizes:
             if not (math.isfinite(size) and size >= 0.0):
@@ -66,15 +69,19 @@ class StageMemory:
         """What a compute action changes; ``again``: of a microbatch whose F is run again."""
         before, after = self._held(kind, again=again)
         beside = self.workspace[_WORKSPACES[kind]]
+        if kind is ActionKind.RECOMPUTE:
+            beside += 2 * self.again  # generators are put back to where they were before
+        elif kind is ActionKind.FORWARD and again:
+            beside += self.again
         most = max(before, after, self.saved if kind is ActionKind.FORWARD else 0.0)
         return Change(most - before + beside, most - after + beside)
 
     def _held(self, kind: ActionKind, *, again: bool) -> tuple[float, float]:
         """What is kept of the microbatch before a compute action, and behind it."""
         if kind is ActionKind.FORWARD:
-            return 0.0, self.inputs if again else self.saved
+            return 0.0, self.inputs + self.again if again else self.saved
         if kind is ActionKind.RECOMPUTE:
-            return self.inputs, self.saved
+            return self.inputs + self.again, self.saved
         if kind is ActionKind.BACKWARD_INPUT:
             return self.saved, self.deferred
         return (self.deferred if kind is ActionKind.BACKWARD_WEIGHT else self.saved), 0.0

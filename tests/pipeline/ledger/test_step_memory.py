@@ -30,8 +30,10 @@ SCALARS = 64  # bytes: losses
         {"memory": "lean"},
         {"schedule": "gpipe", "weights": "2bp"},
         {"block": workers.Convolutions},
+        {"schedule": workers.running_again()},
+        {"schedule": workers.running_again(), "block": workers.Convolutions},
     ],
-    ids=str,
+    ids=lambda options: ", ".join(map(str, options)),
 )
 def test_on_one_rank_the_peak_is_predicted_to_the_byte(options: dict[str, object]) -> None:
     found = workers.recorded(ranks=1, **options)

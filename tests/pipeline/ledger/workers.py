@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
+from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from tests.pipeline import workers
@@ -53,6 +56,17 @@ class Convolutions(nn.Module):
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     """As ``mse_loss``, whose kernel puts the scalar into memory as large as the output."""
     return (output - target).square().mean()
+
+
+def running_again() -> Schedule:
+    """Of one rank, whose forwards are all run again before their backwards."""
+    plain = build("gpipe", 2, MICROBATCHES, ranks=1)
+    rows = []
+    for action in plain.ranks[0]:
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            rows.append(replace(action, kind=ActionKind.RECOMPUTE))
+        rows.append(action)
+    return replace(plain, ranks=(tuple(rows),))
 
 
 def batch() -> tuple[Tensor, Tensor]:

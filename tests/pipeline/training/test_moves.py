@@ -183,15 +183,12 @@ def test_the_link_to_the_store_is_measured() -> None:
             engine.store_link()
 
 
-ROWS = 1024  # beside which the state of random numbers that a forward keeps is little
-
-
 def weighed(limit: int | None, microbatches: int = 4) -> tuple[list[Tensor], Any]:
     """Losses of some steps, and the memory of the last."""
     torch.manual_seed(rank())
     options = {"schedule": "gpipe", "memory_limit": limit, "record": "memory", **OWN}
     with trainer(layers, 2, microbatches, **options) as engine:
-        losses = [engine.step(data(ROWS * microbatches)) for _ in range(5)]
+        losses = [engine.step(data(32 * microbatches)) for _ in range(5)]
         return losses, engine.memory()
 
 
@@ -207,7 +204,7 @@ def test_a_limit_of_memory_changes_no_result() -> None:
     predicted = [*map(sum, zip(memory.predicted, memory.fixed, strict=True))]
     assert max(predicted) <= limit
     # What transfers bring within an action counts beside the most of its own: a storage at most.
-    assert max(held) <= limit + ROWS * 3 * WIDTH * 4
+    assert max(held) <= limit + 32 * 3 * WIDTH * 4
 
 
 @pytest.mark.parametrize(
