@@ -35,26 +35,49 @@ class DTensorFunctions(SplitFunctions):
         updates = self._whole(Kind.UPDATE, self.updated_state, updates)
         return ForwardResult([*returned, *written], updates, saved)
 
-    def _run(
+    def backward_input(
         self,
-        graph: GradientGraph,
-        pool: list[Any],
-        gradients: Sequence[Tensor] | None,
-        dtype: torch.dtype | None,
-    ) -> tuple[list[Any], Sequence[Tensor]]:
-        """Weight gradients as the user gets them: what they were added into, or new ones."""
-        into = None if gradients is None else [local_tensor(each) for each in gradients]
-        results, made = super()._run(graph, pool, into, dtype)
-        if gradients is None:
-            return results, self._whole(Kind.PARAMETER_GRAD, graph.parameters, made)
-        return results, gradients
+        saved: Residuals,
+        output_grads: list[Tensor | None],
+        gradients: Sequence[Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[list[Tensor | None], Residuals, Sequence[Tensor]]:
+        self._lay_open(output_grads)
+        grads, deferred, early = super().backward_input(
+            saved, output_grads, _sums(gradients), dtype
+        )
+        early = self._gradients(self._input, early, gradients)
+        return self._whole(Kind.INPUT_GRAD, self.capture.inputs, grads), deferred, early
 
-    def _input_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        return self._whole(Kind.INPUT_GRAD, self.capture.inputs, grads)
+    def backward_weight(
+        self,
+        deferred: Residuals,
+        gradients: Sequence[Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Sequence[Tensor]:
+        made = super().backward_weight(deferred, _sums(gradients), dtype)
+        return self._gradients(self._weight, made, gradients)
 
-    def _backward_pool(self, saved: Residuals, output_grads: list[Tensor | None]) -> list[Any]:
+    def backward(
+        self,
+        saved: Residuals,
+        output_grads: list[Tensor | None],
+        gradients: Sequence[Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+        self._lay_open(output_grads)
+        grads, made = super().backward(saved, output_grads, _sums(gradients), dtype)
+        made = self._gradients(self._weight if self._passes_on else self._unsplit, made, gradients)
+        return self._whole(Kind.INPUT_GRAD, self.capture.inputs, grads), made
+
+    def _lay_open(self, output_grads: list[Tensor | None]) -> None:
         output_grads[:] = self._local(Kind.TANGENT, self.output_names, output_grads)
-        return super()._backward_pool(saved, output_grads)
+
+    def _gradients(
+        self, graph: GradientGraph, made: Sequence[Tensor], into: Sequence[Tensor] | None
+    ) -> Sequence[Tensor]:
+        """Weight gradients as the user gets them: what they were added into, or new ones."""
+        return self._whole(Kind.PARAMETER_GRAD, graph.parameters, made) if into is None else into
 
     def _whole(self, kind: Kind, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
         """Values of a kind as the user gets them."""
@@ -83,3 +106,8 @@ class DTensorFunctions(SplitFunctions):
                 f"tensor {list(value.shape)} now; pass a DTensor"
             )
         return lies.local(value)
+
+
+def _sums(gradients: Sequence[Tensor] | None) -> list[Tensor] | None:
+    """What this rank has of what is added into."""
+    return None if gradients is None else [local_tensor(each) for each in gradients]

@@ -380,11 +380,11 @@ class SplitFunctions:
                 in place since the forward.
         """
         read, (_, read_at, known) = saved.state, self._handed
-        pool = self._backward_pool(saved, output_grads)
-        results, early = self._run(self._input, pool, gradients, dtype)
+        pool = self._backward_pool(saved.take(), output_grads)
+        results, early = self._input.run(pool, gradients, dtype)
         count = len(self.capture.inputs)
         deferred = Residuals(known, results[count:], tuple([read[at] for at in read_at]))
-        return self._input_grads(results[:count]), deferred, early
+        return results[:count], deferred, early
 
     def backward_weight(
         self,
@@ -407,7 +407,7 @@ class SplitFunctions:
         Raises:
             SplitError: a deferred tensor was written in place since I.
         """
-        return self._run(self._weight, deferred.take(), gradients, dtype)[1]
+        return self._weight.run(deferred.take(), gradients, dtype)[1]
 
     def backward(
         self,
@@ -421,28 +421,13 @@ class SplitFunctions:
         Raises:
             SplitError: as ``backward_input``.
         """
-        if self._passes_on:
-            grads, deferred, _ = self.backward_input(saved, output_grads)
-            return grads, self.backward_weight(deferred, gradients, dtype)
-        pool = self._backward_pool(saved, output_grads)
-        grads, made = self._run(self._unsplit, pool, gradients, dtype)
-        return self._input_grads(grads), made
+        if self._passes_on:  # of what lies over ranks, the caller makes DTensors once
+            grads, deferred, _ = SplitFunctions.backward_input(self, saved, output_grads)
+            return grads, SplitFunctions.backward_weight(self, deferred, gradients, dtype)
+        pool = self._backward_pool(saved.take(), output_grads)
+        return self._unsplit.run(pool, gradients, dtype)
 
-    def _run(
-        self,
-        graph: GradientGraph,
-        pool: list[Any],
-        gradients: Sequence[Tensor] | None,
-        dtype: torch.dtype | None,
-    ) -> tuple[list[Any], Sequence[Tensor]]:
-        """One of the graphs, on arguments in its order; see ``GradientGraph.run``."""
-        return graph.run(pool, gradients, dtype)
-
-    def _input_grads(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of inputs as the user gets them."""
-        return grads
-
-    def _backward_pool(self, saved: Residuals, output_grads: list[Tensor | None]) -> list[Any]:
+    def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
         """Arguments of I or B in the only list that refers to them, so that they can die inside."""
         pool: list[Any] = []
         for name, at in self._tangents:
@@ -455,7 +440,8 @@ class SplitFunctions:
                 grad = self._tangent(name, grad)
             pool.append(grad)
         output_grads.clear()
-        pool += saved.take()
+        pool += saved
+        saved.clear()
         return pool
 
     def _tangent(self, name: str, grad: Tensor | None) -> Tensor:
