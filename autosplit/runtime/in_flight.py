@@ -252,7 +252,7 @@ class KeptInputs:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that are kept."""
-        return [*self.inputs, *self._buffers.values(), self._generators.cpu]
+        return [*self.inputs, *self._buffers.values()]
 
     def run(self) -> Residuals:
         """F again; what it saves. Its outputs, and what it would write into buffers, are dropped.
