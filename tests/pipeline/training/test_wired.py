@@ -6,6 +6,7 @@ from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.stages import dependence_of
 from autosplit.pipeline.engine.transport import Transport
+from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.routes import routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.pipeline.training import tuning
 from tests.pipeline import workers
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.schedule.random_schedules import random_schedule
@@ -174,6 +177,25 @@ def test_an_output_taken_twice_by_one_stage() -> None:
     with workers.trainer(wired.Wired(wiring), ranks=1) as engine:
         assert torch.equal(engine.forward_backward((inputs, targets)), expected)
         assert wired.differences(engine.gradients(), grads) == []
+
+
+def test_auto_searches_for_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The medians of the first steps, by stage and kind, along the wiring."""
+    kinds = [ActionKind(kind) for kind in "FIW"]
+    took = {
+        (stage, kind): 1.0 + stage + at / 4 for stage in (0, 1) for at, kind in enumerate(kinds)
+    }
+    monkeypatch.setattr(tuning, "median_durations", lambda steps: took)
+    asked = Mock(wraps=tuning.search)
+    monkeypatch.setattr(tuning, "search", asked)
+    wiring = Wiring(((Source(None, 0),), (Source(0, 0), Source(0, 0))), (1,))
+    with workers.trainer(wired.Wired(wiring), ranks=1, schedule="auto") as engine:
+        for _ in range(tuning.MEASURED + 1):
+            asked.assert_not_called()
+            engine.step(workers.data(8))
+    costs = asked.call_args.args[0]
+    assert costs.wiring == wiring
+    assert costs.times == [(1.0, 1.25, 1.5), (2.0, 2.25, 2.5)]
 
 
 def test_a_stage_that_puts_out_something_else_than_the_wiring_says() -> None:

@@ -43,6 +43,7 @@ def test_our_schedules_end_whatever_queues_share(name: str) -> None:
             programs = of_engine(schedule, dimensions)
             assert [stuck(programs, each) for each in SHARINGS] == [None] * 3
             assert not any(map(held_up, programs.values()))
+        assert stuck(of_torch(add_communication(schedule), schedule.placement)) is None
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
