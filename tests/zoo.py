@@ -41,6 +41,19 @@ class SwiGLU(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+class Residual(nn.Module):
+    """A norm, two products and an activation between them."""
+
+    def __init__(self, dim: int = 8, hidden: int | None = None) -> None:
+        super().__init__()
+        hidden = hidden or 2 * dim
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
 class TiedEmbedding(nn.Module):
     def __init__(self, vocabulary: int = 11, dim: int = 8) -> None:
         super().__init__()

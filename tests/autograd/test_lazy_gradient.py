@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import math
 import pickle
 import warnings
@@ -401,28 +400,3 @@ def test_moved_module_takes_its_gradients_along() -> None:
         assert model.a.weight.grad.dtype is torch.float64
 
     assert_alike(Net(), drive)
-
-
-def test_copies_have_no_gradients() -> None:
-    """As of any module: parameters are copied and pickled without ``.grad``."""
-    for face in ("whole", "parts"):
-        module = FACES[face](model_for(face))
-        backward(module, *batches())
-        file = io.BytesIO()
-        torch.save(module, file)
-        file.seek(0)
-        for twin in (
-            copy.deepcopy(module),
-            pickle.loads(pickle.dumps(module)),
-            torch.load(file, weights_only=False),
-        ):
-            assert twin.pending == 0
-            assert all(parameter.grad is None for _, parameter in twin.named_parameters())
-            backward(twin, *batches(1))
-            assert twin.pending == 1
-        assert module.pending == 2
-        plain_file = io.BytesIO()
-        torch.save([parameter for _, parameter in module.named_parameters()], plain_file)
-        plain_file.seek(0)
-        assert len(torch.load(plain_file)) == 4
-        assert module.pending == 2

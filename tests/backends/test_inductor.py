@@ -21,6 +21,7 @@ from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline.trainer_options import grouped
+from tests.zoo import Residual
 
 # Float32 against float64; what torch.compile meets on the same models.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -31,23 +32,12 @@ MIXED = Schedule("mixed", 2, 2, (tuple(map(Action.parse, _MIXED.split())),), (0,
 WRITTEN_OVER = re.compile(r"buf\d+ = donated_\d+; del donated_\d+ +# reuse")
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 12) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 class Renamed(nn.Module):
     """A block under other names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"first": Block()})
+        self.layers = nn.ModuleDict({"first": Residual(12)})
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.layers["first"](hidden)
@@ -88,7 +78,9 @@ def drive(stage: Stage, batches: list[Tensor], grads: list[Tensor]) -> list[tupl
 
 
 @pytest.mark.parametrize(
-    ("build", "shape"), [(Block, (5, 12)), (Images, (2, 3, 6, 6))], ids=["block", "images"]
+    ("build", "shape"),
+    [(lambda: Residual(12), (5, 12)), (Images, (2, 3, 6, 6))],
+    ids=["block", "images"],
 )
 def test_gradients_are_those_of_float64(build: type[nn.Module], shape: tuple[int, ...]) -> None:
     model = build()
@@ -157,7 +149,7 @@ def test_backward_uses_the_mask_of_its_forward() -> None:
 def test_identical_stages_are_compiled_once() -> None:
     x = torch.randn(5, 12)
     before = []
-    for model in (Block(), Renamed()):
+    for model in (Residual(12), Renamed()):
         before.append(dict(counters["inductor"]))
         stage = Stage(model, [x.clone().requires_grad_()], backend="inductor")
         drive(stage, [x], [torch.randn(5, 12)])
@@ -194,7 +186,7 @@ def test_a_trainer_compiles_what_its_schedule_runs_before_it_runs_it(
         return run(self, *args)
 
     monkeypatch.setattr(Executor, "run", seen)
-    models = [Block(), Block()]
+    models = [Residual(12), Residual(12)]
     exact = copy.deepcopy(nn.Sequential(*models)).double()
     sgd = partial(torch.optim.SGD, lr=0.1)
     with PipelineTrainer(
@@ -269,7 +261,7 @@ def test_of_two_open_sizes_only_their_product_crosses() -> None:
 
 
 def test_compiling_for_a_call_that_there_is_not() -> None:
-    stage = Stage(Block(), [torch.randn(5, 12, requires_grad=True)])
+    stage = Stage(Residual(12), [torch.randn(5, 12, requires_grad=True)])
     with pytest.raises(SplitError, match="unknown call 'weight'; known ones: 'backward_input'"):
         stage.compile(["weight"])
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.pipelining import SplitPipelineStage
 from autosplit.torch_internals.version import TORCH
-from tests.semantics.parallel.test_tensor_parallel import Mlp
+from tests.zoo import Residual
 
 from .programs import Program
 
@@ -62,7 +62,9 @@ def pipeline(kind: Any) -> Program:
             f"{at}.up": ColwiseParallel(input_layouts=Shard(1)),
             f"{at}.down": RowwiseParallel(output_layouts=Shard(1)),
         }
-    parts = [parallelize_module(nn.Sequential(Mlp(), Mlp()), mesh, plan) for _ in range(STAGES)]
+    parts = [
+        parallelize_module(nn.Sequential(Residual(), Residual()), mesh, plan) for _ in range(STAGES)
+    ]
     options = {"schedule_options": {"scale_grads": False}, "stage": kind}
     return Program(parts, "ScheduleInterleavedZeroBubble", 2, **options)
 

@@ -14,18 +14,9 @@ from autosplit.pipeline import PipelineTrainer
 from autosplit.planner.costs import BlockCost, ModelCosts
 from tests.pipeline.trainer_options import grouped
 from tests.planner.planned import even
+from tests.zoo import Residual
 
 WIDTH, MICROBATCH = 16, 2
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x)))
 
 
 class Net(nn.Module):
@@ -34,7 +25,7 @@ class Net(nn.Module):
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Residual(WIDTH) for _ in range(layers))
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embed.weight
 

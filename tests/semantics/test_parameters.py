@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn.utils import parametrize
 
 import autosplit
 from autosplit import CaptureError, SplitModule
+from tests.dynamo.breaking import TwoLayers
 from tests.semantics.against_autograd import (
     Made,
     assert_equals_autograd,
@@ -210,11 +212,11 @@ def test_buffers_that_share_memory_are_refused() -> None:
 # --- copies and pickles of a split module: no graphs, no pending work, the same model -------------
 
 
-def saved_and_loaded(split: SplitModule) -> SplitModule:
+def saved_and_loaded(given: Any, weights_only: bool = False) -> Any:
     file = io.BytesIO()
-    torch.save(split, file)
+    torch.save(given, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=weights_only)
 
 
 COPIES: dict[str, Callable[[SplitModule], SplitModule]] = {
@@ -225,21 +227,29 @@ COPIES: dict[str, Callable[[SplitModule], SplitModule]] = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_copy_is_a_split_module_of_its_own(name: str) -> None:
+@pytest.mark.parametrize("last", [partial(nn.BatchNorm1d, 4), TwoLayers], ids=["whole", "parts"])
+def test_copy_is_a_split_module_of_its_own(name: str, last: Callable[[], nn.Module]) -> None:
+    """Parameters are copied and pickled without ``.grad``, as of any module."""
     split = autosplit.split(
-        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), max_graphs=3, max_pending=math.inf
+        nn.Sequential(nn.Linear(4, 4), last()), max_graphs=3, max_pending=math.inf
     )
     x = torch.randn(3, 4)
-    split(x)
-    other = COPIES[name](split)
-    assert other.functions == ()
-    assert other.model is not split.model
-    assert other.get_submodule("0").weight is other.model[0].weight
-    for module in (split, other):
+
+    def backward(module: SplitModule) -> None:
         for _ in range(2):
             module(x).square().sum().backward()
         assert module.pending == 2
-        module.backward_weight()
+
+    backward(split)
+    other = COPIES[name](split)
+    assert other.functions == ()
+    assert other.pending == 0
+    assert [each.grad for each in other.parameters()] == [None] * len([*split.parameters()])
+    assert other.model is not split.model
+    assert other.get_submodule("0").weight is other.model[0].weight
+    assert len(saved_and_loaded([*split.parameters()], weights_only=True)) >= 4
+    assert split.pending == 2
+    backward(other)
     for mine, theirs in zip(split.parameters(), other.parameters(), strict=True):
         assert mine is not theirs
         assert torch.equal(mine.grad, theirs.grad)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
@@ -24,16 +24,7 @@ from autosplit.passes.graph import calls, outputs
 from autosplit.passes.partition.collectives import schedule
 from tests.fake_ranks import fake_mesh
 from tests.passes.graphs import copied, joint_of
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
+from tests.zoo import Residual
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +47,7 @@ def model(mesh: DeviceMesh) -> nn.Module:
             f"{at}.up": ColwiseParallel(input_layouts=Shard(1)),
             f"{at}.down": RowwiseParallel(output_layouts=Shard(1)),
         }
-    return parallelize_module(nn.Sequential(*(Mlp(64, 256) for _ in range(3))), mesh, plan)
+    return parallelize_module(nn.Sequential(*(Residual(64, 256) for _ in range(3))), mesh, plan)
 
 
 def starts(module: fx.GraphModule | None) -> list[str]:
@@ -151,7 +142,7 @@ def test_weight_gradients_of_repeated_blocks_fill_waits_around_them(mesh: Device
     """Blocks without collectives are graphs that are called; as a whole, W of one fills a wait."""
     plan: dict[str, object] = {f"{at}.up": ColwiseParallel() for at in (1, 3, 5)}
     plan |= {f"{at}.down": RowwiseParallel() for at in (1, 3, 5)}
-    stack = nn.Sequential(*(Mlp(64, 64 + 64 * (at % 2)) for at in range(6)))
+    stack = nn.Sequential(*(Residual(64, 64 + 64 * (at % 2)) for at in range(6)))
     parallelize_module(stack, mesh, plan)
     x = torch.randn(4, 32, 64, requires_grad=True)
     functions = autosplit.split(stack, (x,), memory="fast").functions[0]

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from autosplit.pipeline.engine import watch as watch_module
-from autosplit.pipeline.engine.board import RETURNED, Board, Process, ended
+from autosplit.pipeline.engine.board import RETURNED, Board, Fault, Process, ended
 from autosplit.pipeline.engine.default_group import await_ending
 from autosplit.pipeline.engine.first_error import (
     AROUND,
@@ -77,6 +77,11 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def headline(fault: Fault | None) -> str:
+    assert fault is not None
+    return fault.headline
+
+
 def _until(found: list[int]) -> None:
     deadline = time.monotonic() + 30
     while not found and time.monotonic() < deadline:
@@ -115,8 +120,7 @@ def test_a_death_is_posted_at_once_and_ends_waits(
     child.kill()
     _until(ranks.cuts)
     fault = ranks.board.first()
-    assert fault is not None
-    assert fault.headline == "rank 1 was killed by SIGKILL, last heard of in compiling its stages"
+    assert headline(fault) == "rank 1 was killed by SIGKILL, last heard of in compiling its stages"
     assert watch.missing == fault
     assert ranks.cuts == [0]
     guard = Guard(0, ranks.board, lambda: None, ranks.places[0], watch)
@@ -133,9 +137,7 @@ def test_a_rank_that_was_gone_before_anybody_met_it(
     child.wait()
     ranks.watch(0)
     _until(ranks.cuts)
-    fault = ranks.board.first()
-    assert fault is not None
-    assert fault.headline == "rank 1 ended without a word"
+    assert headline(ranks.board.first()) == "rank 1 ended without a word"
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -155,12 +157,9 @@ def test_last_words_say_more_than_the_exit(
     Board(ranks.words).put("words", 1, words)
     watch = ranks.watch(0)
     _end(child)
-    fault = watch.explain(CLOSED)
-    assert fault is not None
-    if words.startswith("raised"):
-        assert fault.headline == f"rank 1 {words}, last heard of in the code around the trainer"
-    else:
-        assert fault.headline == f"rank 1 {words} while rank 0 went on"
+    where = ", last heard of in the code around the trainer"
+    rest = " while rank 0 went on" if words == RETURNED else where
+    assert headline(watch.explain(CLOSED)) == f"rank 1 {words}{rest}"
 
 
 def test_a_rank_that_ends_while_others_ask_who_is_stuck(
@@ -170,9 +169,7 @@ def test_a_rank_that_ends_while_others_ask_who_is_stuck(
     watch = ranks.watch(0)
     asked = iter([lambda: _end(child), lambda: None])
     monkeypatch.setattr(watch, "_pulses", lambda: next(asked)() or {})
-    fault = watch.explain(TIMEOUT)
-    assert fault is not None
-    assert fault.headline == "rank 1 exited with status 0 while rank 0 went on"
+    assert headline(watch.explain(TIMEOUT)) == "rank 1 exited with status 0 while rank 0 went on"
 
 
 def test_a_rank_that_left_is_missed_by_those_who_need_it(ranks: Ranks) -> None:
@@ -196,10 +193,9 @@ def test_the_rank_that_is_busy_is_named_and_not_one_that_waits(ranks: Ranks) -> 
     assert watch.explain(TIMEOUT) is None
     ranks.places[1].be(ranks.places[1].action, waiting=False)
     time.sleep(0.3)
-    fault = watch.explain(TIMEOUT)
-    assert fault is not None
-    assert fault.headline.startswith("rank 1 has been in 1F2 for ")
-    assert fault.headline.endswith("longer timeout=; rank 0 waited 3 s for rank 1")
+    text = headline(watch.explain(TIMEOUT))
+    assert text.startswith("rank 1 has been in 1F2 for ")
+    assert text.endswith("longer timeout=; rank 0 waited 3 s for rank 1")
 
 
 def test_ranks_that_wait_in_different_calls_are_told_both(ranks: Ranks) -> None:
@@ -208,10 +204,9 @@ def test_ranks_that_wait_in_different_calls_are_told_both(ranks: Ranks) -> None:
         ranks.places[rank].enter(phase)
         ranks.places[rank].be(None, waiting=True)
     time.sleep(0.3)
-    fault = watch.explain(TIMEOUT)
-    assert fault is not None
-    assert fault.headline.startswith("rank 1 is in saving a checkpoint: rank 0 is in the forward")
-    assert "and backward, and every rank makes the same calls" in fault.headline
+    text = headline(watch.explain(TIMEOUT))
+    assert text.startswith("rank 1 is in saving a checkpoint: rank 0 is in the forward")
+    assert "and backward, and every rank makes the same calls" in text
 
 
 def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
@@ -219,18 +214,15 @@ def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
     with ranks.places[1]("the optimizer step"):
         time.sleep(0.3)
         other.stop()
-        fault = watch.explain(TIMEOUT)
-    assert fault is not None
-    assert fault.headline.startswith("rank 1 has not answered for ")
-    assert " s, last in the optimizer step: it was stopped" in fault.headline
+        text = headline(watch.explain(TIMEOUT))
+    assert text.startswith("rank 1 has not answered for ")
+    assert " s, last in the optimizer step: it was stopped" in text
 
 
 def test_a_rank_that_was_stopped_before_it_said_anything_is_named(ranks: Ranks) -> None:
     ranks.pretend(Process.of(os.getpid()))
-    fault = ranks.watch(0).explain(TIMEOUT)
-    assert fault is not None
     expected = "rank 1 has not answered at all, last in starting: it was stopped"
-    assert fault.headline.startswith(expected)
+    assert headline(ranks.watch(0).explain(TIMEOUT)).startswith(expected)
 
 
 def test_a_board_tells_which_of_the_others_has_ended(child: subprocess.Popen[bytes]) -> None:

@@ -47,9 +47,9 @@ def test_bands_are_what_is_fixed_and_what_is_not() -> None:
     found = workers.recorded(ranks=1)
     (bands,), (fixed,) = found.bands, found.fixed
     by_action = {band.during: band for band in bands if band.during}
-    parameters = 2 * sum(p.numel() for p in workers.Block().parameters()) * FLOAT
+    parameters = 2 * sum(p.numel() for p in workers.block().parameters()) * FLOAT
     batch = 2 * workers.batch()[0].numel() * FLOAT
-    steps = 2 * len([*workers.Block().parameters()]) * FLOAT  # AdamW counts for each parameter
+    steps = 2 * len([*workers.block().parameters()]) * FLOAT  # AdamW counts for each parameter
     assert bands[0].fixed == 3 * parameters + steps
     assert bands[-1].fixed == fixed == 4 * parameters + steps
     assert bands[0].activations == batch

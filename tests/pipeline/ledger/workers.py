@@ -20,23 +20,15 @@ from autosplit.stage import Stage
 from tests.pipeline import workers
 from tests.pipeline.training.late_transfers import late_transfers, recorded_transfers
 from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading
+from tests.zoo import Residual
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4
 LARGEST = ROWS * 3 * WIDTH * 4
 """Bytes of the largest storage that a block saves."""
 
 
-class Block(nn.Module):
-    """Matrix products, a norm and an activation, with a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
+def block() -> Residual:
+    return Residual(WIDTH, 3 * WIDTH)
 
 
 class Convolutions(nn.Module):
@@ -78,7 +70,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def trainer(
     stages: int = 2,
-    block: Callable[[], nn.Module] = Block,
+    block: Callable[[], nn.Module] = block,
     loss_fn: Callable[[Tensor, Tensor], Tensor] = mean_square,
     frozen: int | None = None,
     **options: Any,

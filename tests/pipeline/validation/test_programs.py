@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +41,7 @@ class Log(Recorder):
         super().__init__(0)
         self.calls: list[Any] = []
         self._waits: list[int] = []
+        self._numbers = count()
 
     def run(self, action: Action, compute: Callable[[], Any]) -> Any:
         self.settle()
@@ -56,34 +60,17 @@ class Log(Recorder):
         return self._message("receive", peer)
 
     def _message(self, kind: str, peer: int) -> Any:
-        number = len(self._messages)
         self.calls.append((kind, peer))
-        waits = self._waits
-
-        class Work:
-            def wait(self) -> None:
-                waits.append(number)
-
-        return Work()
-
-    @property
-    def _messages(self) -> list[Any]:
-        return [each for each in self.calls if each[0] in ("send", "receive")]
+        return SimpleNamespace(wait=partial(self._waits.append, next(self._numbers)))
 
 
 class Stage:
     """Computes nothing."""
 
-    def forward(self, microbatch: int, inputs: list[Tensor]) -> list[Tensor]:
+    def forward(self, *_: Any) -> list[Tensor]:
         return [torch.zeros(1)]
 
-    def backward_input(self, microbatch: int, grads: list[Tensor | None]) -> list[Tensor | None]:
-        return [torch.zeros(1)]
-
-    backward = backward_input
-
-    def backward_weight(self, microbatch: int) -> None:
-        pass
+    backward = backward_input = backward_weight = forward
 
 
 def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
@@ -94,10 +81,10 @@ def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     link: Any = log
     posts = posts_of(schedule, feeds)[rank]
     transport = Transport(routes_of(schedule)[rank], link, boundaries, device=CPU, posts=posts)
-    stages = dict.fromkeys(schedule.held(rank), Stage())
+    stages: Any = dict.fromkeys(schedule.held(rank), Stage())
     executor = Executor(stages, schedule, rank, transport, loss_grad=torch.ones(1))
-    count = schedule.microbatches
-    executor.run([[torch.zeros(1)]] * count, [[]] * count, log)
+    microbatches = schedule.microbatches
+    executor.run([[torch.zeros(1)]] * microbatches, [[]] * microbatches, log)
     log.settle()
     return log.calls
 

@@ -29,18 +29,9 @@ from autosplit.errors import DeferralWarning
 from autosplit.passes.analysis.operators import is_start
 from autosplit.passes.graph import calls
 from tests.ranks import ranks
+from tests.zoo import Residual
 
 MICROBATCHES, STEPS = 2, 2
-
-
-class Mlp(nn.Module):
-    def __init__(self, width: int = 8, hidden: int = 16) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Attention(nn.Module):
@@ -64,7 +55,7 @@ class Language(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(32, 8)
-        self.blocks = nn.Sequential(Attention(), Mlp())
+        self.blocks = nn.Sequential(Attention(), Residual())
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 32, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -78,7 +69,7 @@ def sequence_parallel(mesh: DeviceMesh) -> nn.Module:
         "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1)),
     }
-    return parallelize_module(Mlp(), mesh, plan)
+    return parallelize_module(Residual(), mesh, plan)
 
 
 def prepared(mesh: DeviceMesh) -> nn.Module:
@@ -93,7 +84,7 @@ def prepared(mesh: DeviceMesh) -> nn.Module:
         "1.up": ColwiseParallel(),
         "1.down": RowwiseParallel(),
     }
-    return parallelize_module(nn.Sequential(Mlp(), Mlp()), mesh, plan)
+    return parallelize_module(nn.Sequential(Residual(), Residual()), mesh, plan)
 
 
 def language(mesh: DeviceMesh, *, tied: bool = False) -> nn.Module:
