@@ -12,18 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
-
-
-class InParts(nn.Module):
-    """A branch on data: two graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x)
-        return self.b(h.relu() if h.sum() > 0 else h.tanh())
+from tests.dynamo.breaking import TwoLayers
 
 
 def layers() -> nn.Module:
@@ -44,7 +33,7 @@ ASKS: dict[str, Asks] = {
     "retain": lambda loss, asked: torch.autograd.grad(loss, asked, retain_graph=True),
 }
 
-WAYS = pytest.mark.parametrize("build", [layers, InParts])
+WAYS = pytest.mark.parametrize("build", [layers, TwoLayers])
 
 
 def batch() -> Tensor:
@@ -59,9 +48,9 @@ def batch() -> Tensor:
         (layers, True, "grad"),
         (layers, True, "unused"),
         (many, False, "grad"),
-        (InParts, False, "inputs"),
-        (InParts, False, "grad"),
-        (InParts, False, "retain"),
+        (TwoLayers, False, "inputs"),
+        (TwoLayers, False, "grad"),
+        (TwoLayers, False, "retain"),
     ],
 )
 def test_refused_with_advice_that_works(
@@ -83,7 +72,7 @@ def test_refused_with_advice_that_works(
     assert all(torch.equal(p.grad, grad) for p, grad in zip(parameters, expected, strict=True))
 
 
-@pytest.mark.parametrize("build", [many, InParts])
+@pytest.mark.parametrize("build", [many, TwoLayers])
 def test_one_parameter_of_those_near_the_ends(build: Callable[[], nn.Module]) -> None:
     split = autosplit.split(build())
     parameters = [*split.parameters()]

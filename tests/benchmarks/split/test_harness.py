@@ -21,20 +21,12 @@ KIB = 1024
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 
 
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(256, 256, bias=False)
-        self.second = nn.Linear(256, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).relu())
-
-
 @pytest.fixture
 def subject() -> Subject:
     torch.manual_seed(0)
-    return Subject("perceptron", Perceptron(), torch.randn(64, 256), torch.randn(64, 256))
+    first, second = (nn.Linear(256, 256, bias=False) for _ in range(2))
+    perceptron = nn.Sequential(first, nn.ReLU(), second)
+    return Subject("perceptron", perceptron, torch.randn(64, 256), torch.randn(64, 256))
 
 
 class Scripted:

@@ -8,22 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from autosplit import SplitModule
+from tests import zoo
 
 WIDTH = 4
 Block = Callable[[int], nn.Module]
 
 
-class Residual(nn.Module):
-    """A block of two products."""
+class Residual(zoo.Residual):
+    """The block of an index."""
 
     def __init__(self, index: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).tanh())
+        super().__init__(WIDTH)
 
 
 class Stack(nn.Module):
