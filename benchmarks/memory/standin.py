@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.stage import Stage
 
-from ..pipeline.standin import Clock
+from ..pipeline.standin import Clock, makespans
 
 ROWS, WIDTH, LAYERS, NARROW = 2048, 32, 6, 4
 """Tensors of a quarter MiB, two of them kept for each layer, as much from F to I as from I to W; a
@@ -78,6 +78,19 @@ class Keeping(nn.Module):
         return narrow
 
 
+def _timed(kind: ActionKind, call: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``call``, but for the time."""
+
+    @functools.wraps(call)
+    def run(stage: Timed, *args: Any, **options: Any) -> Any:
+        end = time.perf_counter() + stage.costs.seconds(Action(0, kind, 0))
+        found = call(stage, *args, **options)
+        stage.clock.sleep_until(end)
+        return found
+
+    return run
+
+
 class Timed(Stage):
     """A stage whose calls take a given time, what they compute included."""
 
@@ -91,41 +104,14 @@ class Timed(Stage):
         clock: Clock,
     ) -> None:
         super().__init__(module, args, index=index, late_input=False)
-        self._costs = Costs([times], [StageMemory(0.0, 0.0)])
-        self._clock = clock
+        self.costs = Costs([times], [StageMemory(0.0, 0.0)])
+        self.clock = clock
 
-    def forward(self, *args: Any, **options: Any) -> list[Tensor]:
-        end = self._end(ActionKind.FORWARD)
-        found = super().forward(*args, **options)
-        self._clock.sleep_until(end)
-        return found
-
-    def recompute(self, microbatch: int) -> None:
-        end = self._end(ActionKind.FORWARD)
-        super().recompute(microbatch)
-        self._clock.sleep_until(end)
-
-    def backward_input(
-        self, microbatch: int, output_grads: list[Tensor | None]
-    ) -> list[Tensor | None]:
-        end = self._end(ActionKind.BACKWARD_INPUT)
-        found = super().backward_input(microbatch, output_grads)
-        self._clock.sleep_until(end)
-        return found
-
-    def backward_weight(self, *args: Any, **options: Any) -> None:
-        end = self._end(ActionKind.BACKWARD_WEIGHT)
-        super().backward_weight(*args, **options)
-        self._clock.sleep_until(end)
-
-    def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
-        end = self._end(ActionKind.BACKWARD)
-        found = super().backward(microbatch, output_grads)
-        self._clock.sleep_until(end)
-        return found
-
-    def _end(self, kind: ActionKind) -> float:
-        return time.perf_counter() + self._costs.seconds(Action(0, kind, 0))
+    forward = _timed(ActionKind.FORWARD, Stage.forward)
+    recompute = _timed(ActionKind.FORWARD, Stage.recompute)
+    backward_input = _timed(ActionKind.BACKWARD_INPUT, Stage.backward_input)
+    backward_weight = _timed(ActionKind.BACKWARD_WEIGHT, Stage.backward_weight)
+    backward = _timed(ActionKind.BACKWARD, Stage.backward)
 
 
 def costs(
@@ -164,10 +150,7 @@ def _run(case: Case, steps: int) -> Found:
         run_options=RunOptions(timeout=120.0, record=True, store=case.folder),
     ) as trainer:
         losses = trainer.step(batch).tolist()
-        seconds = []
-        for _ in range(steps):
-            trainer.step(batch)
-            seconds.append(trainer.timeline().makespan)
+        seconds = makespans(trainer, batch, steps)
         trainer.record = "memory"
         trainer.step(batch)
         memory = trainer.memory()

@@ -267,7 +267,6 @@ def _rank(
                     "beside": taken / eager,
                     "same": same[own[name]],
                     "early": None if left is None else 1 - left / weights,
-                    "costs": str(own[name]) if name == MEASURED else "",
                 }
             )
     return rows

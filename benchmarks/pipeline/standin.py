@@ -25,7 +25,7 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.trainer import PipelineTrainer
 
-from ..results import Rows, by_setting, table
+from ..results import Rows, by_setting, mark, table
 
 Times = tuple[float, float, float]
 
@@ -180,7 +180,7 @@ def _speed_up(base: dict[str, Any], row: dict[str, Any], column: str) -> str:
 
 
 def _judged(ratio: float) -> str:
-    return f"{ratio:.3f}" if ratio <= TARGET else f"**{ratio:.3f}**"
+    return mark(f"{ratio:.3f}", ratio <= TARGET)
 
 
 def _cases(ranks: int, ratio: Times) -> list[Case]:
@@ -227,11 +227,8 @@ def _times(ranks: int, chunks: int, ratio: Times) -> Times:
 
 def measure(cases: Sequence[Case], steps: int, timeout: float = 600.0) -> list[Found]:
     """Run every case on as many processes as its schedule has ranks; all must have the same."""
-    ranks = {len(case.schedule.ranks) for case in cases}
-    if len(ranks) != 1:
-        raise ValueError(f"one launch has one number of ranks; got cases for {sorted(ranks)}")
-    (count,) = ranks
-    return launch(_on_rank, count, (list(cases), steps), timeout=timeout)[0]
+    (ranks,) = {len(case.schedule.ranks) for case in cases}
+    return launch(_on_rank, ranks, (list(cases), steps), timeout=timeout)[0]
 
 
 def repeat(schedule: Schedule, steps: int) -> Schedule:

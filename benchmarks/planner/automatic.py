@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
-
-import torch.distributed as dist
 
 from autosplit.mesh.costs import device_of_group, measure_device
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
@@ -23,7 +20,7 @@ from autosplit.planner.cutting import on_all_ranks
 
 from ..links import measure_transfer, ring
 from ..page import option
-from ..pipeline.turns import take_turns
+from ..pipeline.turns import gather, take_turns
 from .models import CASES
 from .training import WARM_UP, Training
 
@@ -58,15 +55,12 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     model = subject.build()
     names = subject.cut_by_hand(STAGES)
     whole, by_hand = WholeModel.capture(model, subject.example()).divided(names)
-    start = time.perf_counter()
     costs = on_all_ranks(lambda: profile(whole, seconds=amount.seconds))
-    links = _links()
-    planner = _Planner(whole, costs, links)
+    planner = _Planner(whole, costs, _links())
     plans = {"automatic": planner.automatic(), "by hand": planner.given(by_hand)}
-    planning = time.perf_counter() - start
     if plans["automatic"].firsts == tuple(by_hand):
         del plans["by hand"]
-    guess = estimate(whole, device=_gather(measure_device())[0])
+    guess = estimate(whole, device=gather(measure_device())[0])
     guessed = solve(guess, STAGES, REQUEST).firsts
     rows = {}
     with ExitStack() as stack:
@@ -90,11 +84,8 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
         "name": case,
         "blocks": len(whole.blocks),
         "kinds": len(kinds(whole)),
-        "planning": planning,
         **planner.most_even(plans["automatic"]),
         "estimated": [whole.blocks[index].name for index in guessed],
-        "latency": links.latency,
-        "bandwidth": links.bandwidth,
         "alternating": alternating,
         **rows,
     }
@@ -136,9 +127,3 @@ def _links() -> Transfer:
         return measure_transfer(groups, device_of_group(), ring(STAGES))
     finally:
         groups.destroy()
-
-
-def _gather(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
