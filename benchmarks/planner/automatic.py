@@ -64,10 +64,9 @@ def _compare(case: str, amount: Amount) -> dict[str, Any]:
     guessed = solve(guess, STAGES, REQUEST).firsts
     rows = {}
     with ExitStack() as stack:
-        trained = {
-            way: stack.enter_context(Training(subject, whole, plan, MICROBATCHES))
-            for way, plan in plans.items()
-        }
+        trained = {way: Training(subject, whole, plan, MICROBATCHES) for way, plan in plans.items()}
+        for training in trained.values():
+            stack.enter_context(training.trainer)
         for way, training in trained.items():
             plan = plans[way]
             steps = max(_LEAST, math.ceil(amount.training / plan.step))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ class Training:
         self._size = microbatches * subject.microbatch_size
         self._firsts = plan.firsts
         self._steps = 0
-        self._trainer = PipelineTrainer(
+        self.trainer = PipelineTrainer(
             cut(whole, self._firsts),
             subject.loss_fn,
             lambda parameters: torch.optim.SGD(parameters, lr=0.0),
@@ -54,9 +53,9 @@ class Training:
         self._steps += 1
         dist.barrier()
         start = time.perf_counter()
-        losses = self._trainer.forward_backward(batch)
+        losses = self.trainer.forward_backward(batch)
         seconds = time.perf_counter() - start
-        for module in self._trainer.modules.values():
+        for module in self.trainer.modules.values():
             module.zero_grad(set_to_none=True)
         if not torch.isfinite(losses).all():
             raise PipelineError(f"a loss of {losses.tolist()}")
@@ -69,21 +68,10 @@ class Training:
         seconds, spans = [], []
         for _ in range(steps):
             seconds.append(self.step())
-            spans.append(self._trainer.timeline().spans)
+            spans.append(self.trainer.timeline().spans)
         medians = median_durations(spans)
         times = [
             [medians.get((stage, ActionKind(kind)), 0.0) for kind in "FIW"]
             for stage in range(len(self._firsts) + 1)
         ]
         return {"seconds": seconds, "times": times}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._trainer.__exit__(kind, error, trace)
