@@ -156,6 +156,7 @@ def _capture(
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
     from autosplit.capture.diagnosis import PythonStateError
     from autosplit.capture.joint_graph import capture
+    from autosplit.capture.side_effects import refuse_own_generators
 
     if is_unshaped(module):
         raise FirstCallError(
@@ -167,6 +168,7 @@ def _capture(
     except PythonStateError as error:
         # Many forwards fill a cache or a setting on their first call only.
         if called:
+            refuse_own_generators(module)  # which the next call would find again
             raise FirstCallError(str(error)) from error
         if not insist:
             raise
