@@ -11,7 +11,13 @@ from torch.nn.utils import parametrizations, parametrize
 
 import autosplit
 from autosplit import SplitError
-from tests.semantics.against_autograd import assert_equals_autograd, within
+from tests.semantics.against_autograd import (
+    assert_alike,
+    assert_equals_autograd,
+    mean_square,
+    one_by_one,
+    within,
+)
 
 
 class AttentionThenBatchNorm(nn.Module):
@@ -80,4 +86,5 @@ def test_global_cache_that_a_forward_fills() -> None:
     """The forward was tried on a copy without data, and the module that holds the cache was put
     back, but not what the cache held: the first real call read tensors without data from it.
     """
-    assert_equals_autograd(CachesParametrizations(), [(torch.randn(2, 4),)] * 2)
+    batches = [(torch.randn(2, 4),)] * 2
+    assert_alike(CachesParametrizations(), lambda call, _: one_by_one(call, batches, mean_square))

@@ -12,11 +12,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.capture.workarounds.operators import (
     Decompositions,
@@ -24,7 +27,9 @@ from autosplit.capture.workarounds.operators import (
     refuse_mixed_dtypes,
     refuse_traced_otherwise,
 )
+from autosplit.errors import CaptureError
 from autosplit.passes import Role
+from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dtensor import Sharding
 from autosplit.torch_internals.pytree import (
     TreeSpec,
@@ -34,7 +39,7 @@ from autosplit.torch_internals.pytree import (
     tree_unflatten,
 )
 
-from .diagnosis import PythonStateError, user_errors
+from .diagnosis import PythonStateError, definition, user_errors
 from .export import export
 from .guards import Guards, unobserved
 from .input_sizes import InputSizes, is_open
@@ -82,7 +87,7 @@ def trace_joint(
     context = exported.meta.get("tracing_context")
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
-    with tracing(context):
+    with tracing(context), _values_refused(module, exported):
         joint = export_joint(exported, *inputs, decompositions)
     refuse_mixed_dtypes(joint.graph_module.graph)
     infos = joint._aot_state.fw_metadata.output_info
@@ -108,6 +113,50 @@ def export_joint(
         return aot_export_joint_with_descriptors(
             stack, module, hold(args), hold(kwargs), decompositions=decompositions
         )
+
+
+@contextlib.contextmanager
+def _values_refused(module: nn.Module, exported: fx.GraphModule) -> Iterator[None]:
+    """Refuse forwards that read the value of a tensor of one element that is neither a parameter
+    nor a buffer (``self.scale.item()``): tracing has it as a number that never changes.
+
+    Raises:
+        CaptureError: the forward does.
+    """
+    if not any(map(_is_kept_number, placeholders(exported.graph))):
+        yield
+        return
+    with _ValuesRead() as values:  # type: ignore[no-untyped-call]
+        yield
+    if values.read:
+        name = type(module).__name__
+        raise CaptureError(
+            f"{name}.forward (at {definition(module)}) reads the value of a tensor "
+            "that it keeps and that may change (.item(), float()): register it as a buffer, or "
+            "keep a number"
+        )
+
+
+def _is_kept_number(node: fx.Node) -> bool:
+    """Whether it is a tensor of one element of a module or a global, and no parameter or buffer."""
+    value, source = node.meta.get("example_value"), repr(getattr(node, "_dynamo_source", ""))
+    if not isinstance(value, Tensor) or any(size != 1 for size in value.shape):
+        return False
+    kept = "NNModuleSource" in source or "GlobalSource" in source
+    return kept and "'_buffers'" not in source and "'_parameters'" not in source
+
+
+class _ValuesRead(TorchDispatchMode):
+    """Sees the values of real tensors being read while fake ones are traced."""
+
+    read = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        real = not any(isinstance(each, FakeTensor) for each in args)
+        self.read = self.read or (real and torch.Tag.data_dependent_output in func.tags)
+        return func(*args, **(kwargs or {}))
 
 
 class _Results:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit import SplitError, Stage
-from tests.semantics.against_autograd import assert_alike, assert_equals_autograd, leaves
+from autosplit import CaptureError, SplitError, Stage
+from tests.semantics.against_autograd import Made, assert_alike, assert_equals_autograd, leaves
 
 FACTOR = 1.0
 
@@ -250,3 +250,26 @@ def test_tensors_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     Scales.scale = torch.full((4,), 5.0)
     assert torch.equal(split(x), split.model(x))
     assert len(split.functions) == 3
+
+
+READ: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "item": lambda m, x: m.linear(x) * m.numbers[0].item(),
+    "argument": lambda m, x: torch.add(m.linear(x), x, alpha=m.numbers[1]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_value_of_a_tensor_that_is_kept(name: str) -> None:
+    """It was that of the capture for ever: tracing takes the value of such a tensor for fixed."""
+    model = Made(READ[name])
+    model.numbers = [torch.tensor(2.0), torch.tensor(2)]
+
+    def drive(call: Any, model: Any) -> list[Tensor]:
+        found = [call(torch.ones(2, 4))]
+        for number in model.numbers:
+            number.add_(1)
+        return [*found, call(torch.ones(2, 4))]
+
+    assert_alike(model, drive)
+    with pytest.raises(CaptureError, match="reads the value of a tensor that it keeps"):
+        Stage(model, [torch.ones(2, 4)])
