@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.pipelining import SplitPipelineStage
+from autosplit.runtime import compiled_graph
 from autosplit.torch_internals.version import TORCH
 from tests.zoo import Residual
 
@@ -85,11 +86,13 @@ def both() -> Iterator[Both]:
     """Pipelines of our stages and of torch's, after two steps."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        pair = pipeline(SplitPipelineStage), pipeline(PipelineStage)
-        for each in pair:
-            step(each, 1)
-            step(each, 2)
-        yield pair
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiled_graph, "_SMALL", 0)  # as if all were large
+            pair = pipeline(SplitPipelineStage), pipeline(PipelineStage)
+            for each in pair:
+                step(each, 1)
+                step(each, 2)
+            yield pair
     finally:
         dist.destroy_process_group()
 

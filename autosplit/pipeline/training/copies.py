@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -37,6 +38,8 @@ Wait: TypeAlias = "Callable[[], None]"
 """Waits until what a reduction gives is in ``.grad``; raises LostPeerError where another rank did
 not take part.
 """
+
+_LISTS = ("params", "param_names")  # of a group of an optimizer, what are no options
 
 _OTHERS = "the ranks that hold the same parameters"
 
@@ -93,7 +96,7 @@ class Copies:
     ) -> None:
         self._modules, self._groups, self._sharded = modules, groups, sharded
         self._layout, self._settled = groups.layout, settled
-        self._named = _find(shared, modules, schedule.stages)
+        self._named, self._shared = _find(shared, modules, schedule.stages), shared
         whole = self._check(shared)
         everywhere: list[tuple[int, ...]] = [(at,) for at in range(len(self._layout.columns))]
         tied = [
@@ -206,6 +209,33 @@ class Copies:
                     f"frozen; got {listed}"
                 )
         return [*whole.values()]
+
+    def check_moved(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Refuse optimizers that move tied parameters differently, which would come apart;
+        collective over all ranks.
+
+        Raises:
+            PipelineError: names one, and what differs.
+        """
+        groups = [] if optimizer is None else optimizer.param_groups
+        ways = {
+            id(parameter): {key: repr(value) for key, value in group.items() if key not in _LISTS}
+            for group in groups
+            for parameter in group["params"]
+        }
+        own = {at: ways[id(tensor)] for at, tensor in self._named.items() if id(tensor) in ways}
+        found: dict[Holder, Mapping[str, str]] = {}
+        for said in self._groups.everybody.gather(own):
+            found |= said
+        for holders in self._shared:
+            known = [(at, found[at]) for at in map(tuple, holders) if at in found]
+            for (one, first), (two, second) in pairwise(known):
+                if differing := [key for key in first if first[key] != second.get(key)]:
+                    raise PipelineError(
+                        f"{one[1]!r} of stage {one[0]} and {two[1]!r} of stage {two[0]} are one "
+                        f"parameter, and optimizers move them differently: {', '.join(differing)} "
+                        "must be the same"
+                    )
 
     # --- in a step --------------------------------------------------------------------------------
 

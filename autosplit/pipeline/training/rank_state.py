@@ -75,6 +75,7 @@ class RankState:
                 "'dp_replicate' in place of 'dp_shard', or stages that have parameters of their own"
             )
         copies = Copies(modules, shared, schedule, groups, sharded.lying, settled)
+        self._tied = copies if shared else None
         shards, several = bool(sharded.parameters), groups.layout.shares > 1
         self._checks = [
             *([copies.check] if shared else []),
@@ -102,12 +103,14 @@ class RankState:
         """Have the optimizer made that moves the parameters, if there are any.
 
         Raises:
-            PipelineError: this is no optimizer, one of other parameters, or one that wants a
-                closure.
+            PipelineError: this is no optimizer, one of other parameters, one that wants a
+                closure, or one that moves a tied parameter otherwise than another rank's.
         """
         if self.parameters:
             self.optimizer = optimizer_fn(self.parameters)
             _check_moves(self.optimizer, self.parameters)
+        if self._tied is not None:
+            self._tied.check_moved(self.optimizer)
 
     @property
     def optimizer_state(self) -> list[Tensor]:

@@ -133,6 +133,12 @@ class Runner:
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
         self._feeds = Feeds(stages.count, stages.wiring)
+        self._buffers_apart = [
+            holder
+            for holders in stages.shared_buffers
+            if len({schedule.placement[stage] for stage, _ in holders}) > 1
+            for holder in holders
+        ]
         self.memory = RankMemory(held, groups, self._feeds, device, store)
         self._tuner: Tuner | None = None
         if options.tunes:
@@ -298,8 +304,24 @@ class Runner:
                     f"stage {index} cannot take what it is given, {given}: {error}"
                 ) from error
         if isinstance(made, Stage):
+            self._check_buffers(index, module, made)
             self._known[module] = made
         return made
+
+    def _check_buffers(self, index: int, module: nn.Module, made: Stage) -> None:
+        """Refuse a forward that writes into a buffer of a module that another rank has, too: each
+        would go on with its own.
+        """
+        buffers = dict(module.named_buffers())
+        written = [buffers[name] for name in made.functions.updated_state]
+        for stage, name in self._buffers_apart:
+            own = self._held.modules[index].get_buffer(name) if stage == index else None
+            if any(own is each for each in written):
+                raise PipelineError(
+                    f"stage {index} writes into its buffer {name!r}, which is of a module that a "
+                    "stage of another rank has, too, and would differ there: let each stage have a "
+                    "module of its own, or both be on one rank"
+                )
 
     def _complete(self, batch: Batch | None, *, evaluates: bool = False) -> dict[int, nn.Module]:
         """This rank's modules with the loss on the last stage, autocast on all; the first batch is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -59,6 +59,7 @@ class StageSource:
         build: makes stage ``index``.
         wiring: who feeds whom; None for a chain.
         shared: parameters that several stages hold.
+        shared_buffers: likewise.
         cut: whether they were cut from a whole model by the trainer itself.
     """
 
@@ -66,6 +67,7 @@ class StageSource:
     build: Callable[[int], nn.Module]
     wiring: Wiring | None = None
     shared: Sequence[Sequence[Holder]] = ()
+    shared_buffers: Sequence[Sequence[Holder]] = ()
     cut: bool = False
 
     @classmethod
@@ -88,19 +90,22 @@ def _stages_of(model: Any, count: int | None) -> StageSource:
         return StageSource(model.stages, model.build, model.wiring, model.shared)
     if not callable(model) or isinstance(model, nn.ModuleList):
         modules = list(model)
-        return StageSource(len(modules), modules.__getitem__, shared=_tied(modules))
+        tied = _tied(modules, nn.Module.named_parameters), _tied(modules, nn.Module.named_buffers)
+        return StageSource(len(modules), modules.__getitem__, None, *tied)
     if count is None:
         raise PipelineError("with a function for stages, say how many: stages=N")
     return StageSource(count, model)
 
 
-def _tied(modules: Sequence[Any]) -> Sequence[Sequence[Holder]]:
-    """Parameters that several of the modules hold, each of which may go to a rank of its own."""
+def _tied(
+    modules: Sequence[Any], named: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
+) -> Sequence[Sequence[Holder]]:
+    """Tensors that several of the modules hold, each of which may go to a rank of its own."""
     holders: dict[int, list[Holder]] = {}
     for stage, module in enumerate(modules):
         if isinstance(module, nn.Module):
-            for name, parameter in module.named_parameters():
-                holders.setdefault(id(parameter), []).append((stage, name))
+            for name, tensor in named(module):
+                holders.setdefault(id(tensor), []).append((stage, name))
     return [held for held in holders.values() if len(held) > 1]
 
 

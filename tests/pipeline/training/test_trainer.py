@@ -159,6 +159,39 @@ def test_modules_of_a_list_may_have_a_parameter_in_common() -> None:
         assert_state(engine, model)
 
 
+class Normed(nn.Module):
+    """Writes into buffers of a norm that several may have in common."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+@ranks(2)
+def test_buffers_that_ranks_would_write_apart_are_refused() -> None:
+    norm = nn.BatchNorm1d(6)
+    stages = [Normed(norm), Normed(norm)]
+    with (
+        workers.trainer(stages, stage_factory=None) as engine,
+        pytest.raises(PipelineError, match=r"stage 0 writes into its buffer 'norm.running_mean', "),
+    ):
+        engine.step(workers.data(8))
+
+
+@ranks(2)
+def test_optimizers_move_a_tied_parameter_alike() -> None:
+    def apart(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1 * (1 + dist.get_rank()))
+
+    ends = Tied(0), Tied(1)
+    ends[1].tied = ends[0].tied
+    with pytest.raises(PipelineError, match=r"'tied' of stage 0 .* differently: lr must"):
+        workers.trainer([*ends], optimizer_fn=apart)
+
+
 @ranks(2)
 def test_gradients_of_what_no_optimizer_moves_do_not_add_up() -> None:
     """In three clipped steps whose optimizer leaves biases alone."""
