@@ -133,7 +133,9 @@ def _one_by_one(
     named = {role.name: s for (role, _), s in zip(outputs(first.graph), sums, strict=True)}
     taken = [role_of(node) for node in placeholders(later.graph)]
     for batch in batches[1:]:
-        later(*(named[r.name] if r.kind is Kind.ACCUMULATOR else batch[r] for r in taken))
+        made = later(*(named[r.name] if r.kind is Kind.ACCUMULATOR else batch[r] for r in taken))
+        if later is first:  # small ones are added behind the graph
+            torch._foreach_add_(sums, list(made))
     return sums
 
 
