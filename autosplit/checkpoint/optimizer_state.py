@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import CheckpointError
+from autosplit.pipeline.training.copies import PER_GROUP
 from autosplit.torch_internals.dtensor import copied_along
 
 from .naming import Groups
@@ -22,7 +23,6 @@ from .plain import packed, plain
 from .reading import Checkpoint
 
 _STATE, _OPTIONS = "state", "param_groups"
-_PER_GROUP = ("params", "param_names")
 
 
 def flatten(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def flatten(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
     state = optimizer.state_dict()
     flat: dict[str, Any] = {}
     for group, numbered in zip(groups, state["param_groups"], strict=True):
-        options = {k: _plain(v, k) for k, v in numbered.items() if k not in _PER_GROUP}
+        options = {k: _plain(v, k) for k, v in numbered.items() if k not in PER_GROUP}
         for (_, entry), number in zip(group, numbered["params"], strict=True):
             for key, value in state["state"].get(number, {}).items():
                 if "." in key:

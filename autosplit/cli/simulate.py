@@ -71,11 +71,10 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
         cap: the most that a rank may keep.
 
     Raises:
-        ScheduleError: a bad count, more than ``MOST`` actions, or nothing within the cap.
+        ScheduleError: a bad count, or nothing within the cap.
     """
     ranks = len(costs.times)
     check_counts(microbatches=microbatches)
-    check_size(ranks * chunks, microbatches, MOST)
     caps_of(cap, ranks)
     found: list[SimulatedSchedule] = []
     refused: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role
 from autosplit.passes.graph import STATE
-from autosplit.runtime.residuals import Residuals, State
-from autosplit.torch_internals.dtensor import is_dtensor, local_tensor
+from autosplit.runtime.residuals import State
+from autosplit.torch_internals.dtensor import Sharding, is_dtensor, local_tensor
 
 from .compiled_graph import GradientGraph
 from .functions import ForwardResult, SplitFunctions
@@ -35,57 +35,16 @@ class DTensorFunctions(SplitFunctions):
         updates = self._whole(Kind.UPDATE, self.updated_state, updates)
         return ForwardResult([*returned, *written], updates, saved)
 
-    def backward_input(
-        self,
-        saved: Residuals,
-        output_grads: list[Tensor | None],
-        gradients: Sequence[Tensor] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[list[Tensor | None], Residuals, Sequence[Tensor]]:
-        self._lay_open(output_grads)
-        grads, deferred, early = super().backward_input(
-            saved, output_grads, _sums(gradients), dtype
-        )
-        early = self._gradients(self._input, early, gradients)
-        return self._whole(Kind.INPUT_GRAD, self.capture.inputs, grads), deferred, early
-
-    def backward_weight(
-        self,
-        deferred: Residuals,
-        gradients: Sequence[Tensor] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Sequence[Tensor]:
-        made = super().backward_weight(deferred, _sums(gradients), dtype)
-        return self._gradients(self._weight, made, gradients)
-
-    def backward(
-        self,
-        saved: Residuals,
-        output_grads: list[Tensor | None],
-        gradients: Sequence[Tensor] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-        self._lay_open(output_grads)
-        grads, made = super().backward(saved, output_grads, _sums(gradients), dtype)
-        made = self._gradients(self._weight if self._passes_on else self._unsplit, made, gradients)
-        return self._whole(Kind.INPUT_GRAD, self.capture.inputs, grads), made
-
-    def _lay_open(self, output_grads: list[Tensor | None]) -> None:
+    def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
         output_grads[:] = self._local(Kind.TANGENT, self.output_names, output_grads)
+        return super()._backward_pool(saved, output_grads)
 
-    def _gradients(
-        self, graph: GradientGraph, made: Sequence[Tensor], into: Sequence[Tensor] | None
-    ) -> Sequence[Tensor]:
-        """Weight gradients as the user gets them: what they were added into, or new ones."""
-        return self._whole(Kind.PARAMETER_GRAD, graph.parameters, made) if into is None else into
+    def _graph(self, name: str, *roles: Any) -> GradientGraph:
+        module, backend = self._module(name), self._backend
+        return _DTensorGraph(self.capture.shardings, name, module, *roles, backend=backend)
 
     def _whole(self, kind: Kind, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
-        """Values of a kind as the user gets them."""
-        known = [self.capture.shardings.get(Role(kind, name)) for name in names]
-        return [
-            value if lies is None or value is None else lies.whole(value)
-            for value, lies in zip(values, known, strict=True)
-        ]
+        return _whole(self.capture.shardings, [Role(kind, name) for name in names], values)
 
     def _local(self, kind: Kind, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
         """Values of a kind as graphs take them; those that are no tensors are left alone.
@@ -108,6 +67,33 @@ class DTensorFunctions(SplitFunctions):
         return lies.local(value)
 
 
-def _sums(gradients: Sequence[Tensor] | None) -> list[Tensor] | None:
-    """What this rank has of what is added into."""
-    return None if gradients is None else [local_tensor(each) for each in gradients]
+class _DTensorGraph(GradientGraph):
+    """One whose results lie over ranks: added into what this rank has of sums, or wrapped.
+
+    Args:
+        shardings: how values lie.
+    """
+
+    def __init__(self, shardings: Mapping[Role, Sharding], *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._shardings = shardings
+
+    def run(
+        self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
+    ) -> tuple[list[Any], Sequence[Tensor]]:
+        into = None if gradients is None else [local_tensor(each) for each in gradients]
+        results, made = super().run(pool, into, dtype)
+        if gradients is None:
+            roles = [Role(Kind.PARAMETER_GRAD, name) for name in self.parameters]
+            gradients = _whole(self._shardings, roles, made)
+        return _whole(self._shardings, self._others, results), gradients
+
+
+def _whole(
+    shardings: Mapping[Role, Sharding], roles: Iterable[Role], values: Iterable[Any]
+) -> list[Any]:
+    """Values as the user gets them."""
+    return [
+        value if lies is None or value is None else lies.whole(value)
+        for value, lies in zip(values, map(shardings.get, roles), strict=True)
+    ]

@@ -421,9 +421,9 @@ class SplitFunctions:
         Raises:
             SplitError: as ``backward_input``.
         """
-        if self._passes_on:  # of what lies over ranks, the caller makes DTensors once
-            grads, deferred, _ = SplitFunctions.backward_input(self, saved, output_grads)
-            return grads, SplitFunctions.backward_weight(self, deferred, gradients, dtype)
+        if self._passes_on:
+            grads, deferred, _ = self.backward_input(saved, output_grads)
+            return grads, self.backward_weight(deferred, gradients, dtype)
         pool = self._backward_pool(saved.take(), output_grads)
         return self._unsplit.run(pool, gradients, dtype)
 

@@ -119,8 +119,8 @@ class Mailbox:
 
     def post_next(self) -> None:
         """Post one receive more, if its shapes are known."""
-        left = self._parcels[self._posted :]
-        if left and left[0].boundary in self._boundaries.known:
+        left = self._posted < len(self._parcels)
+        if left and self._parcels[self._posted].boundary in self._boundaries.known:
             self._post()
 
     def take(self, parcel: Parcel, place: int, proven: int) -> list[Tensor | None]:

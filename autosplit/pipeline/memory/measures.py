@@ -444,8 +444,7 @@ def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Sch
     """The schedule that recomputes until bounds are kept, or that comes as near as it can."""
 
     def freed(held: Held) -> float:
-        memory = costs.memory[held.stage]
-        return held.size - memory.inputs - memory.again
+        return held.size - costs.memory[held.stage].dropped
 
     def changed(schedule: Schedule, sides: Sequence[Occupancy]) -> Iterator[Schedule]:
         (there,) = sides

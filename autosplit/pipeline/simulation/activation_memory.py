@@ -79,12 +79,17 @@ class StageMemory:
     def _held(self, kind: ActionKind, *, again: bool) -> tuple[float, float]:
         """What is kept of the microbatch before a compute action, and behind it."""
         if kind is ActionKind.FORWARD:
-            return 0.0, self.inputs + self.again if again else self.saved
+            return 0.0, self.dropped if again else self.saved
         if kind is ActionKind.RECOMPUTE:
-            return self.inputs + self.again, self.saved
+            return self.dropped, self.saved
         if kind is ActionKind.BACKWARD_INPUT:
             return self.saved, self.deferred
         return (self.deferred if kind is ActionKind.BACKWARD_WEIGHT else self.saved), 0.0
+
+    @property
+    def dropped(self) -> float:
+        """What is kept of a microbatch whose F is to be run again."""
+        return self.inputs + self.again
 
     def moved(self, *, deferred: bool) -> float:
         """How much travels when a microbatch is away, between I and W or before."""

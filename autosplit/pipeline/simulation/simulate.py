@@ -161,12 +161,7 @@ class Costs:
                 for _ in range(chunks)
             ],
             memory=[
-                StageMemory(
-                    m.saved / chunks,
-                    m.deferred / chunks,
-                    m.inputs,
-                    workspace=m.workspace,
-                )
+                replace(m, saved=m.saved / chunks, deferred=m.deferred / chunks)
                 for m in self.memory
                 for _ in range(chunks)
             ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,18 +18,21 @@ from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Wiring
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
 def difference(
-    said: Mapping[int, Mapping[str, T]],
-) -> tuple[str, tuple[int, T], tuple[int, T]] | None:
-    """The first thing of which two ranks say different, with these and what they say."""
-    first: dict[str, tuple[int, T]] = {}
-    for rank, own in said.items():
+    said: Mapping[K, Mapping[str, T]],
+) -> tuple[str, tuple[K, T], tuple[K, T]] | None:
+    """The first thing of which two ranks, or whoever it is, say different, with these and what they
+    say.
+    """
+    first: dict[str, tuple[K, T]] = {}
+    for one, own in said.items():
         for name, value in own.items():
-            if first.setdefault(name, (rank, value))[1] != value:
-                return name, first[name], (rank, value)
+            if first.setdefault(name, (one, value))[1] != value:
+                return name, first[name], (one, value)
     return None
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +28,7 @@ from autosplit.torch_internals.dtensor import (
 )
 from autosplit.torch_internals.state import versions
 
+from .agreement import difference
 from .stage_modules import Holder
 
 Modules: TypeAlias = "Mapping[int, nn.Module]"
@@ -39,7 +39,8 @@ Wait: TypeAlias = "Callable[[], None]"
 not take part.
 """
 
-_LISTS = ("params", "param_names")  # of a group of an optimizer, what are no options
+PER_GROUP = ("params", "param_names")
+"""What a group of an optimizer has that is no option."""
 
 _OTHERS = "the ranks that hold the same parameters"
 
@@ -217,25 +218,24 @@ class Copies:
         Raises:
             PipelineError: names one, and what differs.
         """
-        groups = [] if optimizer is None else optimizer.param_groups
-        ways = {
-            id(parameter): {key: repr(value) for key, value in group.items() if key not in _LISTS}
-            for group in groups
-            for parameter in group["params"]
-        }
+        ways: dict[int, Mapping[str, str]] = {}
+        for group in [] if optimizer is None else optimizer.param_groups:
+            way = {key: repr(value) for key, value in group.items() if key not in PER_GROUP}
+            way["what it goes by"] = f"{[*way]}"
+            ways |= {id(parameter): way for parameter in group["params"]}
         own = {at: ways[id(tensor)] for at, tensor in self._named.items() if id(tensor) in ways}
         found: dict[Holder, Mapping[str, str]] = {}
         for said in self._groups.everybody.gather(own):
             found |= said
         for holders in self._shared:
-            known = [(at, found[at]) for at in map(tuple, holders) if at in found]
-            for (one, first), (two, second) in pairwise(known):
-                if differing := [key for key in first if first[key] != second.get(key)]:
-                    raise PipelineError(
-                        f"{one[1]!r} of stage {one[0]} and {two[1]!r} of stage {two[0]} are one "
-                        f"parameter, and optimizers move them differently: {', '.join(differing)} "
-                        "must be the same"
-                    )
+            differing = difference({at: found[at] for at in map(tuple, holders) if at in found})
+            if differing is not None:
+                name, ((one, first), here), ((two, second), there) = differing
+                raise PipelineError(
+                    f"{first!r} of stage {one} and {second!r} of stage {two} are one parameter, "
+                    f"and optimizers move them differently: {name} must be the same, and is {here} "
+                    f"and {there}"
+                )
 
     # --- in a step --------------------------------------------------------------------------------
 

@@ -312,15 +312,14 @@ class Runner:
         """Refuse a forward that writes into a buffer of a module that another rank has, too: each
         would go on with its own.
         """
-        buffers = dict(module.named_buffers())
-        written = [buffers[name] for name in made.functions.updated_state]
-        for stage, name in self._buffers_apart:
-            own = self._held.modules[index].get_buffer(name) if stage == index else None
-            if any(own is each for each in written):
+        own = self._held.modules[index]
+        apart = {id(own.get_buffer(name)): name for at, name in self._buffers_apart if at == index}
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if id(buffer) in apart and name in made.functions.updated_state:
                 raise PipelineError(
-                    f"stage {index} writes into its buffer {name!r}, which is of a module that a "
-                    "stage of another rank has, too, and would differ there: let each stage have a "
-                    "module of its own, or both be on one rank"
+                    f"stage {index} writes into its buffer {apart[id(buffer)]!r}, which is of a "
+                    "module that a stage of another rank has, too, and would differ there: let "
+                    "each stage have a module of its own, or both be on one rank"
                 )
 
     def _complete(self, batch: Batch | None, *, evaluates: bool = False) -> dict[int, nn.Module]:
