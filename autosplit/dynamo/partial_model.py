@@ -116,10 +116,9 @@ class Partial:
         queue: PendingQueue | None = None,
     ) -> None:
         self._model = model
-        self._options = options or SplitOptions()
         self.reason = reason
         self._because = because
-        self._compiled = compile_model(model, SplittingBackend(self, self._options))
+        self._compiled = compile_model(model, SplittingBackend(self, options or SplitOptions()))
         self._parts: list[Part] = []
         self._breaks: dict[BreakReason, None] = {}
         self._seen: ForwardCall | None = None
@@ -272,10 +271,6 @@ class Partial:
         call.calls[part] += 1
         call.deferred |= dict.fromkeys(parameters)
         return call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        given = (self._model, self._options, self.reason, self._because)
-        return Partial, given
 
 
 def _is_differentiable(tree: Any) -> bool:
