@@ -31,16 +31,6 @@ Rows = Sequence[tuple[str, Timeline]]
 
 Event = dict[str, Any]
 
-# Names from the viewer's reserved palette, the nearest to the colours of the drawn timeline.
-# chrome://tracing shows them; Perfetto colours slices by name.
-_COLOURS = {
-    ActionKind.FORWARD: "rail_response",  # blue
-    ActionKind.BACKWARD_INPUT: "thread_state_iowait",  # orange
-    ActionKind.BACKWARD_WEIGHT: "thread_state_running",  # green
-    ActionKind.BACKWARD: "detailed_memory_dump",  # magenta
-    ActionKind.RECOMPUTE: "thread_state_sleeping",
-}
-
 
 def write_chrome_trace(rows: Rows, path: str | Path, memory: StepMemory | None = None) -> None:
     """Write a trace: one process a timeline, labelled with its step and bubble, one thread a rank,
@@ -116,7 +106,7 @@ def _metadata(process: int, what: str, thread: int = 0, **args: object) -> Event
 
 def _slice(process: int, span: Span, origin: float, thread: int) -> Event:
     action = span.action
-    event: Event = {
+    return {
         "ph": "X",
         "name": str(action),
         "cat": action.kind.name.lower(),
@@ -126,9 +116,6 @@ def _slice(process: int, span: Span, origin: float, thread: int) -> Event:
         "dur": _microseconds(span.end - span.start),
         "args": {"stage": action.stage, "microbatch": action.microbatch},
     }
-    if action.kind in _COLOURS:
-        event["cname"] = _COLOURS[action.kind]
-    return event
 
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
@@ -180,8 +167,8 @@ _STYLES = {
     ActionKind.BACKWARD_INPUT: ("I  backward input", "#E69F00", "black"),
     ActionKind.BACKWARD_WEIGHT: ("W  backward weight", "#009E73", "white"),
     ActionKind.BACKWARD: ("B  full backward", "#CC79A7", "black"),
-    ActionKind.RECOMPUTE: ("recompute", "#56B4E9", "black"),
 }
+_AGAIN = ("recompute", "#56B4E9", "black")
 _IDLE: dict[str, Any] = {
     "facecolor": "#F4F4F4",
     "edgecolor": "#CFCFCF",
@@ -287,10 +274,10 @@ def _draw_panel(axes: Axes, index: str, name: str, timeline: Timeline) -> None:
 
 def _draw_bars(axes: Axes, index: str, timeline: Timeline, points_per_ms: float) -> None:
     origin = min(span.start for span in timeline.spans)
-    spans = [span for span in timeline.spans if span.action.kind in _STYLES]
+    spans = [span for span in timeline.spans if span.action.kind.is_compute]
     several = len({(span.rank, span.action.stage) for span in spans}) > timeline.ranks
     for span in spans:
-        _, fill, ink = _STYLES[span.action.kind]
+        _, fill, ink = _STYLES.get(span.action.kind, _AGAIN)
         start, width = 1e3 * (span.start - origin), 1e3 * (span.end - span.start)
         # A full edge would hide a sliver.
         edge = min(0.7, 0.1 * width * points_per_ms)
@@ -325,8 +312,10 @@ def _percent(ratio: float) -> str:
 def _draw_legend(figure: Figure, rows: Rows) -> None:
     from matplotlib.patches import Patch
 
-    kinds = {span.action.kind for _, timeline in rows for span in timeline.spans}
-    shown = [style for kind, style in _STYLES.items() if kind in kinds]
+    spans = [span for _, timeline in rows for span in timeline.spans]
+    kinds = {span.action.kind for span in spans if span.action.kind.is_compute}
+    drawn = {_STYLES.get(kind, _AGAIN) for kind in kinds}
+    shown = [style for style in (*_STYLES.values(), _AGAIN) if style in drawn]
     handles = [Patch(facecolor=fill, label=label) for label, fill, _ in shown]
     handles.append(Patch(**_IDLE, label="idle"))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)

@@ -98,11 +98,8 @@ def test_a_slice_says_what_it_is(events: list[Event]) -> None:
     (event,) = [e for e in phase(events, "X") if e["name"] == "1W2"]
     assert event["cat"] == "backward_weight"
     assert event["args"] == {"stage": 1, "microbatch": 2}
-    assert event["cname"] == "thread_state_running"
     assert event["pid"] == 1
     assert event["dur"] == pytest.approx(90_000)
-    kinds = {e["cat"]: e["cname"] for e in phase(events, "X")}
-    assert len(kinds) == len(set(kinds.values())) == 4
 
 
 def test_arrows_join_producers_and_consumers(events: list[Event]) -> None:

@@ -222,7 +222,7 @@ class Executor:
             return Step(action, partial(moves.start, at), recorded=False)
         need = None if moves is None else moves.needed(at)
         waits = [*([need] if need else []), *self.messages.posts(action)]
-        if kind is ActionKind.AWAIT:
+        if not kind.is_compute:
             return Step(action, _nothing, waits=tuple(waits), recorded=False)
         return self._computing(action)._replace(waits=tuple(waits))
 
@@ -244,7 +244,7 @@ class Executor:
             return Step(action, forward, self._inputs_of(action), self._outputs_to(action))
         if not isinstance(stage, BackwardStage):
             raise PipelineError(f"{action} is scheduled, but stage {action.stage} has no backward")
-        if kind is ActionKind.RECOMPUTE:
+        if kind.is_memory:
             return Step(action, partial(self._recomputing(action).recompute, microbatch))
         if kind is ActionKind.BACKWARD_WEIGHT:
             return Step(action, partial(stage.backward_weight, microbatch))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.action import LANES, Action
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.timeline import Span
@@ -179,9 +179,7 @@ class Moves:
         self._starts: dict[int, Callable[[], Move]] = {}
         self._arrivals: dict[int, tuple[Any, int, int]] = {}
         self._awaited = dict(waited_departures(self._row))
-        self._lanes = {
-            kind: Lane(f"autosplit-{kind.value.lower()}", device) for kind in {*_LANES.values()}
-        }
+        self._lanes = {name: Lane(f"autosplit-{name}", device) for name in {*LANES.values()}}
         self._counting = False
         journeys = journeys_of(schedule)
         ends = ((each.rank, each.partner) for each in journeys if each.partner is not None)
@@ -327,7 +325,7 @@ class Moves:
 
     def _carry(self, place: int, work: Callable[[], Any]) -> Move:
         action = self._row[place]
-        return self._lanes[_LANES[action.kind]].carry(action, work, counted=self._counting)
+        return self._lanes[LANES[action.kind]].carry(action, work, counted=self._counting)
 
     def _send(self, storages: list[Tensor], store: HostStore | PartnerStore) -> Left:
         """Empties the list as its storages leave."""
@@ -350,7 +348,7 @@ class Moves:
     def _await(self, place: int) -> Any:
         move, action = self._begun[place], self._row[place]
         try:
-            if move.done() or action.kind not in _BY_HOST:
+            if move.done() or action.kind.is_shared:
                 return move.result()[0]
             with self._place.waits(action):  # for this rank's host alone, and no other rank
                 return move.result(self._timeout)[0]
@@ -364,16 +362,3 @@ class Moves:
             raise ActionError(action) from late
         except Exception as error:
             raise ActionError(action) from error
-
-
-_LANES = {
-    ActionKind.EVICT: ActionKind.EVICT,
-    ActionKind.RETURN: ActionKind.EVICT,
-    ActionKind.ACCEPT: ActionKind.ACCEPT,
-    ActionKind.LOAD: ActionKind.ACCEPT,
-    ActionKind.OFFLOAD: ActionKind.OFFLOAD,
-    ActionKind.RELOAD: ActionKind.RELOAD,
-}
-"""Move -> the first of those that go one after another with it."""
-
-_BY_HOST = frozenset({ActionKind.OFFLOAD, ActionKind.RELOAD})

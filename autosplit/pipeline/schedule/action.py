@@ -56,7 +56,12 @@ class ActionKind(enum.Enum):
     @property
     def is_move(self) -> bool:
         """True for those of them that run beside computation: all but AWAIT and RECOMPUTE."""
-        return self in DEPARTURES or self in ARRIVALS
+        return self in LANES
+
+    @property
+    def is_shared(self) -> bool:
+        """True for those of them that partners do together, each one end of them."""
+        return self in _SHARED
 
     @property
     def is_whole(self) -> bool:
@@ -76,10 +81,20 @@ class ActionKind(enum.Enum):
         return self in _COMPUTE or self in _MEMORY
 
 
+LANES = {
+    ActionKind.EVICT: "evictions",
+    ActionKind.RETURN: "evictions",
+    ActionKind.ACCEPT: "acceptances",
+    ActionKind.LOAD: "acceptances",
+    ActionKind.OFFLOAD: "offloads",
+    ActionKind.RELOAD: "reloads",
+}
+"""Where each move of a rank runs, one after another."""
 DEPARTURES = frozenset({ActionKind.EVICT, ActionKind.RETURN, ActionKind.OFFLOAD})
 """Moves after which a rank holds less."""
-ARRIVALS = frozenset({ActionKind.ACCEPT, ActionKind.LOAD, ActionKind.RELOAD})
+ARRIVALS = LANES.keys() - DEPARTURES
 """Moves with which a rank holds more."""
+_SHARED = LANES.keys() - {ActionKind.OFFLOAD, ActionKind.RELOAD}
 _COMPUTE = frozenset(
     {
         ActionKind.FORWARD,
@@ -89,7 +104,7 @@ _COMPUTE = frozenset(
         ActionKind.RECOMPUTE,
     }
 )
-_MEMORY = DEPARTURES | ARRIVALS | {ActionKind.AWAIT, ActionKind.RECOMPUTE}
+_MEMORY = {*LANES, ActionKind.AWAIT, ActionKind.RECOMPUTE}
 _WHOLE = frozenset(
     {
         ActionKind.UNSHARD,

@@ -31,15 +31,7 @@ from itertools import repeat
 from .action import ARRIVALS, DEPARTURES, Action, ActionKind
 from .schedule import Schedule
 
-TAKERS = frozenset(
-    {
-        ActionKind.FORWARD,
-        ActionKind.RECOMPUTE,
-        ActionKind.ACCEPT,
-        ActionKind.LOAD,
-        ActionKind.RELOAD,
-    }
-)
+TAKERS = ARRIVALS | {ActionKind.FORWARD, ActionKind.RECOMPUTE}
 """After which a rank holds more, and which therefore wait for what was sent away."""
 
 _USES = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
@@ -81,7 +73,8 @@ def has_moves(schedule: Schedule) -> bool:
 
 def offloads(schedule: Schedule) -> bool:
     """Whether any rank keeps anything in its store on the host."""
-    return any(a.kind is ActionKind.OFFLOAD for row in schedule.ranks for a in row)
+    kinds = {action.kind for row in schedule.ranks for action in row}
+    return any(kind.is_move and not kind.is_shared for kind in kinds)
 
 
 def journeys_of(schedule: Schedule) -> tuple[Journey, ...]:
@@ -148,7 +141,7 @@ def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
                 yield place, awaited
             continue
         if action.kind in ARRIVALS:
-            awaited = [*passed, *(each for each in fresh if row[each].kind is ActionKind.OFFLOAD)]
+            awaited = [*passed, *(each for each in fresh if not row[each].kind.is_shared)]
             if awaited:
                 yield place, awaited
         elif action.kind in TAKERS and passed:
@@ -259,7 +252,7 @@ class LevelByOrder:
         lanes: set[bool] = set()
         gone = []
         for departure in reversed(self._pending.values()):
-            lane = departure.action.kind is ActionKind.OFFLOAD
+            lane = departure.action.kind.is_shared
             if departure in departures or lane in lanes:
                 lanes.add(lane)
                 gone.append(departure)

@@ -46,7 +46,7 @@ def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
         inputs = ActionKind.BACKWARD_INPUT
         behind = [Action(target, inputs, microbatch) for target in feeds.targets(stage)]
         return (Action(stage, ActionKind.FORWARD, microbatch), *behind)
-    if kind is ActionKind.RECOMPUTE:
+    if kind.is_compute:  # the forward once more
         return (Action(stage, ActionKind.FORWARD, microbatch),)
     return ()
 

@@ -17,8 +17,6 @@ ROUNDING = 1 + 1e-9
 
 
 _WORKSPACES = {
-    ActionKind.FORWARD: 0,
-    ActionKind.RECOMPUTE: 0,
     ActionKind.BACKWARD_INPUT: 1,
     ActionKind.BACKWARD_WEIGHT: 2,
     ActionKind.BACKWARD: 3,
@@ -68,8 +66,8 @@ class StageMemory:
     def change(self, kind: ActionKind, *, again: bool = False) -> Change:
         """What a compute action changes; ``again``: of a microbatch whose F is run again."""
         before, after = self._held(kind, again=again)
-        beside = self.workspace[_WORKSPACES[kind]]
-        if kind is ActionKind.RECOMPUTE:
+        beside = self.workspace[_WORKSPACES.get(kind, 0)]
+        if kind.is_memory:
             beside += 2 * self.again  # generators are put back to where they were before
         elif kind is ActionKind.FORWARD and again:
             beside += self.again
@@ -80,7 +78,7 @@ class StageMemory:
         """What is kept of the microbatch before a compute action, and behind it."""
         if kind is ActionKind.FORWARD:
             return 0.0, self.dropped if again else self.saved
-        if kind is ActionKind.RECOMPUTE:
+        if kind.is_memory:
             return self.dropped, self.saved
         if kind is ActionKind.BACKWARD_INPUT:
             return self.saved, self.deferred

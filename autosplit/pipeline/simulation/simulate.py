@@ -170,13 +170,11 @@ class Costs:
     def seconds(self, action: Action) -> float:
         """How long ``action`` takes."""
         forward, inputs, weights = self.times[action.stage]
-        if action.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE):
-            return forward
         if action.kind is ActionKind.BACKWARD_INPUT:
             return inputs
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             return weights
-        return inputs + weights
+        return inputs + weights if action.kind is ActionKind.BACKWARD else forward
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """A step of ``schedule``.

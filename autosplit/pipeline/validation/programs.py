@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
-from autosplit.pipeline.schedule.action import DEPARTURES, Action, ActionKind
+from autosplit.pipeline.schedule.action import DEPARTURES, LANES, Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import (
     Routes,
@@ -290,17 +290,9 @@ class _EngineRank(Host):
         """A lane has a thread of its own, which waits for what is to be over."""
         kind, mine = action.kind, self._rank
         parts: list[Part] = []
-        if kind in _LANES:
+        if kind.is_shared:
             partner, leaves = self._schedule.partner(mine), kind in DEPARTURES
             ends = (mine, partner) if leaves else (partner, mine)
             name = "memory {} to {}".format(*ends)
             parts = [Part(name, SEND if leaves else RECEIVE, (partner,))]
-        return self.put(str(action), _LANES.get(kind, kind.value), parts, over)
-
-
-_LANES = {
-    ActionKind.EVICT: "evictions",
-    ActionKind.RETURN: "evictions",
-    ActionKind.ACCEPT: "acceptances",
-    ActionKind.LOAD: "acceptances",
-}
+        return self.put(str(action), LANES[kind], parts, over)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 
 from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.pipeline.schedule.action import Action, ActionKind
@@ -14,7 +14,6 @@ from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
 from autosplit.pipeline.simulation.playing import Wait, replay
 
 from .grid import Cell, describe, format_grid, lay_out
-from .moves import move_faults, right_ranks
 
 _WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
 _CIRCLE = "deadlock: "
@@ -54,7 +53,7 @@ def validate(schedule: Schedule) -> None:
             _strays(schedule),
             _counts(schedule),
             _deadlocks(schedule),
-            (_Fault(*found) for found in move_faults(schedule)),
+            _move_faults(schedule),
         ]
         faults = list(islice(chain(*checks), _MOST + 1))
     if faults:
@@ -106,7 +105,7 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
             if misfit is not None:
                 yield _Fault(misfit, ((rank, position),))
                 continue
-            if rank not in right_ranks(action, schedule):
+            if rank not in _right_ranks(action, schedule):
                 home = schedule.placement[action.stage]
                 holds = f"rank {home} holds stage {action.stage}"
                 if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
@@ -168,6 +167,116 @@ def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:
 
 def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:
     return wait.rank, len(times[wait.rank])
+
+
+# --- what is moved away, and run again -----------------------------------------------------------
+
+_NOT_YET, _HELD, _LET_GO = "not there yet", "held", "let go"
+_UNMADE = "not there before its RECOMPUTE"
+_EVICTED, _OFFLOADED = "evicted", "offloaded"
+_BACK = "back and not used"
+_NOT_HERE, _GUEST, _RETURNED = "not here", "here", "given back"
+
+_RULES: dict[ActionKind, tuple[tuple[str, ...], str]] = {
+    ActionKind.FORWARD: ((_NOT_YET,), _HELD),
+    ActionKind.RECOMPUTE: ((_UNMADE,), _HELD),
+    ActionKind.BACKWARD_INPUT: ((_HELD, _BACK), _HELD),
+    ActionKind.BACKWARD_WEIGHT: ((_HELD, _BACK), _LET_GO),
+    ActionKind.BACKWARD: ((_HELD, _BACK), _LET_GO),
+    ActionKind.EVICT: ((_HELD,), _EVICTED),
+    ActionKind.OFFLOAD: ((_HELD,), _OFFLOADED),
+    ActionKind.LOAD: ((_EVICTED,), _BACK),
+    ActionKind.RELOAD: ((_OFFLOADED,), _BACK),
+    ActionKind.ACCEPT: ((_NOT_HERE, _RETURNED), _GUEST),
+    ActionKind.RETURN: ((_GUEST,), _RETURNED),
+    ActionKind.AWAIT: ((_EVICTED, _OFFLOADED, _RETURNED), ""),
+}
+"""In which states an action may find a microbatch of a stage on its rank, and how it leaves that;
+an AWAIT as it was. The rank that runs the stage begins with one that is not there yet, its partner
+with one that is not here.
+"""
+
+_OUT = (ActionKind.EVICT, ActionKind.ACCEPT)
+"""Both ends of what goes from the rank that runs a stage to its partner."""
+
+
+def _right_ranks(action: Action, schedule: Schedule) -> tuple[int, ...]:
+    """The ranks in whose rows an action may stand."""
+    home = schedule.placement[action.stage]
+    if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
+        return (schedule.partner(home),)
+    return (home, schedule.partner(home)) if action.kind is ActionKind.AWAIT else (home,)
+
+
+def _move_faults(schedule: Schedule) -> Iterator[_Fault]:
+    """Whatever is wrong with moves and recomputation, of actions that are on their ranks."""
+    rows: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    moved = set()
+    for rank, row in enumerate(schedule.ranks):
+        for place, action in enumerate(row):
+            key = rank, action.stage, action.microbatch
+            if action.kind in _RULES and 0 <= action.stage < schedule.stages:
+                rows[key].append(place)
+            if action.kind.is_memory:
+                moved.add(key)
+    for key, places in rows.items():
+        if key in moved:
+            yield from _state_faults(schedule, *key, places)
+    for low in range(len(schedule.ranks) // 2):
+        yield from _order_faults(schedule, low, schedule.partner(low))
+
+
+def _state_faults(
+    schedule: Schedule, rank: int, stage: int, microbatch: int, places: Sequence[int]
+) -> Iterator[_Fault]:
+    """What happens to a microbatch of a stage on a rank, action by action."""
+    actions = [schedule.ranks[rank][place] for place in places]
+    again = any(action.kind is ActionKind.RECOMPUTE for action in actions)
+    alone = schedule.partner(rank) == rank
+    state = _NOT_YET if schedule.placement[stage] == rank else _NOT_HERE
+    before: tuple[Cell, ...] = ()
+    for place, action in zip(places, actions, strict=True):
+        here = rank, place
+        expected, after = _RULES[action.kind]
+        if action.kind is ActionKind.EVICT and alone:
+            yield _Fault(f"{action}: rank {rank} has no partner to send it to", (here,))
+        if state not in expected:
+            wanted = " or ".join(expected)
+            found = f"{action} finds what is {state}, expected {wanted}"
+            yield _Fault(found, (*before, here))
+        state = _UNMADE if again and action.kind is ActionKind.FORWARD else after or state
+        before = (here,)
+    if state in (_EVICTED, _OFFLOADED):
+        left = f"{actions[-1]} leaves what is {state}, and nothing brings it back"
+        yield _Fault(left, before)
+
+
+def _order_faults(schedule: Schedule, low: int, high: int) -> Iterator[_Fault]:
+    """Two partners begin every transfer between them in one order, or one waits for ever."""
+    ends = [
+        [
+            ((action.stage, action.microbatch, action.kind in _OUT), place)
+            for place, action in enumerate(schedule.ranks[rank])
+            if action.kind.is_shared
+        ]
+        for rank in (low, high)
+    ]
+    for mine, theirs in zip_longest(*ends, fillvalue=(None, -1)):
+        if mine[0] != theirs[0]:
+            one, other = (
+                str(schedule.ranks[rank][place]) if what is not None else "its end"
+                for rank, (what, place) in ((low, mine), (high, theirs))
+            )
+            cells = ((low, mine[1]), (high, theirs[1]))
+            yield _Fault(
+                f"rank {low} comes to {one} where its partner, rank {high}, comes to {other}; two "
+                "ranks list the transfers between them in one order",
+                tuple(cell for cell in cells if cell[1] >= 0),
+            )
+            return
+
+
+# --- as people see them ---------------------------------------------------------------------------
 
 
 def _report(schedule: Schedule, faults: list[_Fault]) -> str:
