@@ -163,7 +163,10 @@ def _loaded(call: bytes) -> Any:
 
 
 def _environment(job: Job, rank: int) -> dict[str, str]:
-    """What torchrun would set; the last two make ranks use a store that is there already."""
+    """What torchrun would set. The counts of restarts and the agent's store make ranks use a store
+    that is there already. Without the barrier, a rank whose function returns at once closes
+    connections that others are still making, which then fail.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -174,6 +177,7 @@ def _environment(job: Job, rank: int) -> dict[str, str]:
         "MASTER_PORT": str(job.port),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_DIST_INIT_BARRIER": "1",
     }
 
 
