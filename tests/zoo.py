@@ -12,6 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class Made(nn.Module):
+    """Whatever ``make`` makes of the module, whose attributes are ``parts``, and of its inputs."""
+
+    def __init__(self, make: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.make = make
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.make(self, *args, **kwargs)
+
+
+def layered(make: Callable[..., Any], **parts: Any) -> Made:
+    """With two linear layers as well."""
+    return Made(make, linear=nn.Linear(4, 4), second=nn.Linear(4, 4), **parts)
+
+
 class Attention(nn.Module):
     def __init__(self, dim: int = 16, heads: int = 2) -> None:
         super().__init__()

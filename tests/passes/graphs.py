@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -12,19 +10,6 @@ from torch import Tensor, fx, nn
 from autosplit.capture.joint_graph import capture
 from autosplit.passes import Role, SplitGraphs, run
 from autosplit.passes.graph import Kind, calls, inputs, outputs
-
-
-class Made(nn.Module):
-    """Whatever ``make`` makes of the inputs, and of parameters and modules of these names."""
-
-    def __init__(self, make: Callable[..., Any], **parts: Tensor | nn.Module) -> None:
-        super().__init__()
-        self.make = make
-        for name, part in parts.items():
-            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.make(self, *args)
 
 
 def joint_of(module: nn.Module, *args: Tensor) -> fx.GraphModule:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
 from autosplit.pipelining import SplitPipelineStage
+from tests.zoo import Made
 
 CPU = torch.device("cpu")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -32,15 +33,9 @@ def block(size: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(size, size), nn.Tanh(), nn.Linear(size, size))
 
 
-class Made(nn.Module):
-    """A block, and whatever ``make`` makes of it and of the inputs."""
-
-    def __init__(self, make: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.make = block(), make
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.make(self.inner, *args, **kwargs)
+def around(make: Make) -> nn.Module:
+    """Whatever ``make`` makes of a block and of the inputs."""
+    return Made(lambda m, *args, **kwargs: make(m.inner, *args, **kwargs), inner=block())
 
 
 def held(kind: str, stages: int, group: dist.ProcessGroup | None = None) -> list[int]:

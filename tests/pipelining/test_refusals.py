@@ -25,7 +25,7 @@ from autosplit.pipelining import SplitPipelineStage, dw_builder, torch_schedule
 from autosplit.torch_internals.pipelining_stage import StageShapeError
 from tests.ranks import Ranks
 
-from .programs import CPU, Made, Program, block, mean_square, trained
+from .programs import CPU, Program, around, block, mean_square, trained
 
 Refusals = list[dict[str, tuple[str, str]]]
 
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def breaking() -> nn.Module:
-    return Made(lambda inner, x: (inner(x), torch._dynamo.graph_break())[0] * 2)
+    return around(lambda inner, x: (inner(x), torch._dynamo.graph_break())[0] * 2)
 
 
 def alone(batch: Tensor, loss: Callable[..., Tensor] = mean_square) -> None:
@@ -95,7 +95,7 @@ def without_a_target() -> None:
 
 
 def an_evaluation() -> None:
-    program = trained(block(), Made(four_features))
+    program = trained(block(), around(four_features))
     program.schedule.eval(*of_first(program))
 
 
@@ -126,7 +126,7 @@ def detached(output: Tensor, target: Tensor) -> Tensor:
 
 
 def a_forward_that_raises_later() -> None:
-    program = connected(block(), Made(in_training_only))
+    program = connected(block(), around(in_training_only))
     program.step()
     for part in program.parts[1:]:
         part.eval()
@@ -160,8 +160,8 @@ def with_graph_breaks() -> list[str]:
 def with_pairs() -> list[str]:
     """What the error about complex numbers advises."""
     program = trained(
-        Made(lambda inner, x: torch.view_as_real(torch.fft.rfft(inner(x)))),
-        Made(lambda inner, x: inner(torch.fft.irfft(torch.view_as_complex(x)))),
+        around(lambda inner, x: torch.view_as_real(torch.fft.rfft(inner(x)))),
+        around(lambda inner, x: inner(torch.fft.irfft(torch.view_as_complex(x)))),
     )
     program.step()
     program.plain_step()
@@ -236,12 +236,12 @@ BEFORE = {
         0,
     ),
     "a number for the next stage": Case(
-        lambda: trained(Made(lambda inner, x: (inner(x), 3)), block()).step(),
+        lambda: trained(around(lambda inner, x: (inner(x), 3)), block()).step(),
         r"CaptureError: stage 0 .Made. returns output.1., which is not a tensor",
         0,
     ),
     "complex numbers for the next stage": Case(
-        lambda: trained(Made(lambda inner, x: torch.fft.rfft(inner(x))), block()).step(),
+        lambda: trained(around(lambda inner, x: torch.fft.rfft(inner(x))), block()).step(),
         r"CaptureError: stage 0 .Made. returns output, a complex tensor that needs a grad",
         0,
     ),
@@ -262,7 +262,7 @@ BEFORE = {
         0,
     ),
     "a forward that raises": Case(
-        lambda: trained(block(), Made(four_features)).step(),
+        lambda: trained(block(), around(four_features)).step(),
         _FOUR,
         1,
     ),

@@ -27,7 +27,7 @@ from autosplit.pipelining import SplitPipelineStage, torch_schedule
 from autosplit.torch_internals.version import TORCH
 from tests.ranks import ranks
 
-from .programs import Made, Program, block, mean_square, no_leaked_tensors, trained
+from .programs import Program, around, block, mean_square, no_leaked_tensors, trained
 
 
 def of_blocks(stages: int, **more: Any) -> Program:
@@ -159,27 +159,27 @@ OVERLAPPING = """0F0,0F1,,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,,0B2,,0I3,0W
 """
 EQUAL: dict[str, Callable[[], Program]] = {
     "keyword arguments": lambda: trained(
-        *map(Made, [keyed] * 2), kind=ZB, kwargs={"mask": torch.rand(8, 4).round(), "power": 2}
+        *map(around, [keyed] * 2), kind=ZB, kwargs={"mask": torch.rand(8, 4).round(), "power": 2}
     ),
     "several outputs": lambda: trained(
-        *map(Made, [several, several, several, joined]), kind="ScheduleZBVZeroBubble"
+        *map(around, [several, several, several, joined]), kind="ScheduleZBVZeroBubble"
     ),
     "dictionaries and arguments of the loss": lambda: trained(
-        *map(Made, [named] * 2),
+        *map(around, [named] * 2),
         kind=ZB,
         loss=named_loss,
         loss_kwargs={"weight": 0.5} if TORCH >= (2, 13) else {},  # before, step() takes none
     ),
     "a module exchanged before the first step": exchanged,
     "chunks along another dimension": lambda: trained(
-        Made(lambda inner, x: inner(x.mT)),
+        around(lambda inner, x: inner(x.mT)),
         block(),
         args=[torch.randn(4, 8)],
         schedule_options={"args_chunk_spec": (TensorChunkSpec(1),)},
         cut=lambda tensor, count: tensor.tensor_split(count, 1),
     ),
     "activation checkpointing": lambda: trained(
-        *(Made(lambda f, x: checkpoint(f, x, use_reentrant=False) + x) for _ in range(2)), kind=ZB
+        *(around(lambda f, x: checkpoint(f, x, use_reentrant=False) + x) for _ in range(2)), kind=ZB
     ),
     "two frozen stages": lambda: with_frozen(0, 2),
     "a frozen last stage": lambda: with_frozen(3),
@@ -188,7 +188,9 @@ EQUAL: dict[str, Callable[[], Program]] = {
     "buffers that each forward writes": lambda: trained(
         *(nn.Sequential(block(), nn.BatchNorm1d(4)) for _ in range(2)), kind=ZB
     ),
-    "a stage that writes into its input": lambda: trained(block(), Made(lambda f, x: f(x.relu_()))),
+    "a stage that writes into its input": lambda: trained(
+        block(), around(lambda f, x: f(x.relu_()))
+    ),
     "overlapping actions": lambda: from_a_file(lambda path: path.write_text(OVERLAPPING)),
     # Nothing is reduced, and so nothing divided.
     "communication": lambda: from_a_file(with_messages, "compute_comms", **_UNSCALED),
@@ -243,7 +245,7 @@ def scaled(inner: nn.Module, x: Tensor, *, scale: Scale) -> Tensor:
 
 @ranks(2)
 def test_objects_by_name() -> list[str]:
-    parts, rank, scale = [Made(scaled), Made(scaled)], dist.get_rank(), Scale(torch.randn(4))
+    parts, rank, scale = [around(scaled), around(scaled)], dist.get_rank(), Scale(torch.randn(4))
     plain = copy.deepcopy(parts)
     batch, target = torch.randn(8, 4), torch.randn(8, 4)
     stage = SplitPipelineStage(parts[rank], rank, 2, torch.device("cpu"))
@@ -288,7 +290,7 @@ def test_hooks_on_parameters() -> list[str]:
 def test_gradients_of_what_the_caller_gave() -> list[str]:
     kwargs = {"mask": torch.rand(8, 4).requires_grad_(), "power": 2}
     batch = torch.randn(8, 4, requires_grad=True)
-    program = trained(*map(Made, [keyed] * 2), args=[batch], kwargs=kwargs)
+    program = trained(*map(around, [keyed] * 2), args=[batch], kwargs=kwargs)
     given = [*program.args, program.kwargs["mask"]]
     program.step()
     mine = [each.grad for each in given]

@@ -18,20 +18,6 @@ import autosplit
 Loss = Callable[[Any], Tensor]
 
 
-class Made(nn.Module):
-    """Two linear layers, and whatever ``make`` makes of them, of buffers and of the inputs."""
-
-    def __init__(self, make: Callable[..., Any], **buffers: Tensor) -> None:
-        super().__init__()
-        self.linear, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.make = make
-        for name, value in buffers.items():
-            self.register_buffer(name, value.clone())
-
-    def forward(self, *args: Any) -> Any:
-        return self.make(self, *args)
-
-
 def leaves(*shape: int, count: int = 2, dtype: torch.dtype | None = None) -> list[tuple[Tensor]]:
     """Microbatches of one input."""
     return [(torch.randn(shape, dtype=dtype).requires_grad_(),) for _ in range(count)]

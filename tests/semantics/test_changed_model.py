@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError, SplitError, Stage
-from tests.semantics.against_autograd import Made, assert_alike, assert_equals_autograd, leaves
+from tests.semantics.against_autograd import assert_alike, assert_equals_autograd, leaves
+from tests.zoo import layered
 
 FACTOR = 1.0
 
@@ -261,7 +262,7 @@ READ: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", READ)
 def test_value_of_a_tensor_that_is_kept(name: str) -> None:
     """It was that of the capture for ever: tracing takes the value of such a tensor for fixed."""
-    model = Made(READ[name])
+    model = layered(READ[name])
     model.numbers = [torch.tensor(2.0), torch.tensor(2)]
 
     def drive(call: Any, model: Any) -> list[Tensor]:

@@ -20,7 +20,6 @@ import autosplit
 from autosplit import CaptureError, SplitModule
 from tests.dynamo.breaking import TwoLayers
 from tests.semantics.against_autograd import (
-    Made,
     assert_equals_autograd,
     assert_same,
     assert_same_state,
@@ -28,6 +27,7 @@ from tests.semantics.against_autograd import (
     mean_square,
     one_by_one,
 )
+from tests.zoo import layered
 
 # --- tied, repeated, frozen and unused parameters; inputs with and without gradients --------------
 
@@ -137,15 +137,15 @@ def running_mean(module: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "buffers"),
     [
-        (counter_last, {"count": torch.zeros(())}),
-        (running_cache, {"cache": torch.zeros(2, 4)}),
-        (running_mean, {"mean": torch.zeros(4)}),
+        (counter_last, {"count": nn.Buffer(torch.zeros(()))}),
+        (running_cache, {"cache": nn.Buffer(torch.zeros(2, 4))}),
+        (running_mean, {"mean": nn.Buffer(torch.zeros(4))}),
     ],
 )
 def test_buffers_are_as_after_autograd(
     make: Callable[[Any, Tensor], Tensor], buffers: dict[str, Tensor]
 ) -> None:
-    model = Made(make, **buffers)
+    model = layered(make, **buffers)
     assert_equals_autograd(model, leaves(2, 4, count=3))
 
 
@@ -158,7 +158,7 @@ def test_running_statistics(training: bool) -> None:
 
 def test_a_backward_reads_the_value_of_its_own_forward() -> None:
     """Autograd refuses to go back once the buffer was written; the graph kept a copy."""
-    model = Made(lambda m, x: m.linear(x) * m.count.add_(1.0), count=torch.zeros(()))
+    model = layered(lambda m, x: m.linear(x) * m.count.add_(1.0), count=nn.Buffer(torch.zeros(())))
     plain = copy.deepcopy(model)
     split = autosplit.split(model)
     inputs = leaves(2, 4, count=3)

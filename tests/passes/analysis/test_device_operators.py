@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from autosplit.passes import SplitGraphs, run
 from autosplit.passes.graph import Kind
-from tests.passes.graphs import Made, names_out, ops, program_of
+from tests.passes.graphs import names_out, ops, program_of
+from tests.zoo import Made
 
 aten = torch.ops.aten
 WIDTH, HEADS = 64, 4

@@ -13,15 +13,16 @@ from autosplit.passes import Kind, Role, SplitGraphs, run
 from autosplit.passes.analysis.operators import start_of
 from autosplit.passes.graph import calls, outputs
 from autosplit.passes.lowering.buffers import donatable, reusable_operands
-from tests.passes.graphs import Made, joint_of
+from tests.passes.graphs import joint_of
 from tests.semantics.against_autograd import assert_equals_autograd, one_by_one
+from tests.zoo import Made
 
 # What a backward may write over: values that the forward saved and that nobody else can reach.
 
 
 def between(finish: Callable[[Tensor], object]) -> nn.Module:
     """``tanh`` is saved for its own gradient; ``finish`` says who else gets it."""
-    return Made(lambda m, x: finish(torch.tanh(x * m.scale)), scale=torch.ones(4))
+    return Made(lambda m, x: finish(torch.tanh(x * m.scale)), scale=nn.Parameter(torch.ones(4)))
 
 
 def graphs_of(module: nn.Module) -> SplitGraphs:

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autosplit.passes.graph import Kind
-from tests.passes.graphs import Made, names_in, names_out, ops, split
+from tests.passes.graphs import names_in, names_out, ops, split
+from tests.zoo import Made
 
 MAKING = {"mm", "bmm", "addmm", "embedding_dense_backward", "convolution_backward", "sum"}
 
@@ -51,7 +52,7 @@ def test_products_of_parameters_alone_wait() -> None:
 
     model = Made(
         lambda m, x: m.q(m.queries) @ m.k(x).mT,
-        queries=torch.randn(3, 8),
+        queries=nn.Parameter(torch.randn(3, 8)),
         q=nn.Linear(8, 8, bias=False),
         k=nn.Linear(8, 8, bias=False),
     )

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autosplit.passes import Kind, SplitGraphs, run
-from tests.passes.graphs import Made, joint_of, names_out
+from tests.passes.graphs import joint_of, names_out
+from tests.zoo import Made
 
 
 def gated() -> nn.Module:

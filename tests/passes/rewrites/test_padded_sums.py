@@ -13,14 +13,15 @@ from autosplit.passes import SplitGraphs
 from autosplit.passes.rewrites.padded_sums import concatenate_padded_sums
 from autosplit.passes.verify import verify
 from autosplit.runtime.split_options import backend_named
-from tests.passes.graphs import Made, computed, ops, program_of
+from tests.passes.graphs import computed, ops, program_of
+from tests.zoo import Made
 
 X = torch.randn(3, 6, 4)
 
 
 def call(function: Callable[[Tensor], Tensor]) -> nn.Module:
     """With a weight, so that there is a W."""
-    return Made(lambda m, x: function(x.sin() @ m.weight), weight=torch.randn(4, 4))
+    return Made(lambda m, x: function(x.sin() @ m.weight), weight=nn.Parameter(torch.randn(4, 4)))
 
 
 def scan(x: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from autosplit.passes.rewrites.peephole import (
     half_precision_dropout,
 )
 from autosplit.passes.verify import verify
-from tests.passes.graphs import Made, ops, program_of
+from tests.passes.graphs import ops, program_of
 from tests.semantics.against_autograd import assert_equals_autograd
+from tests.zoo import Made
 
 # --- divide: one convolution_backward becomes two by its output mask ------------------------------
 

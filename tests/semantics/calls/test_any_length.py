@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import SplitError
 from autosplit.torch_internals.version import TORCH
-from tests.semantics.against_autograd import Made, assert_equals_autograd, leaves
-from tests.zoo import Attention, llama
+from tests.semantics.against_autograd import assert_equals_autograd, leaves
+from tests.zoo import Attention, layered, llama
 
 # --- inputs whose sizes vary: one graph holds for them, and what it assumes of sizes is checked ---
 
@@ -65,7 +65,7 @@ def branches(model: Any, x: Tensor) -> Tensor:
 
 def test_sizes_that_a_model_branches_on_have_graphs_of_their_own() -> None:
     rows = [leaves(count, 4, count=1)[0] for count in (3, 5, 8, 12, 7, 6, 20, 16, 1)]
-    split = assert_equals_autograd(Made(branches), rows)
+    split = assert_equals_autograd(layered(branches), rows)
     assert 3 <= len(split.functions) < len(rows)
 
 
@@ -78,7 +78,7 @@ def pair(model: Any, x: Tensor, y: Tensor) -> Tensor:
 def test_sizes_that_were_equal_need_not_stay_so() -> None:
     sizes = [(3, 3), (5, 5), (7, 7), (6, 1), (4, 7), (9, 8), (2, 2)]
     split = assert_equals_autograd(
-        Made(pair), [(torch.randn(a, 4).requires_grad_(), torch.randn(b, 4)) for a, b in sizes]
+        layered(pair), [(torch.randn(a, 4).requires_grad_(), torch.randn(b, 4)) for a, b in sizes]
     )
     assert len(split.functions) < len(sizes)
 
@@ -107,7 +107,7 @@ doubled.register_autograd(lambda ctx, grad: sum(grad.chunk(2)))
 
 def test_what_cannot_be_traced_for_any_size_is_traced_for_each() -> None:
     rows = [leaves(count, 4, count=1)[0] for count in (3, 5, 8, 5)]
-    split = assert_equals_autograd(Made(lambda m, x: m.linear(doubled(x))), rows)
+    split = assert_equals_autograd(layered(lambda m, x: m.linear(doubled(x))), rows)
     assert len(split.functions) == 3
     assert "A graph is captured for each combination of input sizes:" in split.report()
     assert "rows are to be a number" in split.report()
@@ -178,7 +178,7 @@ def test_python_numbers_and_strings() -> None:
     """Equal numbers of different types are different calls."""
     x = torch.randn(3, 4).requires_grad_()
     batch = [(x, 2), (x, 2.0), (x, True), (x, 1), (x, 1, "relu"), (x, 2)]
-    split = assert_equals_autograd(Made(scaled), batch)
+    split = assert_equals_autograd(layered(scaled), batch)
     assert len(split.functions) == 5
 
 

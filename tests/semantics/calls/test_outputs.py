@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autosplit
-from tests.semantics.against_autograd import Made, assert_equals_autograd, leaves, within
+from tests.semantics.against_autograd import assert_equals_autograd, leaves, within
+from tests.zoo import layered
 
 # --- what a forward may return: other objects, aliases, views, several outputs --------------------
 
@@ -64,21 +65,21 @@ FLAT: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_autograd(name: str) -> None:
-    split = assert_equals_autograd(Made(CASES[name]), leaves(3, 4), fullgraph=True)
+    split = assert_equals_autograd(layered(CASES[name]), leaves(3, 4), fullgraph=True)
     assert len(split.functions) == 1
 
 
 @pytest.mark.parametrize("name", FLAT)
 def test_gradient_that_depends_on_nothing(name: str) -> None:
     """``requires_grad`` as in autograd, and its gradients of zeros."""
-    model, batch = Made(FLAT[name]), leaves(3, 4)
+    model, batch = layered(FLAT[name]), leaves(3, 4)
     expected = [leaf.requires_grad for leaf in pytree.tree_leaves(model(*batch[0]))]
     split = assert_equals_autograd(model, batch, fullgraph=True)
     assert [leaf.requires_grad for leaf in pytree.tree_leaves(split(*batch[0]))] == expected
 
 
 def test_stage_of_a_gradient_that_depends_on_nothing() -> None:
-    model = Made(FLAT["nonzero count"])
+    model = layered(FLAT["nonzero count"])
     stage = autosplit.Stage(model, (torch.randn(3, 4, requires_grad=True),))
     assert [differentiable for *_, differentiable in stage.output_specs] == [True]
     for microbatch in (0, 1):
@@ -98,14 +99,14 @@ def all_different(output: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_output_that_overlaps_itself(name: str) -> None:
-    model = Made(OVERLAPPING[name])
+    model = layered(OVERLAPPING[name])
     assert_equals_autograd(model, leaves(3, 4), all_different, fullgraph=True)
 
 
 @pytest.mark.parametrize("options", [{"backend": "inductor"}, {"dynamic": True}], ids=str)
 def test_output_that_overlaps_itself_compiled_and_in_parts(options: dict[str, Any]) -> None:
     """torch.compile's own gradients of these are wrong."""
-    model, near = Made(OVERLAPPING["unfold"]), within(2e-6)
+    model, near = layered(OVERLAPPING["unfold"]), within(2e-6)
     assert_equals_autograd(model, leaves(3, 4), all_different, compare=near, **options)
 
 
@@ -128,7 +129,7 @@ def test_stage_whose_example_overlaps_itself() -> None:
 )
 def test_outputs_may_be_written_into(name: str, shape: tuple[int, ...]) -> None:
     """A custom autograd function that returns views would forbid it; autograd does not."""
-    model, x, found = Made(CASES[name]), torch.randn(shape, requires_grad=True), []
+    model, x, found = layered(CASES[name]), torch.randn(shape, requires_grad=True), []
     split = autosplit.split(model)
     for module in (split, model):
         for _ in range(2):
@@ -154,7 +155,7 @@ def test_output_that_was_saved_and_is_written_is_refused() -> None:
 def test_input_without_a_part_in_the_loss_has_no_gradient() -> None:
     """None as in autograd, not zeros."""
     microbatches = [tuple(torch.randn(3, 4).requires_grad_() for _ in range(2)) for _ in range(2)]
-    model = Made(lambda m, x, y: (m.linear(x), m.second(y.mul(2).mul_(3))))
+    model = layered(lambda m, x, y: (m.linear(x), m.second(y.mul(2).mul_(3))))
     for used in (0, 1):
         assert_equals_autograd(model, microbatches, lambda output, at=used: output[at].sum())
 
@@ -165,7 +166,7 @@ def overwrites(module: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_overwritten_input_that_nobody_reads_has_no_gradient() -> None:
-    split = autosplit.split(Made(overwrites), fullgraph=True)
+    split = autosplit.split(layered(overwrites), fullgraph=True)
     leaves = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
     for leaf in leaves:
         split(leaf.clone(), leaf).sum().backward()

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 import autosplit
 from autosplit import CaptureError, SplitError
 from autosplit.dynamo.backend import SplittingBackend
-from tests.semantics.against_autograd import Made, assert_equals_autograd, leaves
+from tests.semantics.against_autograd import assert_equals_autograd, leaves
+from tests.zoo import layered
 
 # --- ``autograd.Function`` and ``torch.library`` operators with formulas of their own -------------
 # The formulas are wrong on purpose, so that a gradient shows which one was used.
@@ -159,11 +160,11 @@ CASES: dict[str, Callable[[Any, Tensor], Any]] = {
 )
 def test_equals_autograd(name: str, needs: bool) -> None:
     batch = [(torch.randn(3, 4).requires_grad_(needs),) for _ in range(2)]
-    assert_equals_autograd(Made(CASES[name]), batch)
+    assert_equals_autograd(layered(CASES[name]), batch)
 
 
 def test_operator_without_a_formula_is_refused() -> None:
-    split = autosplit.split(Made(lambda m, x: without_formula(m.linear(x))))
+    split = autosplit.split(layered(lambda m, x: without_formula(m.linear(x))))
     with pytest.raises(CaptureError, match="no autograd formula was registered"):
         split.capture(torch.randn(2, 4))
 
@@ -171,7 +172,7 @@ def test_operator_without_a_formula_is_refused() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_gradients_that_may_be_absent_are_refused() -> None:
     """Dynamo traces the backward as if every gradient was there."""
-    model = Made(CASES["one of two outputs"])
+    model = layered(CASES["one of two outputs"])
     expected = (
         r"set_materialize_grads\(False\), at .*test_custom_ops.py:\d+ .*torch.compiler.disable"
     )
@@ -220,13 +221,13 @@ RANDOM: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_are_those_of_autograd(name: str) -> None:
     batch = leaves(20, 4)
-    assert_equals_autograd(Made(RANDOM[name]), batch)
+    assert_equals_autograd(layered(RANDOM[name]), batch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dropout_rounds_its_noise(dtype: torch.dtype) -> None:
     """1 / (1 - 0.1) is no number of half precision."""
-    model = Made(lambda m, x: F.dropout(m.linear(x), 0.1)).to(dtype)
+    model = layered(lambda m, x: F.dropout(m.linear(x), 0.1)).to(dtype)
     assert_equals_autograd(model, [(torch.randn(20, 4, dtype=dtype).requires_grad_(),)] * 2)
 
 
@@ -251,9 +252,9 @@ def test_custom_backward_that_draws(last: bool) -> None:
         return h if last else F.dropout(h, 0.5)
 
     batch = leaves(20, 4)
-    split = assert_equals_autograd(Made(make), batch)
+    split = assert_equals_autograd(layered(make), batch)
     assert "draws random numbers in the backward" in split.report()
-    whole = autosplit.split(Made(make), fullgraph=True)
+    whole = autosplit.split(layered(make), fullgraph=True)
     with pytest.raises(SplitError, match=r"\(from .*test_custom_ops.py:\d+.*save them for it"):
         whole(*batch[0])
 
@@ -269,7 +270,7 @@ PYTHON: dict[str, Callable[[], Any]] = {
 def test_numbers_of_python_and_numpy(name: str) -> None:
     """New ones on every call, none of them drawn by the capture, and no graph holds them."""
     draw = PYTHON[name]
-    model = Made(lambda m, x: m.linear(x) * draw())
+    model = layered(lambda m, x: m.linear(x) * draw())
     assert_equals_autograd(model, leaves(20, 4))
     with pytest.raises(CaptureError):
         autosplit.split(model, (torch.randn(2, 4),), fullgraph=True)
@@ -277,7 +278,7 @@ def test_numbers_of_python_and_numpy(name: str) -> None:
 
 def test_generator_of_its_own_is_refused() -> None:
     """Plain ``torch.compile`` would multiply by the same number for ever."""
-    model = Made(lambda m, x: m.linear(x) * m.generator.random())
+    model = layered(lambda m, x: m.linear(x) * m.generator.random())
     model.generator = random.Random(0)
     split = autosplit.split(nn.Sequential(model))
     with pytest.raises(CaptureError, match=r"keeps a random.Random as '0.generator', whose"):
@@ -287,7 +288,7 @@ def test_generator_of_its_own_is_refused() -> None:
 @pytest.mark.parametrize("draw", [random.random, lambda: float(torch.rand(()))], ids=["py", "t"])
 def test_python_branch_on_a_random_number_is_refused(draw: Callable[[], float]) -> None:
     """Drawn once at the capture it would be a constant."""
-    model = Made(lambda m, x: m.linear(x) if draw() < 0.5 else x)
+    model = layered(lambda m, x: m.linear(x) if draw() < 0.5 else x)
     split = autosplit.split(model)
     with pytest.raises(CaptureError, match=r"cannot be captured in one graph"):
         split.capture(torch.randn(2, 4))

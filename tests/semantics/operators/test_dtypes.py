@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import SplitError
 from autosplit.dynamo.partial_model import Partial
-from tests.semantics.against_autograd import Made, assert_alike, assert_equals_autograd, leaves
+from tests.semantics.against_autograd import assert_alike, assert_equals_autograd, leaves
+from tests.zoo import layered
 
 # --- autocast, other precisions, complex numbers, memory formats ----------------------------------
 
@@ -38,7 +39,7 @@ def spectrum(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_real_to_complex_and_conjugates() -> None:
     batch = leaves(3, 4)
-    assert_equals_autograd(Made(spectrum), batch)
+    assert_equals_autograd(layered(spectrum), batch)
 
 
 @pytest.mark.parametrize(("dtype", "training"), [(torch.float32, True), (torch.bfloat16, False)])
@@ -145,7 +146,7 @@ FORWARDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def reading(name: str) -> nn.Module:
-    return Made(lambda m, x, n: FORWARDS[name](m.linear(x), n))
+    return layered(lambda m, x, n: FORWARDS[name](m.linear(x), n))
 
 
 def batch(*numbers: float) -> list[tuple[Tensor, Tensor]]:

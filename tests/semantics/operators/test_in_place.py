@@ -14,12 +14,12 @@ import autosplit
 from autosplit import CaptureError, SplitError
 from autosplit.dynamo.partial_model import Partial
 from tests.semantics.against_autograd import (
-    Made,
     assert_alike,
     assert_equals_autograd,
     leaves,
     within,
 )
+from tests.zoo import layered
 
 # --- in-place operators on activations and on inputs ----------------------------------------------
 
@@ -46,11 +46,11 @@ def writes_input(module: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("make", [writes_activation, writes_view])
 def test_activations(make: Callable[..., Tensor]) -> None:
     batch = leaves(3, 4)
-    assert_equals_autograd(Made(make), batch)
+    assert_equals_autograd(layered(make), batch)
 
 
 def test_input_that_needs_no_gradient() -> None:
-    assert_equals_autograd(Made(writes_input), [(torch.randn(3, 4),) for _ in range(2)])
+    assert_equals_autograd(layered(writes_input), [(torch.randn(3, 4),) for _ in range(2)])
 
 
 def relu_first(module: Any, x: Tensor) -> Tensor:
@@ -83,13 +83,13 @@ def test_computed_input(make: Callable[..., Tensor]) -> None:
             output.square().sum().backward()
         return [outputs, after, [leaf.grad for leaf in mine]]
 
-    assert_alike(Made(make), drive, fullgraph=True, pending=2)
+    assert_alike(layered(make), drive, fullgraph=True, pending=2)
 
 
 @pytest.mark.parametrize("view", [False, True])
 def test_leaf_is_refused(view: bool) -> None:
     """By autograd itself, also where the graph is there already."""
-    split = autosplit.split(Made(writes_input))
+    split = autosplit.split(layered(writes_input))
     split(torch.ones(3, 4).requires_grad_() * 1.0)
     leaf = torch.ones(3, 4).requires_grad_()
     with pytest.raises(RuntimeError, match=r"a (view of a )?leaf Variable that requires grad"):
@@ -97,7 +97,7 @@ def test_leaf_is_refused(view: bool) -> None:
 
 
 def test_the_input_has_its_new_value() -> None:
-    split = autosplit.split(Made(writes_input))
+    split = autosplit.split(layered(writes_input))
     x = torch.ones(2, 4)
     split(x)
     split(x)
@@ -106,7 +106,7 @@ def test_the_input_has_its_new_value() -> None:
 
 def test_input_that_shares_memory() -> None:
     """The graph was captured for inputs apart from each other."""
-    split = autosplit.split(Made(lambda m, x, y: m.linear(x.add_(1.0)) * y))
+    split = autosplit.split(layered(lambda m, x, y: m.linear(x.add_(1.0)) * y))
     split(torch.zeros(3, 4), torch.zeros(3, 4))
     rows = torch.zeros(4, 4)
     expected = r"writes into args\[0\], which shares its memory with args\[1\]; pass a clone"
@@ -178,17 +178,17 @@ CASES = [fresh, part_of_a_tensor, buffer, random]
 @pytest.mark.parametrize("make", CASES)
 def test_equals_autograd(make: Callable[[Any, Tensor], Tensor]) -> None:
     batch = leaves(3, 4)
-    split = assert_equals_autograd(Made(make, counter=torch.zeros(4)), batch)
+    split = assert_equals_autograd(layered(make, counter=nn.Buffer(torch.zeros(4))), batch)
     assert len(split.functions) == 1  # a whole graph, no parts
 
 
 def test_operator_that_returns_its_argument() -> None:
     """AOTAutograd refuses it; Dynamo's graph runs."""
     batch = leaves(3, 4)
-    split = assert_equals_autograd(Made(returned), batch)
+    split = assert_equals_autograd(layered(returned), batch)
     assert "whose output has alias annotations: autosplit_tests::add_" in split.report()
     with pytest.raises(CaptureError, match="whose output has alias annotations"):
-        autosplit.split(Made(returned), fullgraph=True)(*batch[0])
+        autosplit.split(layered(returned), fullgraph=True)(*batch[0])
 
 
 # --- operators that address memory by strides -----------------------------------------------------
