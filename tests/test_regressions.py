@@ -18,6 +18,7 @@ from tests.semantics.against_autograd import (
     one_by_one,
     within,
 )
+from tests.zoo import layered
 
 
 class AttentionThenBatchNorm(nn.Module):
@@ -41,16 +42,12 @@ def test_kernel_that_gives_other_strides_than_its_fake() -> None:
     assert_equals_autograd(model, [(x,)] * 2, compare=lambda _, *both: compare(*both))
 
 
-class Rounded(nn.Module):
+def rounded() -> nn.Module:
     """Parameters whose gradient is the same whatever the output's is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.cut, self.power, self.rounded = (nn.Parameter(torch.randn(4)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + torch.cat([self.cut[:0], self.power**0]) + self.rounded.round()
+    return layered(
+        lambda m, x: m.linear(x) + torch.cat([m.cut[:0], m.power**0]) + m.rounded.round(),
+        **{name: nn.Parameter(torch.randn(4)) for name in ("cut", "power", "rounded")},
+    )
 
 
 def test_gradient_that_does_not_depend_on_the_outputs() -> None:
@@ -58,7 +55,7 @@ def test_gradient_that_does_not_depend_on_the_outputs() -> None:
     autograd has zeros, with which an optimizer goes on decaying weights.
     """
     batches = [(torch.randn(3, 4).requires_grad_(),) for _ in range(2)]
-    assert_equals_autograd(Rounded(), batches, compare=within(1e-5), backend="inductor")
+    assert_equals_autograd(rounded(), batches, compare=within(1e-5), backend="inductor")
 
 
 def test_module_that_holds_torchscript() -> None:

@@ -14,7 +14,7 @@ from autosplit import CaptureError, SplitError, Stage, split
 from autosplit.pipeline.engine.stages import footprint
 from tests.gradients import assert_same_gradients
 from tests.microbatches import Twins, reference
-from tests.zoo import CASES, SwiGLU
+from tests.zoo import CASES, Made, SwiGLU, layered
 
 # Stages hand tensors to each other: one tensor in, one tensor out.
 NAMES = ["transformer", "convolutions", "tied", "counter", "in_place", "frozen", "bfloat16"]
@@ -302,23 +302,16 @@ def test_sizes_are_prepared_for() -> None:
     assert len(stage.captured) == 2
 
 
-class Scaled(nn.Module):
-    """Reads a number of Python's, and with a norm writes buffers."""
-
-    def __init__(self, norm: bool) -> None:
-        super().__init__()
-        self.inner = nn.BatchNorm1d(4) if norm else nn.Linear(4, 4)
-        self.scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.inner(x)
-
-
-@pytest.mark.parametrize(("norm", "rows", "kept"), [(0, 3, True), (0, 2, False), (1, 3, False)])
-def test_a_steady_forward_runs_what_the_one_before_ran(norm: int, rows: int, kept: bool) -> None:
+@pytest.mark.parametrize(
+    ("inner", "rows", "kept"),
+    [(nn.Linear(4, 4), 3, True), (nn.Linear(4, 4), 2, False), (nn.BatchNorm1d(4), 3, False)],
+)
+def test_a_steady_forward_runs_what_the_one_before_ran(
+    inner: nn.Module, rows: int, kept: bool
+) -> None:
     """But where sizes are others, or the forward writes buffers, and never in another step."""
     x = torch.randn(3, 4)
-    module = Scaled(bool(norm))
+    module = Made(lambda m, x: m.scale * m.inner(x), inner=inner, scale=1.0)
     stage = Stage(module, [x])
     (first,) = stage.forward(0, [x.clone()])
     module.scale = 2.0
@@ -338,20 +331,8 @@ class Weighted:
     power: int
 
 
-class OfOneObject(nn.Module):
-    """Takes its inputs as one object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, given: Weighted) -> Tensor:
-        made: Tensor = self.inner(given.values * given.weights).pow(given.power)
-        return made
-
-
 def test_objects_are_inputs() -> None:
-    module = OfOneObject()
+    module = layered(lambda m, each: m.linear(each.values * each.weights).pow(each.power))
     twin = copy.deepcopy(module)
     given = [Weighted(torch.randn(3, 4), torch.randn(4), 2) for _ in range(3)]
     stage = Stage(module, [given[0]])

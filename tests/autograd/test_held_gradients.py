@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import autosplit
 from tests.autograd.faces import FACES
 from tests.semantics.against_autograd import assert_alike, within
+from tests.zoo import layered
 
 HOLDS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda grad: grad,
@@ -24,15 +25,9 @@ HOLDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-class UsedTwice(nn.Module):
+def used_twice() -> nn.Module:
     """One of its parameters is in use twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(self.a(x).tanh()).tanh())
+    return layered(lambda m, x: m.second(m.linear(m.linear(x).tanh()).tanh()))
 
 
 def backward(module: Any, x: Tensor) -> None:
@@ -59,11 +54,11 @@ def test_goes_on_accumulating(face: str, hold: str) -> None:
         return [torch.as_tensor(each).clone() for each in kept]
 
     # Two uses, two calls: sums are in another order.
-    assert_alike(UsedTwice().double(), drive, face=FACES[face], compare=within(1e-12))
+    assert_alike(used_twice().double(), drive, face=FACES[face], compare=within(1e-12))
 
 
 def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
-    model = UsedTwice()
+    model = used_twice()
     split = autosplit.split(model)
     x = torch.randn(3, 4)
     for _ in range(3):  # a sum that nobody holds
@@ -84,12 +79,12 @@ def test_only_what_is_held_has_its_gradient_computed_in_backward() -> None:
 
 def test_computed_by_a_failing_backward_says_so() -> None:
     """What cannot be computed at the end of ``backward()`` raises from it."""
-    model = UsedTwice()
+    model = used_twice()
     split = autosplit.split(model)
     x = torch.randn(3, 4, requires_grad=True)
     backward(split, x)
     split.backward_weight()
-    held = model.a.weight.grad
+    held = model.linear.weight.grad
     source = x * 1.0
     loss = split(source).square().sum()
 

@@ -21,7 +21,7 @@ from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline.trainer_options import grouped
-from tests.zoo import Residual
+from tests.zoo import Made, Residual
 
 # Float32 against float64; what torch.compile meets on the same models.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -32,39 +32,10 @@ MIXED = Schedule("mixed", 2, 2, (tuple(map(Action.parse, _MIXED.split())),), (0,
 WRITTEN_OVER = re.compile(r"buf\d+ = donated_\d+; del donated_\d+ +# reuse")
 
 
-class Renamed(nn.Module):
-    """A block under other names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({"first": Residual(12)})
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layers["first"](hidden)
-
-
-class Images(nn.Module):
+def images() -> nn.Module:
     """Convolutions, for which Inductor changes strides; batch norm, which has buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.leave = nn.Conv2d(8, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.leave(self.norm(self.enter(x)).relu())
-
-
-class Masked(nn.Module):
-    """An output shows which values dropout dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x * self.scale, 0.5)
+    enter, leave = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3)
+    return nn.Sequential(enter, nn.BatchNorm2d(8), nn.ReLU(), leave)
 
 
 def drive(stage: Stage, batches: list[Tensor], grads: list[Tensor]) -> list[tuple[Any, Any]]:
@@ -79,7 +50,7 @@ def drive(stage: Stage, batches: list[Tensor], grads: list[Tensor]) -> list[tupl
 
 @pytest.mark.parametrize(
     ("build", "shape"),
-    [(lambda: Residual(12), (5, 12)), (Images, (2, 3, 6, 6))],
+    [(lambda: Residual(12), (5, 12)), (images, (2, 3, 6, 6))],
     ids=["block", "images"],
 )
 def test_gradients_are_those_of_float64(build: type[nn.Module], shape: tuple[int, ...]) -> None:
@@ -103,7 +74,7 @@ def test_gradients_are_those_of_float64(build: type[nn.Module], shape: tuple[int
 
 def test_where_i_is_late_w_and_b_are_compiled_once() -> None:
     """And W takes what Inductor laid out in F, with no I in between."""
-    model = Images()
+    model = images()
     exact = copy.deepcopy(model).double()
     batches = [torch.randn(2, 3, 6, 6) for _ in range(4)]
     stage = Stage(model, [batches[0]], backend="inductor", late_input=True)
@@ -127,7 +98,9 @@ def test_where_i_is_late_w_and_b_are_compiled_once() -> None:
 
 
 def test_backward_uses_the_mask_of_its_forward() -> None:
-    model = Masked()
+    """An output shows which values dropout dropped."""
+    scale = nn.Parameter(torch.ones(64))
+    model = Made(lambda m, x: nn.functional.dropout(x * m.scale, 0.5), scale=scale)
     split = autosplit.split(model, backend="inductor", fullgraph=True)
     leaves = [torch.rand(64).add(1).requires_grad_() for _ in range(3)]
     torch.manual_seed(3)
@@ -149,7 +122,7 @@ def test_backward_uses_the_mask_of_its_forward() -> None:
 def test_identical_stages_are_compiled_once() -> None:
     x = torch.randn(5, 12)
     before = []
-    for model in (Residual(12), Renamed()):
+    for model in (Residual(12), nn.Sequential(Residual(12))):  # under other names
         before.append(dict(counters["inductor"]))
         stage = Stage(model, [x.clone().requires_grad_()], backend="inductor")
         drive(stage, [x], [torch.randn(5, 12)])
@@ -209,15 +182,7 @@ def test_a_trainer_compiles_what_its_schedule_runs_before_it_runs_it(
 
 
 def test_constant_tensors_are_read_at_every_call() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = torch.tensor(2.0)
-
-        def forward(self, x: Tensor) -> Any:
-            return x * self.factor, 7
-
-    model = Scaled()
+    model = Made(lambda m, x: (x * m.factor, 7), factor=torch.tensor(2.0))
     split = autosplit.split(model, backend="inductor", fullgraph=True)
     x = torch.randn(3, requires_grad=True)
     output, number = split(x)

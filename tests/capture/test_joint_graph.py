@@ -19,17 +19,13 @@ from autosplit import CaptureError
 from autosplit.capture.joint_graph import capture
 from autosplit.passes.graph import Kind, inputs, outputs
 from tests import devices
-from tests.zoo import Several
-
-
-class Nested(nn.Module):
-    def forward(self, a: Tensor, pair: tuple[Tensor, int], *, extra: dict[str, Tensor]) -> Tensor:
-        return a * pair[0] * pair[1] + extra["b"]
+from tests.zoo import Made, Several
 
 
 def test_input_names_are_the_users_paths() -> None:
     x = torch.randn(2, requires_grad=True)
-    traced = capture(Nested(), (x, (x.detach(), 3)), {"extra": {"b": torch.ones(2)}})
+    model = Made(lambda _, a, pair, *, extra: a * pair[0] * pair[1] + extra["b"])
+    traced = capture(model, (x, (x.detach(), 3)), {"extra": {"b": torch.ones(2)}})
     assert traced.inputs == ("args[0]", "args[1][0]", "args[1][1]", "extra['b']")
     found = [role.name for role in inputs(traced.joint.graph, Kind.INPUT)]
     assert found == ["args[0]", "args[1][0]", "extra['b']"]
@@ -186,14 +182,9 @@ def test_side_effect_of_a_module_that_cannot_be_copied() -> None:
     assert parts.model.calls == 1
 
 
-class Selects(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x[:, 0] > 0]
-
-
 def test_size_that_depends_on_the_data() -> None:
     with pytest.raises(CaptureError, match=r"depends on the data|data-dependent|dynamic"):
-        capture(Selects(), (torch.randn(4, 3, requires_grad=True),), {})
+        capture(Made(lambda _, x: x[x[:, 0] > 0]), (torch.randn(4, 3, requires_grad=True),), {})
 
 
 def test_forward_that_reads_its_parameters_through_a_closure() -> None:

@@ -14,7 +14,7 @@ import autosplit
 from autosplit import SplitError
 from autosplit.dump.tables import short_source
 from autosplit.passes.graph import Kind, inputs, outputs
-from tests.zoo import SwiGLU, convolutions
+from tests.zoo import Made, SwiGLU, convolutions
 
 # --- dump(): every file is there, the code runs and computes what the module computes -------------
 
@@ -136,17 +136,9 @@ def test_report_without_gradients() -> None:
     assert "Captured without gradients: there is no backward" in split.report()
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
-
-
 def test_report_of_a_graph_with_nothing_to_do() -> None:
-    model = autosplit.split(Scaled(), torch.ones(0, requires_grad=True))
+    scaled = Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.ones(0)))
+    model = autosplit.split(scaled, torch.ones(0, requires_grad=True))
     assert "none takes a matrix product" in model.report()
 
 

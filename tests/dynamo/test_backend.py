@@ -22,6 +22,7 @@ from autosplit.torch_internals.version import TORCH
 from tests.dynamo.breaking import (
     TwoLayers,
 )
+from tests.zoo import layered
 
 # --- ``torch.compile(model, backend="autosplit")`` ------------------------------------------------
 
@@ -112,16 +113,8 @@ def test_graphs_without_anything_to_defer() -> None:
 
 
 def test_tensor_that_is_no_parameter_gets_its_gradient_at_once() -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tensor = torch.ones(4, requires_grad=True)
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x * self.tensor)
-
-    model = Holder()
+    tensor = torch.ones(4, requires_grad=True)
+    model = layered(lambda m, x: m.linear(x * m.tensor), tensor=tensor)
     compiled(model)(torch.randn(3, 4)).sum().backward()
     assert model.tensor.grad is not None
     assert Deferral(model).pending == 1

@@ -26,6 +26,7 @@ from autosplit.pipeline.validation.torch_csv import add_communication
 from autosplit.pipelining import SplitPipelineStage, torch_schedule
 from autosplit.torch_internals.version import TORCH
 from tests.ranks import ranks
+from tests.zoo import Made
 
 from .programs import Program, around, block, mean_square, no_leaked_tensors, trained
 
@@ -90,15 +91,12 @@ def tied() -> nn.Module:
     )
 
 
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(*(block() for _ in range(4)))
-        self.register_buffer("scale", torch.full((4,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.parts(x * self.scale)
-        return made
+def whole() -> nn.Module:
+    return Made(
+        lambda m, x: m.parts(x * m.scale),
+        parts=nn.Sequential(*(block() for _ in range(4))),
+        scale=nn.Buffer(torch.full((4,), 0.5)),
+    )
 
 
 def cut_by_torch() -> Program:
@@ -106,7 +104,7 @@ def cut_by_torch() -> Program:
     cuts = {f"parts.{at}": SplitPoint.BEGINNING for at in range(1, 4)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pipe = pipeline(Whole(), (torch.randn(2, 4),), split_spec=cuts)
+        pipe = pipeline(whole(), (torch.randn(2, 4),), split_spec=cuts)
     parts = map(pipe.get_stage_module, range(4))
     return trained(*parts, kind="ScheduleZBVZeroBubble")
 

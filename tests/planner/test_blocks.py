@@ -18,6 +18,7 @@ from tests.planner.whole_models import (
     llama_of_three,
     run_modules,
 )
+from tests.zoo import Made
 
 # Mamba asks through a cached function which torch it runs on.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
@@ -109,12 +110,7 @@ def test_names_that_cannot_be_cut_at(cut_at: list[str], message: str) -> None:
         partition(model, tokens(), cut_at=cut_at)
 
 
-class Branching(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
-
-
 def test_a_model_that_cannot_be_captured_whole() -> None:
     with pytest.raises(CaptureError, match=r"test_blocks.py:\d+") as error:
-        partition(Branching(), torch.randn(4), stages=2)
+        partition(Made(lambda _, x: x if x.sum() > 0 else -x), torch.randn(4), stages=2)
     assert "list of stages" in str(error.value)

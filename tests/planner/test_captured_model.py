@@ -12,6 +12,7 @@ from autosplit.errors import CaptureError
 from autosplit.planner import WholeModel, meta_model
 from autosplit.planner.stages import cut
 from tests.planner.whole_models import run_modules
+from tests.zoo import Made
 
 
 class Classifier(nn.Module):
@@ -68,22 +69,19 @@ def test_without_values_there_is_no_first_call() -> None:
         WholeModel.capture(meta_model(Classifier), torch.randn(4, 8))
 
 
-class Permuted(nn.Module):
+def permuted() -> nn.Module:
     """What crosses lies in another order, in which the dropout behind it draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Conv1d(8, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x).transpose(1, 2)
-        return self.last(nn.functional.dropout(y, 0.5))
+    return Made(
+        lambda m, x: m.last(nn.functional.dropout(m.first(x).transpose(1, 2), 0.5)),
+        first=nn.Linear(8, 8),
+        last=nn.Conv1d(8, 3, 1),
+    )
 
 
 def test_what_crosses_a_cut_keeps_its_strides() -> None:
     """Messages are contiguous: what a stage is given is made so here."""
     torch.manual_seed(0)
-    model, x = Permuted(), torch.randn(2, 5, 8)
+    model, x = permuted(), torch.randn(2, 5, 8)
     whole = WholeModel.capture(model, x)
     place = next(at for at, node in enumerate(whole.line.body) if "dropout" in node.name)
     node = whole.line.body[place - 1]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit import SplitError, Stage
 from tests.microbatches import run_microbatches
+from tests.zoo import Made
 
 
 def test_publish_keeps_float32_where_the_parameter_takes_it() -> None:
@@ -39,15 +40,8 @@ def test_parameter_replaced_between_two_microbatches() -> None:
 def test_gradient_that_holds_more_than_itself_is_copied() -> None:
     """It is a slice of the output's gradient times two, which must not stay alive with it."""
 
-    class Sliced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = nn.Parameter(torch.randn(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.part, x]) * 2.0
-
-    stage = Stage(Sliced(), [torch.randn(1000)])
+    sliced = Made(lambda m, x: torch.cat([m.part, x]) * 2.0, part=nn.Parameter(torch.randn(2)))
+    stage = Stage(sliced, [torch.randn(1000)])
     run_microbatches(stage, [torch.randn(1000)], [torch.ones(1002)])
     gradient = stage.gradients["part"]
     assert gradient.tolist() == [2.0, 2.0]

@@ -15,6 +15,7 @@ from autosplit import SplitError, Stage
 from autosplit.runtime import residuals
 from autosplit.torch_internals.state import distinct_storage_bytes
 from tests.microbatches import Twins
+from tests.zoo import Made
 
 NAMES = ["convolutions", "tied", "in_place"]
 
@@ -87,15 +88,8 @@ def test_what_microbatches_have_in_common_stays() -> None:
     """A batch that was cut, however many are in flight, and a tensor that two were given."""
     batch, mask = torch.randn(4, 6), torch.randn(2, 6)
 
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.linear(x * mask)
-
-    stage = Stage(Masked(), [torch.zeros(2, 6, requires_grad=True), torch.zeros(2, 6)])
+    masked = Made(lambda m, x, mask: m.linear(x * mask), linear=nn.Linear(6, 6))
+    stage = Stage(masked, [torch.zeros(2, 6, requires_grad=True), torch.zeros(2, 6)])
     for m, part in enumerate(batch.chunk(2)):
         stage.forward(m, [part, mask])
     product = 4 * 2 * 6

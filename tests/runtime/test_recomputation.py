@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autosplit import SplitError, Stage
-from tests.zoo import CASES
+from tests.zoo import CASES, Made
 
 MODELS = {
     **{name: CASES[name].build for name in ("attention", "counter", "in_place")},
@@ -57,19 +57,16 @@ def test_everything_is_bit_for_bit_as_without(name: str) -> None:
         assert torch.equal(found[key], tensor), key
 
 
-class DroppedWeight(nn.Module):
+def dropped_weight() -> nn.Module:
     """Draws where its weight lies, whose input may lie elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(self.weight.device) * nn.functional.dropout(self.weight)
+    return Made(
+        lambda m, x: x.to(m.weight.device) * nn.functional.dropout(m.weight),
+        weight=nn.Parameter(torch.ones(64)),
+    )
 
 
 def test_generators_of_where_the_weights_lie_are_put_back() -> None:
-    stage = Stage(DroppedWeight(), [torch.ones(64, device="cpu", requires_grad=True)])
+    stage = Stage(dropped_weight(), [torch.ones(64, device="cpu", requires_grad=True)])
     (output,) = stage.forward(0, [torch.ones(64, device="cpu")], keep="inputs")
     torch.rand(3)
     stage.recompute(0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import CaptureError, SplitError, Stage
 from tests.semantics.against_autograd import assert_alike, assert_equals_autograd, leaves
-from tests.zoo import layered
+from tests.zoo import Made, layered
 
 FACTOR = 1.0
 
@@ -157,28 +157,15 @@ def test_computed_parameters_of_several_calls() -> None:
     assert_alike(nn.Linear(4, 2, bias=False), drive)
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """A constant that I reads and W does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.scale = torch.full((4,), 2.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.scale
+    return layered(lambda m, x: m.linear(x) * m.scale, scale=torch.full((4,), 2.0))
 
 
-class ScaledWeight(nn.Module):
+def scaled_weight() -> nn.Module:
     """The constant stands between the parameter and its use: W reads it too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.scale = torch.full((4, 4), 2.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.weight * self.scale)
+    weight, scale = nn.Parameter(torch.randn(4, 4)), torch.full((4, 4), 2.0)
+    return Made(lambda m, x: x @ (m.weight * m.scale), weight=weight, scale=scale)
 
 
 WRITTEN_LATE = r"between backward\(\) and backward_weight\(\): scale\. Call backward_weight\(\)"
@@ -187,7 +174,7 @@ WRITTEN = r"written in place between the forward and its backward: scale\. Run t
 
 def test_constant_written_between_forward_and_backward() -> None:
     """Refused, as autograd does; a write before the next forward is seen by it."""
-    split = autosplit.split(Scaled(), fullgraph=True)
+    split = autosplit.split(scaled(), fullgraph=True)
     x = torch.randn(3, 4).requires_grad_()  # without it, I has nothing to do
     outputs = [split(x) for _ in range(2)]
     outputs[0].sum().backward()
@@ -201,7 +188,7 @@ def test_constant_written_between_forward_and_backward() -> None:
 
 
 def test_constant_given_other_data() -> None:
-    split = autosplit.split(Scaled(), fullgraph=True)
+    split = autosplit.split(scaled(), fullgraph=True)
     output = split(torch.randn(3, 4))
     split.scale.data = torch.ones(4)
     with pytest.raises(SplitError, match=r"given other data .*: scale\. Run the backward"):
@@ -210,7 +197,7 @@ def test_constant_given_other_data() -> None:
 
 def test_constant_written_before_the_weights_of_a_stage() -> None:
     x = torch.randn(3, 4).requires_grad_()
-    stage = Stage(ScaledWeight(), (x,))
+    stage = Stage(scaled_weight(), (x,))
     grads = [torch.ones_like(stage.forward(microbatch, [x])[0]) for microbatch in range(2)]
     stage.backward_input(0, grads[:1])
     stage.module.scale.mul_(3.0)
@@ -262,8 +249,7 @@ READ: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", READ)
 def test_value_of_a_tensor_that_is_kept(name: str) -> None:
     """It was that of the capture for ever: tracing takes the value of such a tensor for fixed."""
-    model = layered(READ[name])
-    model.numbers = [torch.tensor(2.0), torch.tensor(2)]
+    model = layered(READ[name], numbers=[torch.tensor(2.0), torch.tensor(2)])
 
     def drive(call: Any, model: Any) -> list[Tensor]:
         found = [call(torch.ones(2, 4))]

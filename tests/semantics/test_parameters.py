@@ -32,48 +32,28 @@ from tests.zoo import layered
 # --- tied, repeated, frozen and unused parameters; inputs with and without gradients --------------
 
 
-class Recurrent(nn.Module):
+def recurrent(model: Any, x: Tensor, unused: Tensor) -> Tensor:
     """One module in a loop, another one that nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(4, 4)
-        self.unused = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, unused: Tensor) -> Tensor:
-        for _ in range(3):
-            x = torch.tanh(self.cell(x) + self.cell(2 * x))
-        return x
+    for _ in range(3):
+        x = torch.tanh(model.linear(x) + model.linear(2 * x))
+    return x
 
 
 def test_unused_parameters_and_inputs() -> None:
     batch = [(torch.randn(2, 4).requires_grad_(), torch.randn(3).requires_grad_())] * 2
-    assert_equals_autograd(Recurrent(), batch)
-
-
-class TwoNames(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(4, 4)
-        self.alias = self.cell
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.cell(x) + self.alias(2 * x))
+    assert_equals_autograd(layered(recurrent), batch)
 
 
 def test_one_module_under_two_names() -> None:
-    assert_equals_autograd(TwoNames(), leaves(2, 4, count=3))
+    model = layered(lambda m, x: torch.tanh(m.second(x) + m.linear(2 * x)))
+    model.second = model.linear
+    assert_equals_autograd(model, leaves(2, 4, count=3))
 
 
 def test_inputs_that_need_no_gradient_and_keyword_inputs() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, pair: list[dict[str, Tensor]], *, extra: dict[str, Any]) -> Tensor:
-            h = self.linear(pair[0]["a"]) + extra["b"]
-            return h if extra["mask"] is None else h * extra["mask"]
+    def nested(model: Any, pair: list[dict[str, Tensor]], *, extra: dict[str, Any]) -> Tensor:
+        h = model.linear(pair[0]["a"]) + extra["b"]
+        return h if extra["mask"] is None else h * extra["mask"]
 
     batch = [
         {
@@ -82,7 +62,7 @@ def test_inputs_that_need_no_gradient_and_keyword_inputs() -> None:
         }
         for mask in (None, torch.ones(2, 4), None, torch.zeros(2, 4).requires_grad_())
     ]
-    assert_equals_autograd(Nested(), batch)
+    assert_equals_autograd(layered(nested), batch)
 
 
 # --- weights that are computed from other parameters ----------------------------------------------
@@ -170,43 +150,23 @@ def test_a_backward_reads_the_value_of_its_own_forward() -> None:
     assert_same_state(model, plain, assert_same)
 
 
-class Twice(nn.Module):
-    """One buffer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("a", torch.ones(4))
-        self.register_buffer("b", self.a)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x) + self.b
-        self.a.add_(1.0)
-        self.b.mul_(2.0)
-        return y
+def writes_both(module: Any, x: Tensor) -> Tensor:
+    y = module.linear(x) + module.b
+    module.a.add_(1.0)
+    module.b.mul_(2.0)
+    return y
 
 
 def test_one_buffer_under_two_names() -> None:
-    assert_equals_autograd(Twice(), leaves(2, 4, count=3))
-
-
-class Aliasing(nn.Module):
-    """A buffer that is a view of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("a", torch.zeros(2, 4))
-        self.register_buffer("b", self.a[0])
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.a.add_(1.0)
-        return self.linear(x) * self.b
+    buffer = nn.Buffer(torch.ones(4))
+    assert_equals_autograd(layered(writes_both, a=buffer, b=buffer), leaves(2, 4, count=3))
 
 
 def test_buffers_that_share_memory_are_refused() -> None:
+    model = layered(writes_both, a=nn.Buffer(torch.zeros(2, 4)))
+    model.register_buffer("b", model.a[0])
     with pytest.raises(CaptureError, match=r"ViewBaseAOTInput.*'b'"):
-        autosplit.split(Aliasing()).capture(torch.randn(2, 4))
+        autosplit.split(model).capture(torch.randn(2, 4))
 
 
 # --- copies and pickles of a split module: no graphs, no pending work, the same model -------------

@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp
 
 import autosplit
 from tests.ranks import ranks
+from tests.zoo import Made
 
 from .models import (
     WORDS,
@@ -294,23 +295,18 @@ def test_run_by_fsdp_before() -> list[str]:
     return pair.train(1)
 
 
-class Products(nn.Module):
+def products() -> nn.Module:
     """Its W reads parameters, and views of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
-        self.first = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.first(x) @ (self.a.T @ self.b).relu() @ self.b.T
-        return made * 1
+    a, b = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+    return Made(
+        lambda m, x: m.first(x) @ (m.a.T @ m.b).relu() @ m.b.T * 1, a=a, b=b, first=nn.Linear(4, 4)
+    )
 
 
 @ranks(2)
 def test_weights_of_weights() -> list[str]:
     shard = partial(fully_shard, reshard_after_forward=True)
-    pair, found = Pair(shard, model=Products()), []
+    pair, found = Pair(shard, model=products()), []
     for _ in range(2):
         batches = [torch.randn(2, 4) for _ in range(2)]
         for at, x in enumerate(batches):

@@ -21,6 +21,7 @@ from autosplit.torch_internals.pytree import flatten_named
 from autosplit.torch_internals.state import distinct_storage_bytes, modes_kept, state_bytes
 from tests.fake_ranks import fake_mesh
 from tests.semantics.against_autograd import assert_equals_autograd
+from tests.zoo import layered
 
 # --- DTensors -------------------------------------------------------------------------------------
 
@@ -140,18 +141,12 @@ def register() -> None:
         )
 
 
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Keyless:
-        return Keyless(self.inner(x), {"factor": (x * 2, None)})
+def returning(model: Any, x: Tensor) -> Keyless:
+    return Keyless(model.linear(x), {"factor": (x * 2, None)})
 
 
-class Taking(Returning):
-    def forward(self, given: Keyless) -> Tensor:  # type: ignore[override]
-        return self.inner(given.sample) * given.scale
+def taking(model: Any, given: Keyless) -> Tensor:
+    return model.linear(given.sample) * given.scale
 
 
 def test_names() -> None:
@@ -168,7 +163,7 @@ def test_names() -> None:
 
 def test_outputs_and_inputs_without_keys_are_in_one_graph() -> None:
     register()
-    x = torch.randn(2, 3, requires_grad=True)
-    split = assert_equals_autograd(Returning(), [(x,)], fullgraph=True)
+    x = torch.randn(2, 4, requires_grad=True)
+    split = assert_equals_autograd(layered(returning), [(x,)], fullgraph=True)
     assert split.functions[-1].output_names[0] == "output[0]"
-    assert_equals_autograd(Taking(), [(Keyless(x, torch.ones(3)),)], fullgraph=True)
+    assert_equals_autograd(layered(taking), [(Keyless(x, torch.ones(4)),)], fullgraph=True)

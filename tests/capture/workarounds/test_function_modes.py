@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autosplit
 from autosplit import Stage
 from autosplit.torch_internals.version import TORCH
+from tests.zoo import Made
 
 
-class Shifted(nn.Module):
+def shifted() -> nn.Module:
     """Makes tensors in its forward, on the default device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + torch.arange(4.0)) * torch.full((4,), 2.0)  # type: ignore[no-any-return]
+    return Made(
+        lambda m, x: m.layer(x + torch.arange(4.0)) * torch.full((4,), 2.0), layer=nn.Linear(4, 4)
+    )
 
 
 def test_a_model_is_split_as_one_graph_under_a_default_device() -> None:
     with torch.device("cpu"):
-        model = Shifted()
+        model = shifted()
         split, x = autosplit.split(model), torch.randn(2, 4)
         modes = torch.overrides._get_current_function_mode_stack()
         split(x).sum().backward()
@@ -38,6 +35,6 @@ def test_a_model_is_split_as_one_graph_under_a_default_device() -> None:
 @pytest.mark.skipif(TORCH < (2, 12), reason="nor does torch.compile of torch 2.11")
 def test_a_stage_is_made_under_a_default_device() -> None:
     with torch.device("meta"):
-        stage = Stage(Shifted(), [torch.ones(2, 4, requires_grad=True)])
+        stage = Stage(shifted(), [torch.ones(2, 4, requires_grad=True)])
     ((shape, _, _),) = stage.output_specs
     assert tuple(shape) == (2, 4)

@@ -103,32 +103,25 @@ def test_sizes_that_vary_are_not_asked() -> None:
 # Updates of buffers: where eager mode writes them, unless somebody reads what was there.
 
 
-class Block(nn.Module):
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(3, 3), norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.norm(self.linear(x)))
+def normed(norms: list[nn.Module]) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), norm, nn.Tanh()) for norm in norms))
 
 
 def through(m: Made, x: Tensor) -> Tensor:
-    for block in m.blocks:
-        x = block(x)
-    return x
+    return m.blocks(x)
 
 
 def reading_before(m: Made, x: Tensor) -> Tensor:
-    before = m.blocks[0].norm.running_mean * 2
+    before = m.blocks[0][1].running_mean * 2
     return through(m, x) * before
 
 
 def reading_between(m: Made, x: Tensor) -> Tensor:
-    return through(m, x) * m.blocks[0].norm.running_var
+    return through(m, x) * m.blocks[0][1].running_var
 
 
 def returning(m: Made, x: Tensor) -> tuple[Tensor, Tensor]:
-    return through(m, x), m.blocks[1].norm.running_mean.clone()
+    return through(m, x), m.blocks[1][1].running_mean.clone()
 
 
 def counting(m: Made, x: Tensor) -> Tensor:
@@ -139,8 +132,8 @@ def counting(m: Made, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_buffers_are_written_where_they_lie(dtype: torch.dtype) -> None:
-    blocks = nn.ModuleList([Block(nn.BatchNorm1d(3)) for _ in range(3)])
-    model, x = Made(through, blocks=blocks).to(dtype), torch.randn(5, 3, dtype=dtype)
+    model = normed([nn.BatchNorm1d(3) for _ in range(3)]).to(dtype)
+    x = torch.randn(5, 3, dtype=dtype)
     split = assert_equals_autograd(model, [(x,)] * 2)
     assert copies_in(split, x) == copies_in(split.unsplit, x)
 
@@ -158,8 +151,7 @@ def test_what_was_in_a_buffer_is_read_before_it_is_written(
     forward: Callable[[Made, Tensor], object], shared: bool
 ) -> None:
     norms = [nn.BatchNorm1d(3)] * 3 if shared else [nn.BatchNorm1d(3) for _ in range(3)]
-    model = Made(forward, blocks=nn.ModuleList(map(Block, norms)))
-    model.register_buffer("count", torch.ones(3))
+    model = Made(forward, blocks=normed(norms), count=nn.Buffer(torch.ones(3)))
     # Running statistics are written behind autograd's back: with all forwards before all
     # backwards, plain autograd multiplies with those of the last.
     assert_equals_autograd(model, [(torch.randn(5, 3),) for _ in range(2)], orders=[one_by_one])

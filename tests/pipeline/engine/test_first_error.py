@@ -21,6 +21,7 @@ from autosplit.pipeline.engine.first_error import Guard, LostPeerError, RankErro
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.workers import ENDS, WIDTH, Tied, block, data, equal, outcomes, sgd, trainer
 from tests.ranks import Ranks
+from tests.zoo import Made
 
 Texts = list[tuple[dict[str, tuple[str, str]], dict[str, Any]]]
 TIMEOUT = 120.0  # of the trainers below it is 60
@@ -114,15 +115,12 @@ def _evaluate() -> None:
         engine.evaluate(data(8))
 
 
-class Weighted(nn.Module):
+def weighted() -> nn.Module:
     """A loss with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return (self.scale * (output - target) ** 2).mean()
+    return Made(
+        lambda m, output, target: (m.scale * (output - target) ** 2).mean(),
+        scale=nn.Parameter(torch.ones(())),
+    )
 
 
 def _unfrozen() -> None:
@@ -219,9 +217,9 @@ SCENARIOS: dict[str, Scenario] = {
         "got no tensor: return it as it is, without .item() or float()",
     ),
     "loss with a parameter": (
-        step(loss_fn=Weighted()),
+        step(loss_fn=weighted()),
         1,
-        "loss_fn (Weighted) has a parameter 'scale', which no optimizer",
+        "loss_fn (Made) has a parameter 'scale', which no optimizer",
     ),
     "wants a closure": (
         step(optimizer_fn=torch.optim.LBFGS),

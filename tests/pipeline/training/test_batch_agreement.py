@@ -18,6 +18,7 @@ from tests.pipeline import workers
 from tests.pipeline.trainer_options import grouped
 from tests.pipeline.workers import data, trainer
 from tests.ranks import ranks
+from tests.zoo import Made
 
 X, Y = data(16)
 FEWER = "the batch's inputs has 16 samples along dimension 0 on rank 0, but its targets has 4 samp"
@@ -168,13 +169,8 @@ def test_a_model_that_was_cut_for_other_batches() -> None:
         assert found.shape == engine.step(({"input": X[:8]}, Y[:8])).shape
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = workers.block(0)
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return self.block(x) * scale
+def scaled() -> nn.Module:
+    return Made(lambda m, x, scale: m.block(x) * scale, block=workers.block(0))
 
 
 def test_tensors_without_dimensions_go_whole_to_each_microbatch() -> None:
@@ -183,10 +179,10 @@ def test_tensors_without_dimensions_go_whole_to_each_microbatch() -> None:
     def loss(output: Tensor, target: Tensor, shift: Tensor) -> Tensor:
         return (output - target + shift).square().mean()
 
-    model = Scaled()
+    model = scaled()
     expected = [loss(model(a, scale), b, bias) for a, b in zip(X.chunk(4), Y.chunk(4), strict=True)]
     with PipelineTrainer(
-        [Scaled()], lambda output, targets: loss(output, *targets), workers.sgd, microbatches=4
+        [scaled()], lambda output, targets: loss(output, *targets), workers.sgd, microbatches=4
     ) as engine:
         found = engine.forward_backward(((X, scale), (Y, bias)))
         assert torch.equal(found, torch.stack(expected).detach())

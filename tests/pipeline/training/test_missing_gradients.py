@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.pipeline import workers
 from tests.ranks import ranks
+from tests.zoo import Made
 
 ROWS, STEPS = 4, 2
 
@@ -32,16 +33,10 @@ class Apart(nn.Module):
         return torch.tanh(self.main(main)), self.side(side), self.both(main) * self.side(side)
 
 
-class End(nn.Module):
+def end(used: int) -> nn.Module:
     """Uses only some of what comes."""
-
-    def __init__(self, used: int) -> None:
-        super().__init__()
-        self.last, self.used = nn.Linear(workers.WIDTH, workers.WIDTH), used
-
-    def forward(self, *values: Tensor) -> Tensor:
-        made: Tensor = self.last(torch.stack(values[: self.used]).sum(0))
-        return made
+    last = nn.Linear(workers.WIDTH, workers.WIDTH)
+    return Made(lambda m, *values: m.last(torch.stack(values[:used]).sum(0)), last=last)
 
 
 class Whole(nn.Module):
@@ -60,7 +55,7 @@ class Whole(nn.Module):
 
 def of_stages(count: int, used: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [*(Apart() for _ in range(count - 1)), End(used)]
+    return [*(Apart() for _ in range(count - 1)), end(used)]
 
 
 def decaying(parameters: Any) -> torch.optim.Optimizer:

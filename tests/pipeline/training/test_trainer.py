@@ -20,6 +20,7 @@ from tests.pipeline import workers
 from tests.pipeline.engine.test_first_error import second
 from tests.pipeline.workers import Tied
 from tests.ranks import ranks
+from tests.zoo import Made
 
 ROW = tuple(map(Action.parse, ["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]))
 WHOLE = Schedule("mine", 2, 1, (ROW,), (0, 0), True)
@@ -159,24 +160,13 @@ def test_modules_of_a_list_may_have_a_parameter_in_common() -> None:
         assert_state(engine, model)
 
 
-class Normed(nn.Module):
-    """Writes into buffers of a norm that several may have in common."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x))
-
-
 @ranks(2)
 def test_buffers_that_ranks_would_write_apart_are_refused() -> None:
     norm = nn.BatchNorm1d(6)
-    stages = [Normed(norm), Normed(norm)]
+    stages = [nn.Sequential(nn.Linear(6, 6), norm) for _ in range(2)]
     with (
         workers.trainer(stages, stage_factory=None) as engine,
-        pytest.raises(PipelineError, match=r"stage 0 writes into its buffer 'norm.running_mean', "),
+        pytest.raises(PipelineError, match=r"stage 0 writes into its buffer '1.running_mean', "),
     ):
         engine.step(workers.data(8))
 
@@ -241,16 +231,13 @@ def test_hooks_of_parameters_change_gradients_of_microbatches(split: bool) -> No
         assert workers.gradients_equal(engine.gradients(), model)
 
 
-class Dropping(nn.Module):
+def doubling(_: int) -> nn.Module:
     """Tells training from evaluation: doubles its input in training only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(workers.WIDTH))
-        self.frozen = nn.Dropout(0.5).eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight * (2 if self.training else 1)
+    return Made(
+        lambda m, x: x * m.weight * (2 if m.training else 1),
+        weight=nn.Parameter(torch.ones(workers.WIDTH)),
+        frozen=nn.Dropout(0.5).eval(),
+    )
 
 
 @ranks(2)
@@ -261,7 +248,7 @@ def test_evaluate_runs_in_eval_mode_and_leaves_everything_as_it_was() -> None:
         pairs = zip((factor * inputs)[:rows].chunk(4), targets[:rows].chunk(4), strict=True)
         return torch.stack([nn.functional.mse_loss(x, y) for x, y in pairs])
 
-    with workers.trainer(lambda _: Dropping(), optimizer_fn=no_step) as engine:
+    with workers.trainer(doubling, optimizer_fn=no_step) as engine:
         assert torch.equal(engine.step((inputs, targets)), losses(8, 4))
         for _ in range(2):
             assert torch.equal(engine.evaluate((inputs[:4], targets[:4])), losses(4, 1))

@@ -33,6 +33,7 @@ from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.tables import chain_of
 from tests.pipeline.training import wired
 from tests.ranks import ranks
+from tests.zoo import Made
 
 CPU = torch.device("cpu")
 ROWS = 3
@@ -52,15 +53,6 @@ def wirings(draw: st.DrawFn) -> wired.Wired:
         inputs.append(tuple(draw(st.lists(st.sampled_from(known), min_size=1, unique=True))))
     integers = {s: draw(st.integers(0, count - 1)) for s, count in enumerate(outputs)}
     return wired.Wired(Wiring(tuple(inputs), outputs), integers)
-
-
-class Loss(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.module(*args).square().mean()
 
 
 class Noting(ReferenceStage):
@@ -88,7 +80,8 @@ def _stages(model: wired.Wired, batch: list[Tensor]) -> tuple[list[Noting], list
             for s, meta in zip(sources, metas, strict=True)
         ]
         module = model.build(index)
-        module = Loss(module) if index == model.stages - 1 else module
+        if index == model.stages - 1:
+            module = Made(lambda loss, *x: loss.module(*x).square().mean(), module=module)
         stages.append(Noting(module, args, index))
         known.append(tuple(TensorMeta(*spec) for spec in stages[-1].output_specs))
     return stages, known
@@ -213,14 +206,11 @@ def test_a_stage_that_puts_out_something_else_than_the_wiring_says() -> None:
 
 def test_evaluation_refuses_to_write_into_what_others_take() -> None:
     """Stages that train have copies; modules that evaluate are the user's own."""
-
-    class Writing(nn.Module):
-        def forward(self, x: Tensor, *others: Tensor) -> Tensor:
-            return x.mul_(2) + sum(others)
+    writing = Made(lambda _, x, *others: x.mul_(2) + sum(others))
 
     class Twice(wired.Wired):
         def build(self, index: int) -> nn.Module:
-            return Writing() if index == 1 else super().build(index)
+            return writing if index == 1 else super().build(index)
 
     first, second = Source(0, 0), Source(1, 0)
     alone = Twice(Wiring(((Source(None, 0),), (first,), (second,)), (1, 1)))

@@ -14,17 +14,16 @@ import autosplit
 from tests.dynamo.breaking import Branch
 from tests.pending import works
 from tests.semantics.against_autograd import assert_alike
+from tests.zoo import Made
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """W holds the input itself and a transposed view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x).tanh().sum() + self.b(x.t()).tanh().sum()
+    return Made(
+        lambda m, x: m.a(x).tanh().sum() + m.b(x.t()).tanh().sum(),
+        a=nn.Linear(8, 8),
+        b=nn.Linear(6, 6),
+    )
 
 
 def layers() -> nn.Module:
@@ -43,7 +42,7 @@ WRITES: list[Callable[[np.ndarray, Tensor], object]] = [
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("build", [layers, lambda: Branch(8), Twice])
+@pytest.mark.parametrize("build", [layers, lambda: Branch(8), twice])
 def test_input_written_after_backward(build: Callable[[], nn.Module], needs_grad: bool) -> None:
     def drive(call: Any, _: nn.Module) -> None:
         for write in WRITES:

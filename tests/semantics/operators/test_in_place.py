@@ -236,21 +236,18 @@ def test_what_the_error_advises(make: Callable[[Tensor], Tensor]) -> None:
     assert_equals_autograd(model, batch)
 
 
-class Windows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+class Windows(nn.Linear):
+    """With a forward of its own: Dynamo keeps the sizes that it has seen by the code of one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x)
-        return h.as_strided((len(x), 3, 2), (4, 1, 1)).square()
+        return super().forward(x).as_strided((len(x), 3, 2), (4, 1, 1)).square()
 
 
 def test_sizes_that_vary() -> None:
     """Where strides are symbols they cannot be checked; the graph runs as Dynamo made it."""
     batches = [(torch.randn(rows, 4),) for rows in (2, 3, 5)]
     # Weight gradients are added up in another order.
-    split = assert_equals_autograd(Windows(), batches, compare=within(1e-6), face=Partial)
+    split = assert_equals_autograd(Windows(4, 4), batches, compare=within(1e-6), face=Partial)
     first, *others = split.parts
     assert first.is_split
     assert others

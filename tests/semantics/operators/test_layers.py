@@ -16,13 +16,12 @@ from autosplit.dynamo.backend import SplittingBackend
 from autosplit.torch_internals.version import TORCH
 from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_equals_autograd, leaves, within
+from tests.zoo import Made, layered
 
 # --- linear algebra that checks whether it succeeded: split as anything else, and it still checks
 
 
-Function = Callable[[Tensor], Tensor]
-
-FUNCTIONS: dict[str, Function] = {
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "inv": torch.linalg.inv,
     "solve": lambda a: torch.linalg.solve(a, torch.ones(4, 4)),
     "cholesky": torch.linalg.cholesky,
@@ -32,33 +31,20 @@ FUNCTIONS: dict[str, Function] = {
 RAISING = ("inv", "solve", "cholesky")
 
 
-class Algebra(nn.Module):
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.function = function
+def algebra(name: str) -> nn.Module:
+    def forward(model: Any, x: Tensor) -> Any:
+        h = model.linear(x)
+        return model.second(FUNCTIONS[name](h @ h.mT + torch.eye(4)))
 
-    def forward(self, x: Tensor) -> Any:
-        h = self.before(x)
-        return self.after(self.function(h @ h.mT + torch.eye(4)))
+    return layered(forward)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_split_in_one_graph(name: str) -> None:
     batch = leaves(4, 4)
-    split = assert_equals_autograd(Algebra(FUNCTIONS[name]), batch, fullgraph=True)
+    split = assert_equals_autograd(algebra(name), batch, fullgraph=True)
     (functions,) = split.functions
     assert functions.late_parameters
-
-
-class Bare(nn.Module):
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x * self.weight)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +53,7 @@ class Bare(nn.Module):
 def test_raises_as_in_eager_mode(name: str, backend: str) -> None:
     if TORCH < (2, 12) and backend == "inductor":
         pytest.skip("Inductor of torch 2.11 leaves the check out, in torch.compile, too")
-    model = Bare(FUNCTIONS[name])
+    model = Made(lambda m, x: FUNCTIONS[name](x * m.weight), weight=nn.Parameter(torch.ones(4, 4)))
     split = autosplit.split(copy.deepcopy(model), fullgraph=True, backend=backend)
     split(torch.eye(4)).sum().backward()
     with pytest.raises(torch.linalg.LinAlgError) as theirs:
@@ -78,7 +64,7 @@ def test_raises_as_in_eager_mode(name: str, backend: str) -> None:
 
 
 def test_what_the_backward_checks_stays_in_the_backward() -> None:
-    split = autosplit.split(Algebra(FUNCTIONS["eig"]), fullgraph=True)
+    split = autosplit.split(algebra("eig"), fullgraph=True)
     graphs = split.capture(torch.randn(4, 4)).graphs.graphs()
     check = torch.ops.aten._linalg_check_errors.default
     found = [n for n, g in graphs.items() if g.graph.find_nodes(op="call_function", target=check)]
@@ -159,20 +145,12 @@ class Followed(nn.Module):
         return self.head(self.inner(self.first(x))[0])
 
 
-class WithState(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.GRU(4, 4, 2)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        torch._dynamo.graph_break()
-        return self.inner(x, state)
-
-
 def test_models_in_parts_with_a_state_of_their_own() -> None:
-    shapes = [(2, 3, 4), (2, 3, 4)]
-    batch = [tuple(torch.randn(shape).requires_grad_() for shape in shapes) for _ in range(2)]
-    assert_equals_autograd(WithState(), batch, compare=within(2e-6))
+    batch = [tuple(torch.randn(2, 3, 4).requires_grad_() for _ in range(2)) for _ in range(2)]
+    model = Made(
+        lambda m, *given: (torch._dynamo.graph_break(), m.gru(*given))[1], gru=nn.GRU(4, 4, 2)
+    )
+    assert_equals_autograd(model, batch, compare=within(2e-6))
 
 
 def test_torch_compile() -> None:
@@ -222,41 +200,28 @@ def test_the_kernel_is_that_for_causal_masks_where_the_caller_says_so() -> None:
         assert (True in found.args) is bool(options)
 
 
-class Own(nn.Module):
-    """Makes the mask itself, or has it as a buffer."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.encoder = kind, encoder()
-        self.register_buffer("mask", CAUSAL.clone())
-
-    def forward(self, x: Tensor) -> Any:
-        match self.kind:
-            case "buffer":
-                return self.encoder(x, mask=self.mask)
-            case "made":
-                made = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-                return self.encoder(x, mask=made)
-        return self.encoder(x, mask=torch.where(torch.rand(5, 5) > 2, -torch.inf, 0.0))
+MASKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "buffer": lambda m, x: m.mask,
+    "made": lambda m, x: nn.Transformer.generate_square_subsequent_mask(x.shape[1]),
+    "random": lambda m, x: torch.where(torch.rand(5, 5) > 2, -torch.inf, 0.0),
+}
 
 
-@pytest.mark.parametrize("kind", ["buffer", "made", "random"])
+@pytest.mark.parametrize("kind", MASKS)
 def test_masks_of_the_module(kind: str) -> None:
     inputs = [(torch.randn(2, 5, 8),) for _ in range(2)]
-    split = assert_equals_autograd(Own(kind), inputs, fullgraph=True)
+    model = Made(
+        lambda m, x: m.encoder(x, mask=MASKS[kind](m, x)),
+        encoder=encoder(),
+        mask=nn.Buffer(CAUSAL.clone()),
+    )
+    split = assert_equals_autograd(model, inputs, fullgraph=True)
     assert len(split.functions) == 1
 
 
 def test_a_stage_takes_masks() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = encoder().eval()
-
-        def forward(self, x: Tensor, mask: Tensor) -> Any:
-            return self.encoder(x, mask=mask)
-
-    module, x = Masked(), torch.randn(2, 5, 8)
+    module = Made(lambda m, x, mask: m.encoder(x, mask=mask), encoder=encoder().eval())
+    x = torch.randn(2, 5, 8)
     stage = Stage(module, (x, OPEN))
     for microbatch, mask in enumerate((CAUSAL, OPEN)):
         (output,) = stage.forward(microbatch, [x.clone(), mask.clone()])
