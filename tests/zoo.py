@@ -72,6 +72,15 @@ class Residual(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+def mlp(dim: int = 8) -> nn.Module:
+    """A residual block without a norm."""
+    return Made(
+        lambda m, x: x + m.down(torch.tanh(m.up(x))),
+        up=nn.Linear(dim, 2 * dim),
+        down=nn.Linear(2 * dim, dim),
+    )
+
+
 class TiedEmbedding(nn.Module):
     def __init__(self, vocabulary: int = 11, dim: int = 8) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from autosplit import CaptureError
 from autosplit.capture.joint_graph import capture
 from autosplit.passes.graph import Kind, inputs, outputs
 from tests import devices
-from tests.zoo import Made, Several
+from tests.zoo import Made, Several, layered
 
 
 def test_input_names_are_the_users_paths() -> None:
@@ -93,39 +93,29 @@ def test_error_names_the_users_line(model: nn.Module, text: str, because: str) -
     assert because in message
 
 
-class WritesParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.mul_(0.5)
-        return x * self.weight
+def writes_parameter(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.weight.mul_(0.5)
+    return x * model.weight
 
 
 def test_parameter_written_in_forward() -> None:
     with pytest.raises(CaptureError, match=re.escape("writes into parameter 'weight' in place")):
-        capture(WritesParameter(), (torch.randn(3),), {})
+        capture(Made(writes_parameter, weight=nn.Parameter(torch.ones(3))), (torch.randn(3),), {})
 
 
-class Asserts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        torch._assert_async((lengths <= 8).all(), "too long")
-        return self.linear(x)
+def asserts(model: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    torch._assert_async((lengths <= 8).all(), "too long")
+    return model.linear(x)
 
 
 @pytest.mark.skipif(devices.chosen() == "cuda", reason="a failed assertion ends a GPU's process")
 def test_assertion_stays_in_forward() -> None:
-    split = autosplit.split(Asserts())
-    split(torch.randn(2, 3), torch.tensor([8])).sum().backward()
+    split = autosplit.split(layered(asserts))
+    split(torch.randn(2, 4), torch.tensor([8])).sum().backward()
     split.backward_weight()
     with pytest.raises(RuntimeError, match="too long"):
-        split(torch.randn(2, 3), torch.tensor([9]))
+        split(torch.randn(2, 4), torch.tensor([9]))
 
 
 class SetsSize(nn.Module):
@@ -158,27 +148,19 @@ def test_attributes_set_on_every_call_are_as_in_eager() -> None:
     assert torch.equal(split.model.linear.weight.grad, plain.linear.weight.grad)
 
 
-class CountsUnderLock(nn.Module):
-    """Can be neither captured nor copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.lock = threading.Lock()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(x)
+def counts(model: Any, x: Tensor) -> Tensor:
+    model.calls += 1
+    return model.linear(x)
 
 
 def test_side_effect_of_a_module_that_cannot_be_copied() -> None:
-    split = autosplit.split(CountsUnderLock(), fullgraph=True)
-    split(torch.randn(2, 3))
+    model, x = layered(counts, calls=0, lock=threading.Lock()), torch.randn(2, 4)
+    split = autosplit.split(model, fullgraph=True)
+    split(x)
     with pytest.raises(CaptureError, match="changes Python state, self, which a graph"):
-        split(torch.randn(2, 3))
-    parts = autosplit.split(CountsUnderLock())
-    parts(torch.randn(2, 3)).sum().backward()
+        split(x)
+    parts = autosplit.split(layered(counts, calls=0, lock=threading.Lock()))
+    parts(x).sum().backward()
     assert parts.model.calls == 1
 
 

@@ -31,17 +31,13 @@ from tests.mesh.workers import (
     trainer,
 )
 from tests.ranks import ranks
+from tests.zoo import Made
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((1,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+def scale() -> nn.Module:
+    return Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.full((1,), 1.5)))
 
 
 def uneven(index: int) -> nn.Sequential:
@@ -50,7 +46,7 @@ def uneven(index: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)),
         nn.LayerNorm(WIDTH),
-        Scale(),
+        scale(),
     )
 
 
@@ -264,7 +260,7 @@ def test_what_is_refused() -> None:
         return module
 
     def failing(index: int) -> nn.Module:
-        return nn.Sequential(Scale(), *[NoNaN()] * index)
+        return nn.Sequential(scale(), *[NoNaN()] * index)
 
     def unreduced(index: int) -> nn.Module:
         module: Any = sharded(mesh)(index)

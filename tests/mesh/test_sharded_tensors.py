@@ -48,6 +48,7 @@ from tests.mesh.workers import (
     whole,
 )
 from tests.ranks import Ranks, ranks
+from tests.zoo import Made
 
 MESH = {"dp_shard": 2, "tp": 2}
 
@@ -180,19 +181,14 @@ weather.register_fake(torch.empty_like)
 weather.register_autograd(lambda ctx, grad: grad)
 
 
-class Odd(nn.Module):
-    """A block of which neither what a rank has along tp nor what it has the whole of can be sharded
-    evenly.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH + 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(weather(self.up(x))) + self.mix(x)[..., 1:]
-        return found
+def block() -> nn.Module:
+    """Neither what a rank has along tp nor what it has the whole of can be sharded evenly."""
+    return Made(
+        lambda m, x: x + m.down(weather(m.up(x))) + m.mix(x)[..., 1:],
+        up=nn.Linear(WIDTH, 6),
+        down=nn.Linear(6, WIDTH),
+        mix=nn.Linear(WIDTH, WIDTH + 1),
+    )
 
 
 def odd(mesh: DeviceMesh, stages: int) -> Callable[[int], Any]:
@@ -203,7 +199,7 @@ def odd(mesh: DeviceMesh, stages: int) -> Callable[[int], Any]:
         parts = []
         for number in range(index * 2 // stages, (index + 1) * 2 // stages):
             torch.manual_seed(number)
-            parts.append(parallelize_module(Odd(), mesh["tp"], plan))
+            parts.append(parallelize_module(block(), mesh["tp"], plan))
         module = nn.Sequential(*parts)
         if stages == 1 or "dp_shard" not in (mesh.mesh_dim_names or ()):
             return module

@@ -9,7 +9,7 @@ import resource
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.mesh.costs import DeviceSpeed
 from autosplit.pipeline.engine.stages import footprint
@@ -17,26 +17,15 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, block_stage, estimate, profile
 from autosplit.planner.meta_model import meta_model
 from autosplit.runtime.split_options import SplitOptions
+from tests.zoo import mlp
 
 X = torch.zeros(4, 16)
 COMPUTING = DeviceSpeed(1e9, math.inf)
 MOVING = DeviceSpeed(math.inf, 1e9)
 
 
-class Mlp(nn.Module):
-    """A residual block with two matrix products."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(torch.relu(self.up(x)))
-        return found
-
-
 def _whole(*modules: nn.Module) -> WholeModel:
-    given = modules or (nn.Linear(16, 32), Mlp(32), Mlp(32), nn.Linear(32, 8, bias=False))
+    given = modules or (nn.Linear(16, 32), mlp(32), mlp(32), nn.Linear(32, 8, bias=False))
     return WholeModel.capture(nn.Sequential(*given), X)
 
 

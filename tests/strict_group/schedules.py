@@ -27,6 +27,7 @@ from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.trainer_options import grouped
 from tests.pipelining.programs import Program, block
 from tests.ranks import forget_meshes
+from tests.zoo import mlp
 
 from .group import over
 
@@ -48,25 +49,13 @@ MESHES = {
 """By what is asked for, the sizes."""
 
 
-class Block(nn.Module):
-    """A stage of a few calls, whose tensors can be shared."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        torch.manual_seed(index)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return found
-
-
 def _stages(mesh: DeviceMesh) -> Callable[[int], nn.Module]:
     names = mesh.mesh_dim_names or ()
     copies = tuple(each for each in ("dp_replicate", "dp_shard") if each in names)
 
     def build(index: int) -> nn.Module:
-        module: Any = Block(index)
+        torch.manual_seed(index)
+        module: Any = mlp(WIDTH)
         if "tp" in names:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             module = parallelize_module(module, mesh["tp"], plan)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import CaptureError, DeferralWarning
 from tests.gradients import assert_same_gradients
+from tests.zoo import Made
 
 FILE = __file__
 SEEN: list[Any] = []
@@ -112,19 +113,13 @@ def test_spectral_norm_by_a_hook() -> None:
         autosplit.partition(model, batch(), stages=1, microbatches=1, costs="estimate")
 
 
-class UnderHooks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = layers()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            result: Tensor = self.inner(x)
-        return result
+def under_hooks(model: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model.inner(x)
 
 
 def test_saved_tensors_hooks_inside() -> None:
-    model = UnderHooks()
+    model = Made(under_hooks, inner=layers())
     with pytest.raises(CaptureError, match="Put these hooks around the call of the") as caught:
         autosplit.split(model, fullgraph=True)(batch())
     assert f"at {FILE}:" in str(caught.value)

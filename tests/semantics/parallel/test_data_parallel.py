@@ -19,6 +19,7 @@ from autosplit.errors import ShardedError, SplitError
 from autosplit.pipeline import PipelineTrainer
 from tests.autograd.faces import Compiled
 from tests.ranks import ranks
+from tests.zoo import mlp
 
 # --- DistributedDataParallel around a split module: a backward that synchronises is a whole one ---
 
@@ -183,19 +184,10 @@ def differences(option: str) -> list[float]:
 # --- FSDP that cannot be taken apart: refused, with advice that works -----------------------------
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).relu() + x
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
+        self.block = mlp(4)
         self.last = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
