@@ -13,14 +13,13 @@ from autosplit.autograd.delivery import Delivery, ShardedDelivery, ShardedQueue
 from autosplit.autograd.function import WeightAnchor, hooks_text, run_split
 from autosplit.autograd.module_proxy import ModuleProxy, ProxiedForward
 from autosplit.autograd.pending import PendingBound, PendingQueue
-from autosplit.dump.dump import dump
-from autosplit.dump.tables import report
+from autosplit.dump import dump, report
 from autosplit.dynamo.fallback import Fallback
 from autosplit.passes import CollectiveCosts
+from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.refusals import refuse_overlap
 from autosplit.runtime.specializations import Specializations, flatten
-from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.autograd import in_transform, untraced
 from autosplit.torch_internals.distributed import (
     data_parallel,

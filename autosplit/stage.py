@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from autosplit.autograd.module_proxy import ModuleProxy
 from autosplit.passes import CollectiveCosts
+from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
     HeldStorages,
@@ -20,7 +21,6 @@ from autosplit.runtime.in_flight import (
     lent_storages,
 )
 from autosplit.runtime.residuals import State
-from autosplit.runtime.split_options import SplitOptions
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded.module import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast, without_grad

@@ -11,7 +11,7 @@ import tomllib
 
 import pytest
 
-from autosplit.torch_internals.version import OLDEST
+from autosplit.torch_internals import OLDEST
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "passes").rglob("*.py")) + sorted((ROOT / "autosplit").rglob("*.py"))

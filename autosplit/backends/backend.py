@@ -1,9 +1,15 @@
-"""``Backend``: what makes callables of graphs, and the garbage collector meanwhile."""
+"""``Backend``: what makes callables of graphs; ``Eager``, operator by operator: the same kernels as
+plain autograd, so the same bits. And the garbage collector meanwhile.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import hashlib
+import importlib.abc
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
+from autosplit.errors import SplitError
+from autosplit.passes.errors import StrideError
 from autosplit.passes.graph import Role, concrete
+from autosplit.passes.lowering import codegen
+from autosplit.passes.subgraph import Subgraph, subgraphs
+from autosplit.torch_internals.operators import DirectOperators
 
 if TYPE_CHECKING:
     from autosplit.sharded.module import Gathering
@@ -91,3 +102,87 @@ def collecting_new_objects_only() -> Iterator[None]:
         gc.collect()
         gc.set_debug(flags)
         gc.unfreeze()
+
+
+_OPERATORS = DirectOperators()
+
+
+class Eager(Backend):
+    """Runs the very source that ``dump`` writes.
+
+    Args:
+        known: compiled graphs that others call; the rest are compiled here.
+        gathering: see ``Backend``.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[Subgraph, Boxed] = types.MappingProxyType({}),
+        gathering: Gathering | None = None,
+    ) -> None:
+        self._called = dict(known)
+        self.gathering = gathering
+
+    def compile(self, name: str, module: fx.GraphModule) -> Code:
+        source = f"{codegen.HEADER}\n\n{codegen.generate(name, module)}"
+        constants = codegen.constants(module)
+        for called in subgraphs(module.graph):
+            block, gathering = self._compiled(called), self.gathering
+            constants[called.name] = gathering.block(name, block) if gathering else block
+        digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+        file = f"autosplit-generated/{name}-{digest}.py"
+        space = types.ModuleType(name)
+        # Tracebacks and debuggers ask the module's loader for the line that failed.
+        space.__loader__ = _Source(source)
+        exec(compile(source, file, "exec"), space.__dict__)
+        space.__dict__["aten"] = _OPERATORS
+        function: Any = getattr(space, name)
+        function.__defaults__ = (constants,)
+        if StrideError.__name__ not in source:
+            return Code(function)
+
+        def call(args: list[Any]) -> list[Any]:
+            try:
+                found: list[Any] = function(args)
+            except StrideError as error:
+                raise SplitError(str(error)) from error
+            return found
+
+        return Code(call)
+
+    def _compiled(self, called: Subgraph) -> Boxed:
+        """A graph that others call, compiled once."""
+        if called not in self._called:
+            self._called[called] = self.compile(called.name, called.module).call
+        return self._called[called]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source(importlib.abc.InspectLoader):
+    text: str
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+
+def _inductor() -> Backend:
+    from .inductor import Inductor  # torch's compiler takes seconds to import
+
+    return Inductor()
+
+
+BACKENDS: Mapping[str, Callable[[], Backend]] = {"eager": Eager, "inductor": _inductor}
+
+
+def backend_named(name: str) -> Backend:
+    """A backend of ``BACKENDS``, for one traced module."""
+    return BACKENDS[name]()
+
+
+def check_backend(name: str) -> None:
+    """Raises:
+    SplitError: the backend is unknown; lists the known ones.
+    """
+    if name not in BACKENDS:
+        known = ", ".join(map(repr, BACKENDS))
+        raise SplitError(f"unknown backend {name!r}; known backends: {known}")

@@ -28,8 +28,7 @@ from autosplit.passes.lowering.buffers import is_donated
 from autosplit.passes.subgraph import Subgraph, operands, outline, subgraphs
 from autosplit.text.progress import working
 
-from .backend import Backend, Boxed, Code, Strides, collecting_new_objects_only, restrided
-from .eager import Eager
+from .backend import Backend, Boxed, Code, Eager, Strides, collecting_new_objects_only, restrided
 
 aten = torch.ops.aten
 

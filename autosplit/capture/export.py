@@ -34,8 +34,8 @@ from autosplit.capture.workarounds.dynamo import (
     without_trace_log_headers,
 )
 from autosplit.capture.workarounds.operators import grouped_products_of_any_dtype
+from autosplit.torch_internals import TORCH
 from autosplit.torch_internals.pytree import hold
-from autosplit.torch_internals.version import TORCH
 
 from .guards import DYNAMO, ForwardScope, Guards, traced_call
 from .side_effects import refuse_drawn, setters, writes_noted

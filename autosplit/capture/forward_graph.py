@@ -1,14 +1,30 @@
-"""Capture of a module's forward graph, with its inputs as user inputs, state and constants."""
+"""Capture of a module's forward graph, with its inputs as user inputs, state and constants; effects
+of its nodes (writes, random numbers, cost), and the modes around them.
+
+Switches of grad mode and autocast are nodes without inputs or results that anybody reads. A part
+of the graph that does not hold them would run under other settings, so they are taken out, and put
+back where a part needs them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx.experimental.symbolic_shapes import guard_or_true
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from autosplit.capture.workarounds.operators import refuse_traced_otherwise
+from autosplit.capture.workarounds.operators import (
+    refuse_traced_otherwise,
+    without_fused_recurrence,
+)
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
@@ -16,8 +32,201 @@ from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
 from .diagnosis import user_errors
 from .export import export
 from .guards import unobserved
-from .node_effects import Effect, examine
 from .roles import canonical_names
+
+# Their schemas do not say that they write the running statistics in training.
+_BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+_STATISTICS = slice(3, 5)
+_TRAINING = 5
+_CHEAP = 64  # FLOPs an element that is put out
+
+
+@dataclass
+class Effect:
+    """Result and effects of one node.
+
+    Attributes:
+        value: the result, without data.
+        storages: of the tensors in the result.
+        writes: storages written in place.
+        random: draws random numbers.
+        heavy: has a matrix product, a convolution or attention.
+        costly: computes more than a few operations for each element that it puts out.
+    """
+
+    value: Any = None
+    storages: frozenset[int] = frozenset()
+    writes: set[int] = field(default_factory=set)
+    random: bool = False
+    heavy: bool = False
+    costly: bool = False
+
+
+def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
+    """Run the graph on tensors without data, looking at every operator.
+
+    Raises:
+        what an operator raises.
+    """
+    mode = module.meta["fake_mode"]
+    run = _EffectInterpreter(module)
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with mode, torch.enable_grad(), without_fused_recurrence(module):
+        run.boxed_run(inputs)
+    return run.found
+
+
+class _EffectInterpreter(fx.Interpreter):
+    """Keeps every value, so that a storage's number stays its own."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.found: dict[fx.Node, Effect] = {}
+        self._kept: list[Any] = []
+
+    def boxed_run(self, inputs: list[Any]) -> Any:
+        """Run on values for the graph's placeholders, not for the caller's inputs."""
+        return self.run(*inputs, enable_io_processing=False)
+
+    def run_node(self, n: fx.Node) -> Any:
+        effect = self.found[n] = Effect()
+        with EffectRecorder(effect, self._kept):
+            effect.value = super().run_node(n)
+        effect.storages = frozenset(_storages(effect.value))
+        return effect.value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(target, HigherOrderOperator):
+            return super().call_function(target, args, kwargs)
+        if target.name() == "tag_activation_checkpoint":
+            return args[0](*args[1:])
+        effect = self.found[self._node(target, args)]
+        effect.random = effect.heavy = effect.costly = True
+        return self._node(target, args).meta["example_value"]
+
+    def _node(self, target: Any, args: Any) -> fx.Node:
+        return next(reversed(self.found))
+
+
+class EffectRecorder(TorchDispatchMode):
+    """Args:
+    effect: where to note what operators do.
+    kept: where to keep what they write, so that no other storage gets its number.
+    """
+
+    def __init__(self, effect: Effect, kept: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._effect = effect
+        self._kept = kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        effect = self._effect
+        effect.random |= torch.Tag.nondeterministic_seeded in func.tags
+        for tensor in _written(func, args, kwargs):
+            effect.writes |= set(_storages(tensor))
+            self._kept.append(tensor)
+        effect.heavy |= "attention" in func._overloadpacket.__name__
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            effect.heavy = True
+            effect.costly |= _is_costly(count, args, kwargs, result)
+        return result
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield given
+    if func._overloadpacket.__name__ in _BATCH_NORMS and args[_TRAINING]:
+        yield from args[_STATISTICS]
+
+
+def _is_costly(count: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
+    size = sum(t.numel() for t in tree_flatten(result)[0] if isinstance(t, Tensor))
+    # Where sizes depend on data, as of what an expert is given, nobody knows.
+    return bool(guard_or_true(count(*args, **kwargs, out_val=result) > _CHEAP * size))
+
+
+def _storages(tree: Any) -> Iterator[int]:
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, Tensor):
+            with contextlib.suppress(NotImplementedError):  # sparse tensors have none
+                yield leaf.untyped_storage()._cdata
+
+
+_GRAD = torch._C._set_grad_enabled
+_NOTHING = (torch._C._log_api_usage_once,)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Grad mode and autocast regions around a node.
+
+    Attributes:
+        grad: False under ``no_grad``; None where it is as the caller has it.
+        autocasts: the nodes that entered the regions of autocast around it, outermost first.
+    """
+
+    grad: bool | None = None
+    autocasts: tuple[fx.Node, ...] = ()
+
+
+def settings(graph: fx.Graph) -> dict[fx.Node, Setting | None]:
+    """The setting of every node; None for the switches themselves, and for nodes without effect."""
+    found: dict[fx.Node, Setting | None] = {}
+    now = Setting()
+    for node in graph.nodes:
+        found[node] = None
+        if node.target is _GRAD:
+            # A graph is captured with gradients on, so True is what the caller has.
+            now = Setting(None if node.args[0] else False, now.autocasts)
+        elif node.target is _enter_autocast:
+            now = Setting(now.grad, (*now.autocasts, node))
+        elif node.target is _exit_autocast:
+            kept = tuple(each for each in now.autocasts if each is not node.args[0])
+            now = Setting(now.grad, kept)
+        elif node.target not in _NOTHING:
+            found[node] = now
+    return found
+
+
+def enters_autocast(node: fx.Node) -> bool:
+    """Whether the node enters a region of autocast; its first argument is a type of device."""
+    return node.target is _enter_autocast
+
+
+class Switches:
+    """Writes the switches that the nodes of a new graph need."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._grad: bool | None = None
+        self._callers: fx.Node | None = None
+        self._entered: list[tuple[fx.Node, fx.Node]] = []
+
+    def to(self, setting: Setting) -> None:
+        """From here on the nodes written run under ``setting``."""
+        wanted = setting.autocasts
+        common = 0
+        while common < min(len(wanted), len(self._entered)):
+            if self._entered[common][0] is not wanted[common]:
+                break
+            common += 1
+        while len(self._entered) > common:
+            self._graph.call_function(_exit_autocast, (self._entered.pop()[1],))
+        for enter in wanted[common:]:
+            token = self._graph.call_function(_enter_autocast, enter.args, enter.kwargs)
+            self._entered.append((enter, token))
+        if setting.grad != self._grad:
+            if self._callers is None:
+                self._callers = self._graph.call_function(torch.is_grad_enabled)
+            self._graph.call_function(_GRAD, (self._callers if setting.grad is None else False,))
+            self._grad = setting.grad
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from autosplit.backends.backend import check_backend
 from autosplit.compare.example import samples_of, trained_example
 from autosplit.compare.run import Comparison, Settings, comparison_table, durations_table
 from autosplit.compare.run import compare as run
@@ -17,7 +18,6 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.schedule_request import AUTO
 from autosplit.report.timelines import write_timelines
-from autosplit.runtime.split_options import check_backend
 from autosplit.text.files import write_text
 
 from .options import (

@@ -20,7 +20,7 @@ from autosplit.planner.cuts import Solution
 from autosplit.planner.meta_model import meta_model
 from autosplit.planner.plan import Plan
 from autosplit.planner.plan_search import search_plans, search_table
-from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.build import SplitOptions
 from autosplit.text.files import write_text
 from autosplit.text.progress import working
 

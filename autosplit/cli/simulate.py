@@ -13,7 +13,7 @@ import click
 from tabulate import tabulate
 
 from autosplit.cli.options import FOLDER, NUMBERS, json_option, tell_written, typed_errors
-from autosplit.dump.tables import milliseconds
+from autosplit.dump import milliseconds
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size

@@ -30,7 +30,7 @@ from autosplit.pipeline.training.options import RunOptions, StageOptions
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, profile
 from autosplit.planner.cutting import device_of_trainer, on_all_ranks
-from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.build import SplitOptions
 from autosplit.text.figures import size_text, spread
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten

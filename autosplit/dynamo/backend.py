@@ -10,6 +10,7 @@ until ``autosplit.backward_weight(model)``.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,7 +20,10 @@ from torch import fx, nn
 
 from autosplit.autograd.function import WeightAnchor, run_split
 from autosplit.autograd.pending import PendingBound
-from autosplit.capture.compiled_model import (
+from autosplit.backends.backend import backend_named
+from autosplit.capture.dynamo_graph import (
+    GraphCapture,
+    capture_graph,
     frozen_parameters,
     input_sources,
     refuse_thawed,
@@ -27,18 +31,16 @@ from autosplit.capture.compiled_model import (
     traced_modules,
     unsplit,
 )
-from autosplit.capture.dynamo_graph import GraphCapture, capture_graph
 from autosplit.capture.input_sizes import bind_sizes
-from autosplit.dynamo.part import Part
 from autosplit.dynamo.pending_weights import ForwardCall, PendingOnParameters
 from autosplit.errors import CaptureError, SplitError
-from autosplit.passes import Kind, PassError, Role
-from autosplit.passes.graph import STATE
-from autosplit.runtime.build import split_capture
+from autosplit.passes import Kind, PassError, Role, SplitGraphs
+from autosplit.passes.analysis.operator_cost import weight_flops
+from autosplit.passes.graph import STATE, outputs, source_line
+from autosplit.runtime.build import SplitOptions, dump_folder, split_capture
 from autosplit.runtime.dtensor_functions import DTensorFunctions
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
 from autosplit.runtime.residuals import State
-from autosplit.runtime.split_options import SplitOptions, backend_named
 from autosplit.torch_internals.distributed import refuse_sharded
 
 
@@ -88,6 +90,64 @@ class GraphFunctions(SplitFunctions):
 
 class DTensorGraphFunctions(GraphFunctions, DTensorFunctions):
     """Those of a graph with DTensors."""
+
+
+class Part:
+    """One graph of a model, compiled.
+
+    Attributes:
+        parameters: names of the parameters that need a gradient. Where modules share code,
+            they share the graph; the names are those of the first.
+        functions: F, I and W; None where the graph was not split.
+        reason: why it was not; empty where it was.
+        lines: ``file.py:3-9`` for the user's lines that the graph holds.
+    """
+
+    def __init__(self, module: fx.GraphModule, parameters: Sequence[str]) -> None:
+        self.parameters = tuple(parameters)
+        self.functions: SplitFunctions | None = None
+        self.reason = ""
+        self.lines = _lines(module.graph)
+
+    @property
+    def graphs(self) -> SplitGraphs | None:
+        """The split graphs; None where the graph has no backward or was not split."""
+        functions = self.functions
+        return None if functions is None or not functions.has_backward else functions.graphs
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is a W."""
+        weight = None if self.graphs is None else self.graphs.backward_weight
+        return weight is not None and bool(outputs(weight.graph))
+
+    @property
+    def state(self) -> str:
+        """``split``, or why not."""
+        if self.is_split or self.reason:
+            return self.reason or "split"
+        return "no backward" if self.graphs is None else "no parameters"
+
+    @property
+    def weight_flops(self) -> tuple[int, int]:
+        """Floating-point operations of weight gradients in W, and in I all the same."""
+        return (0, 0) if self.graphs is None else weight_flops(self.graphs)
+
+
+def _lines(graph: fx.Graph) -> str:
+    """The user's lines behind the graph, file by file."""
+    found: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        place = source_line(node).partition(" ")[0]
+        path, _, number = place.rpartition(":")
+        if path and number.isdigit():
+            found.setdefault(os.path.basename(path), set()).add(int(number))
+    return ", ".join(f"{name}:{_span(numbers)}" for name, numbers in found.items())
+
+
+def _span(numbers: set[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"
 
 
 class GraphOwner(Protocol):
@@ -158,7 +218,7 @@ def _functions(
     backend = backend_named(options.backend)
     traced = capture_graph(module, example_inputs, roles, backend.decompositions)
     made = DTensorGraphFunctions if traced.shardings else GraphFunctions
-    graphs = split_capture(traced, backend, options.memory_policy)
+    graphs = split_capture(traced, backend, options.memory_policy, dump_folder(module))
     if backend.compiles and traced.sizes is not None:
         bind_sizes(graphs)
     functions = made(traced, graphs, backend)

@@ -12,7 +12,7 @@ from torch import nn
 from autosplit.autograd.pending import PendingQueue
 from autosplit.device import GeneratorStates
 from autosplit.errors import AutosplitError, CaptureError, FailingCallError
-from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.build import SplitOptions
 
 if TYPE_CHECKING:
     from .partial_model import Partial

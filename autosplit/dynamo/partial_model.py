@@ -24,15 +24,13 @@ from torch import nn
 from autosplit.autograd.delivery import Delivery
 from autosplit.autograd.function import WeightAnchor, hooks_text
 from autosplit.autograd.pending import PendingBound, PendingQueue
-from autosplit.capture.compiled_model import compile_model
-from autosplit.dump.dump import dump
-from autosplit.dump.tables import short_source
-from autosplit.dynamo.backend import SplittingBackend
-from autosplit.dynamo.part import Part
+from autosplit.capture.dynamo_graph import compile_model
+from autosplit.dump import dump, short_source
+from autosplit.dynamo.backend import Part, SplittingBackend
 from autosplit.dynamo.pending_weights import ForwardCall
 from autosplit.errors import DeferralWarning, SplitError
+from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.specializations import calls_itself
-from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import few
 from autosplit.torch_internals.autograd import KnownLeaves, has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, synchronises

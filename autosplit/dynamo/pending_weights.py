@@ -27,7 +27,7 @@ from autosplit.torch_internals.distributed import data_parallel, refuse_sharded,
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 if TYPE_CHECKING:
-    from .part import Part
+    from .backend import Part
 
 
 @dataclasses.dataclass(eq=False)

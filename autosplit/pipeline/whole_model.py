@@ -19,7 +19,7 @@ from autosplit.pipeline.training.stage_modules import (
     StageList,
     StageSource,
 )
-from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.build import SplitOptions
 
 Model: TypeAlias = "StageList | nn.Module"
 Example: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import CaptureError
 from autosplit.passes import CollectiveCosts
+from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
     InFlightMicrobatch,
@@ -21,7 +22,6 @@ from autosplit.runtime.in_flight import (
 from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
 from autosplit.runtime.residuals import State
 from autosplit.runtime.specializations import CallSignature, Specializations, flatten
-from autosplit.runtime.split_options import SplitOptions
 from autosplit.sharded.module import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.distributed import average_gradients

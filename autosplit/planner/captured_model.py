@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.capture.diagnosis import PythonStateError
-from autosplit.capture.first_call import warm_up
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.module_paths import name_modules, stack
 from autosplit.capture.workarounds.custom_functions import make_traceable
@@ -21,6 +20,7 @@ from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.meta_model import named_tensors, stand_in_tensors
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.planner.stage_module import StageLayout, StageModule
+from autosplit.runtime.build import warm_up
 from autosplit.text.figures import few, nearest
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten

@@ -19,7 +19,7 @@ from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic, value_bytes
 from autosplit.pipeline.engine.stages import footprint
 from autosplit.pipeline.training.stage_modules import WithAutocast
-from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.build import SplitOptions
 from autosplit.stage import Stage
 
 from .captured_model import WholeModel, device_of

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autosplit.capture.forward_graph import CapturedForward
-from autosplit.capture.node_effects import Setting, settings
+from autosplit.capture.forward_graph import CapturedForward, Setting, settings
 from autosplit.torch_internals.pytree import tree_flatten
 
 

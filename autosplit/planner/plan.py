@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from autosplit.dump.tables import milliseconds
+from autosplit.dump import milliseconds
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
@@ -29,7 +29,7 @@ from autosplit.planner.costs import BlockOptions, ModelCosts
 from autosplit.planner.cuts import Solution
 from autosplit.planner.cutting import cut_model
 from autosplit.planner.stages import Partition
-from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.build import SplitOptions
 from autosplit.text.figures import few, parse_size, size_text
 from autosplit.torch_internals.pytree import tree_flatten
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from autosplit.dump.tables import milliseconds
+from autosplit.dump import milliseconds
 from autosplit.errors import PlanError, ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, unknown_schedule
 from autosplit.pipeline.builders.schedule_request import ScheduleRequest

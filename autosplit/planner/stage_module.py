@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils.checkpoint import checkpoint
 
-from autosplit.capture.node_effects import Switches, enters_autocast
+from autosplit.capture.forward_graph import Switches, enters_autocast
 from autosplit.errors import PlanError
 from autosplit.pipeline.schedule.wiring import Source
 from autosplit.planner.operation_sequence import OperationSequence

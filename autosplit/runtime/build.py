@@ -1,8 +1,11 @@
-"""``trace``: capture, passes and compilation of one module for one kind of call."""
+"""``trace``: capture, passes and compilation of one module for one kind of call; ``SplitOptions``,
+how. A first call with effects of its own is made before.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import random
@@ -14,20 +17,25 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from autosplit.backends.backend import Backend, collecting_new_objects_only
-from autosplit.capture.first_call import is_unshaped, warm_up
+from autosplit.backends.backend import (
+    Backend,
+    backend_named,
+    check_backend,
+    collecting_new_objects_only,
+)
+from autosplit.device import generators_kept
 from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
-from autosplit.passes import Memory, PassError, SplitGraphs, run
+from autosplit.passes import CollectiveCosts, Memory, PassError, SplitGraphs, memory_setting, run
 from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_lost_shardings
-from autosplit.torch_internals.trace_log import trace_graphs
+from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .compiled_graph import prepare_joint
 from .dtensor_functions import DTensorFunctions
 from .functions import SplitFunctions
-from .split_options import SplitOptions, backend_named
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
@@ -43,6 +51,46 @@ Dimensions: TypeAlias = "dict[int, frozenset[int]]"
 """Place of an input leaf -> its dimensions whose sizes are left open."""
 
 _KINDS = {Tensor, nn.Parameter}
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitOptions:
+    """What the passes and the backend are told; ``autosplit.split`` says what each means.
+
+    Attributes:
+        backend: how graphs are run.
+        memory: what one microbatch holds, a setting or a budget in bytes.
+        late_input: whether W does the whole backward where no input needs a gradient, see
+            ``autosplit.Stage``.
+        overlap: what collectives take; None goes by an estimate.
+
+    Raises:
+        SplitError: an unknown backend or memory setting; lists the known ones.
+    """
+
+    backend: str = "eager"
+    memory: str | int = "balanced"
+    late_input: bool = False
+    overlap: CollectiveCosts | None = None
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend)
+        try:
+            memory_setting(self.memory, collectives=self.overlap)
+        except PassError as error:
+            raise SplitError(str(error)) from None
+
+    @property
+    def holds_open_sizes(self) -> bool:
+        """Whether one graph may hold for many sizes of inputs. Inductor assumes more about sizes
+        while it compiles, W and later variants behind the guards.
+        """
+        return self.backend == "eager"
+
+    @property
+    def memory_policy(self) -> Memory:
+        """The memory setting as the passes take it."""
+        return memory_setting(self.memory, late_input=self.late_input, collectives=self.overlap)
 
 
 def trace(
@@ -90,7 +138,7 @@ def trace(
     compiler, setting = backend_named(options.backend), options.memory_policy
     compiler.gathering = gathering
     with _TRACING, _undrawn(), collecting_new_objects_only():
-        dump = _dump_folder(module)
+        dump = dump_folder(module)
         split = None
         # What waits of each block, where not all may, is told by all of them.
         if regions and not setting.releases_weights:
@@ -119,7 +167,7 @@ def _split_block(
     from autosplit.capture.joint_graph import capture
 
     traced = capture(block, args, kwargs, compiler.decompositions)
-    graphs = split_capture(traced, compiler, memory, dump and dump / kind, f"{kind}_")
+    graphs = split_capture(traced, compiler, memory, dump and dump / kind)
     traced.guards.settle()
     return traced, graphs
 
@@ -129,7 +177,6 @@ def split_capture(
     compiler: Backend,
     memory: Memory,
     dump: pathlib.Path | None = None,
-    kind: str = "",
 ) -> SplitGraphs:
     """Split a joint graph, for a backend.
 
@@ -139,9 +186,7 @@ def split_capture(
     """
     prepare_joint(traced.joint, compiler)
     with writing(dump) if dump else contextlib.nullcontext():
-        graphs = run(traced.joint, memory=memory, dump=dump)
-    trace_graphs(f"autosplit_{kind}", graphs.graphs())
-    return graphs
+        return run(traced.joint, memory=memory, dump=dump)
 
 
 def _capture(
@@ -174,6 +219,39 @@ def _capture(
             raise
     warm_up(module, args, kwargs)
     return capture(module, args, kwargs, **options)
+
+
+def warm_up(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call the module once, so that it fills caches and settings; restore random generators."""
+    with generators_kept():
+        _run(module, args, kwargs)
+
+
+@torch.no_grad()
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call the module on copies of its inputs, and restore its buffers."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    leaves, spec = tree_flatten((args, kwargs))
+    copies = [_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(copies, spec)
+    module(*args, **kwargs)
+    for name, buffer in module.named_buffers():
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffer.copy_(buffers[name])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy of an input; zeros for one without memory, which stands for any."""
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return torch.zeros_like(tensor)
+    return tensor.detach().clone()
+
+
+def is_unshaped(module: nn.Module) -> bool:
+    """Whether the first call is to give lazy parameters or buffers (``nn.LazyLinear`` and the like)
+    their shape.
+    """
+    return any(map(is_lazy, (*module.parameters(), *module.buffers())))
 
 
 @contextlib.contextmanager
@@ -254,7 +332,8 @@ class _Computed(torch.autograd.Function):
         return grad
 
 
-def _dump_folder(module: nn.Module) -> pathlib.Path | None:
+def dump_folder(module: nn.Module) -> pathlib.Path | None:
+    """Where ``AUTOSPLIT_DUMP`` has the stages of a graph written; None where it is not set."""
     folder = os.environ.get(DUMP_VARIABLE)
     if not folder:
         return None

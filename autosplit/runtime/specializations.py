@@ -25,9 +25,8 @@ from autosplit.errors import (
     ShardedError,
     SplitError,
 )
-from autosplit.runtime.build import Dimensions, trace, without_history
+from autosplit.runtime.build import Dimensions, SplitOptions, trace, without_history
 from autosplit.runtime.functions import SplitFunctions
-from autosplit.runtime.split_options import SplitOptions
 from autosplit.text.figures import few
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from autosplit.errors import CaptureError, SplitError
 from autosplit.passes.analysis.aliasing import overlaps_itself
+from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import TensorSpec
-from autosplit.runtime.split_options import SplitOptions
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .refusals import refuse_dtensors

@@ -27,7 +27,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from .version import TORCH
+from . import TORCH
 
 __all__ = ["TreeSpec", "flatten_named", "tree_flatten", "tree_map", "tree_unflatten"]
 

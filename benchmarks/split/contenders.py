@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import autosplit
-from autosplit.runtime.split_options import BACKENDS
+from autosplit.backends.backend import BACKENDS
 
 from .models import Subject
 

@@ -9,7 +9,7 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 import autosplit
 from autosplit import SplitError
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 
 
 def test_torchs_own_split_backward_says_what_it_wants() -> None:

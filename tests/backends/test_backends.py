@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import autosplit
-from autosplit.backends.backend import Code, collecting_new_objects_only
-from autosplit.backends.eager import Eager
+from autosplit.backends.backend import BACKENDS, Code, Eager, collecting_new_objects_only
 from autosplit.errors import BackendError, SplitError
-from autosplit.runtime.split_options import BACKENDS
 
 # --- models for commands --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autosplit.torch_internals import version
+from autosplit import torch_internals
 from benchmarks.torch_pipelining import page
 from benchmarks.torch_pipelining.activations import activation_peak
 from benchmarks.torch_pipelining.contenders import ENGINE, OURS, TORCH, UNDONATED
@@ -17,7 +17,9 @@ from benchmarks.torch_pipelining.measure import Settings, measure
 TINY = {"dim": "16", "heads": "2", "kv_heads": "2", "hidden": "16", "layers": "4", "seq": "8"}
 
 
-@pytest.mark.skipif(version.TORCH < (2, 12), reason="torch's stages fail in V-shaped schedules")
+@pytest.mark.skipif(
+    torch_internals.TORCH < (2, 12), reason="torch's stages fail in V-shaped schedules"
+)
 @pytest.mark.usefixtures("launched_on_ranks")
 def test_contenders_take_turns_and_what_a_schedule_refuses_is_said() -> None:
     settings = Settings(

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 import autosplit.cli.plan
 import autosplit.compare.run  # noqa: F401  # both launch ranks, and are imported late otherwise
 from autosplit.cli import main
-from autosplit.dump.tables import milliseconds
+from autosplit.dump import milliseconds
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.planner import partition
 from tests.planner import planned_models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pathlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -18,7 +19,7 @@ import autosplit
 from autosplit import SplitError
 from autosplit.dynamo.backend import backend
 from autosplit.dynamo.pending_weights import Deferral, backward_weight
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from tests.dynamo.breaking import (
     TwoLayers,
 )
@@ -67,6 +68,12 @@ def test_checkpoints_draw_again_what_they_drew(aliased: bool) -> None:
         (expected, drawn), (grads, state) = found
         assert all(map(torch.equal, grads, expected))
         assert torch.equal(state, drawn)
+
+
+def test_graphs_are_dumped(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOSPLIT_DUMP", str(tmp_path))
+    compiled(TwoLayers())(torch.ones(2, 4))
+    assert [*tmp_path.glob("00_*/*split_backward.backward_weight.py")]
 
 
 def test_weight_gradients_wait() -> None:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from autosplit.pipeline import build
 from autosplit.pipeline.validation.torch_csv import add_communication
 from autosplit.pipelining import SplitPipelineStage, torch_schedule
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from tests.ranks import ranks
 from tests.zoo import Made
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosplit.pipelining import SplitPipelineStage
 from autosplit.runtime import compiled_graph
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from tests.zoo import Residual
 
 from .programs import Program

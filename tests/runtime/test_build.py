@@ -11,8 +11,7 @@ from torch import nn
 import autosplit
 from autosplit import CaptureError, SplitError
 from autosplit.passes import PassError
-from autosplit.runtime.build import DUMP_VARIABLE, trace
-from autosplit.runtime.split_options import SplitOptions
+from autosplit.runtime.build import DUMP_VARIABLE, SplitOptions, trace
 from tests.zoo import SwiGLU
 
 

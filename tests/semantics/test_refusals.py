@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import autosplit
 from autosplit import SplitError, SplitModule
 from autosplit.errors import FailingCallError
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_alike, assert_equals_autograd, assert_same
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from tests.all_true import assert_all
 from tests.pipelining.programs import V_SHAPED
 from tests.ranks import Ranks

@@ -24,8 +24,8 @@ from autosplit.errors import CaptureError, FailingCallError
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.passes.analysis.operators import OPERATORS
 from autosplit.passes.graph import source_line
+from autosplit.torch_internals import TORCH
 from autosplit.torch_internals.dynamo import traced_value
-from autosplit.torch_internals.version import TORCH
 
 _CELLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _ARGUMENTS = (

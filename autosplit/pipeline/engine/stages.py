@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autosplit.dump.tables import boundary_tensors, total_bytes
+from autosplit.dump import boundary_tensors, total_bytes
 from autosplit.errors import PipelineError
 from autosplit.passes import CollectiveCosts, Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes
@@ -20,8 +20,8 @@ from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.gradient_accumulation import GradientSums
-from autosplit.runtime.split_options import SplitOptions
 from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import is_flat
 from autosplit.torch_internals.state import modes_kept, versions

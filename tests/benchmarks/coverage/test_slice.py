@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from benchmarks.coverage import pieces
 from benchmarks.coverage.examine import Verdict, examine
 from benchmarks.coverage.generated.plan import Plan

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from tests.capture.regions.blocks import WIDTH, Residual, Stack, kinds
 from tests.semantics.against_autograd import assert_equals_autograd
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import autosplit
 from autosplit import Stage
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from tests.zoo import Made
 
 

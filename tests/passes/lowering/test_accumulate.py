@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autosplit.backends.eager import Eager
+from autosplit.backends.backend import Eager
 from autosplit.passes import SplitGraphs, run
 from autosplit.passes.graph import inputs
 from autosplit.passes.lowering.accumulate import accumulate

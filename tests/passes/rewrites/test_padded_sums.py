@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autosplit.backends.backend import backend_named
 from autosplit.capture.joint_graph import capture
 from autosplit.passes import SplitGraphs
 from autosplit.passes.rewrites.padded_sums import concatenate_padded_sums
 from autosplit.passes.verify import verify
-from autosplit.runtime.split_options import backend_named
 from tests.passes.graphs import computed, ops, program_of
 from tests.zoo import Made
 

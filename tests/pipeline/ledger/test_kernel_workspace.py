@@ -11,7 +11,7 @@ from torch.autograd import profiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autosplit.pipeline.ledger.call_memory import KernelWorkspace
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 
 CPU = torch.device("cpu")
 FLOAT, DOUBLE = 4, 8

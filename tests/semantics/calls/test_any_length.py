@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from tests.semantics.against_autograd import assert_equals_autograd, leaves
 from tests.zoo import Attention, layered, llama
 

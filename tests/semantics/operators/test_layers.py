@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autosplit
 from autosplit import CaptureError, Stage
 from autosplit.dynamo.backend import SplittingBackend
-from autosplit.torch_internals.version import TORCH
+from autosplit.torch_internals import TORCH
 from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_equals_autograd, leaves, within
 from tests.zoo import Made, layered

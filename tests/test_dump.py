@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import SplitError
-from autosplit.dump.tables import short_source
+from autosplit.dump import short_source
 from autosplit.passes.graph import Kind, inputs, outputs
 from tests.zoo import Made, SwiGLU, convolutions
 

@@ -1,1 +1,0 @@
-"""The graphs of a split module as tables, pictures and runnable files."""
