@@ -14,9 +14,8 @@ from autosplit.cli.options import Assigned, Listed, typed_errors
 from autosplit.errors import DeadlockError, ScheduleError
 from autosplit.mesh.dimensions import DIMENSIONS, PIPELINE, check_dimensions
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.schedule.action import Action
 from autosplit.pipeline.schedule.moves import has_moves
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.validation.communicators import Programs, Sharing, stuck
 from autosplit.pipeline.validation.grid import describe
 from autosplit.pipeline.validation.programs import COMMUNICATORS, of_engine, of_torch

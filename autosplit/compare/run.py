@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.engine.default_group import gather, process_group
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Timeline, median_durations
 from autosplit.pipeline.trainer import PipelineTrainer

@@ -4,8 +4,7 @@ from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.memory.measures import balance, offload, recompute
-from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory

@@ -17,7 +17,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.board import Board, Fault
 from autosplit.pipeline.engine.first_error import RankError
 from autosplit.pipeline.engine.groups import disconnect
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.torch_internals.pipelining_schedules import (
     action_lists,
     described,

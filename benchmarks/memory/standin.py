@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.stages import stage_memory
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer

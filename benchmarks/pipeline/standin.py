@@ -18,8 +18,7 @@ from autosplit.errors import ScheduleError
 from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs

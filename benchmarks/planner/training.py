@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline import RunOptions
-from autosplit.pipeline.schedule.action import ActionKind
+from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.pipeline.simulation.timeline import median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.captured_model import WholeModel

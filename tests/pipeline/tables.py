@@ -8,8 +8,7 @@ from hypothesis import reject
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 
 

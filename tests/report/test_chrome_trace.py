@@ -12,7 +12,7 @@ import autosplit
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import Band, StepMemory
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.timelines import write_chrome_trace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autosplit.errors import AutosplitError
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.report.timelines import draw_timelines, timeline_figure
 

@@ -10,8 +10,13 @@ from dataclasses import replace
 from itertools import islice
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
+from autosplit.pipeline.schedule.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    check_counts,
+    check_size,
+)
 from autosplit.text.figures import nearest
 
 from .families import SCHEDULES, Family

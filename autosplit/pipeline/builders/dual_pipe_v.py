@@ -13,7 +13,7 @@ import itertools
 from collections import deque
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Action, ActionKind
 
 from .placement import Row, ScheduleTemplate, backward, forward
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.playing import ListScheduler, play, rows_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import parcels_for, result_of
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.stage import Stage
 
 from .first_error import ActionError, LostPeerError, RankActivity

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
-from autosplit.pipeline.schedule.action import LANES, Action
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import LANES, Action, Schedule
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.torch_internals.allocations import sizes_known
 

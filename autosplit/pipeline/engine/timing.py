@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.timeline import Span
 
 T = TypeVar("T")

@@ -32,9 +32,8 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import TAKERS, journeys_of
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import (
     ROUNDING,
     StageMemory,

@@ -28,8 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
-from .action import ARRIVALS, DEPARTURES, Action, ActionKind
-from .schedule import Schedule
+from .schedule import ARRIVALS, DEPARTURES, Action, ActionKind, Schedule
 
 TAKERS = ARRIVALS | {ActionKind.FORWARD, ActionKind.RECOMPUTE}
 """After which a rank holds more, and which therefore wait for what was sent away."""

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .action import Action, ActionKind
-from .schedule import Schedule
+from .schedule import Action, ActionKind, Schedule
 from .wiring import Feeds
 
 

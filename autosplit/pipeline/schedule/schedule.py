@@ -1,12 +1,161 @@
-"""A pipeline schedule as data: what each rank computes, in order."""
+"""A pipeline schedule as data: what each rank computes and moves, in order. Each action has a text
+form that can be read back.
+"""
 
 from __future__ import annotations
 
+import enum
+import re
+import reprlib
 from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
+from autosplit.text.figures import nearest
 
-from .action import Action
+
+class ActionKind(enum.Enum):
+    """What an action does; the value is its text."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    BACKWARD = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
+    EVICT = "EVICT"
+    ACCEPT = "ACCEPT"
+    LOAD = "LOAD"
+    RETURN = "RETURN"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
+    AWAIT = "AWAIT"
+    RECOMPUTE = "RECOMPUTE"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+
+    # Members are one of a kind; Enum would hash their names in Python, for each action looked up.
+    __hash__ = object.__hash__
+
+    @property
+    def is_compute(self) -> bool:
+        """True for F, I, W, B and RECOMPUTE: the kinds that fill a rank's time."""
+        return self in _COMPUTE
+
+    @property
+    def is_memory(self) -> bool:
+        """True for the kinds that change where a microbatch's state lies: EVICT, ACCEPT, LOAD and
+        RETURN (at a partner rank), OFFLOAD and RELOAD (in the host's store), AWAIT (which waits
+        until what was sent away has left), and RECOMPUTE.
+        """
+        return self in _MEMORY
+
+    @property
+    def is_move(self) -> bool:
+        """True for those of them that run beside computation: all but AWAIT and RECOMPUTE."""
+        return self in LANES
+
+    @property
+    def is_shared(self) -> bool:
+        """True for those of them that partners do together, each one end of them."""
+        return self in _SHARED
+
+    @property
+    def is_whole(self) -> bool:
+        """True for reductions of gradients, UNSHARD and RESHARD, which are of a whole stage and of
+        no microbatch: that is 0.
+        """
+        return self in _WHOLE
+
+    @property
+    def is_message(self) -> bool:
+        """True for sends and receives."""
+        return self in _MESSAGES
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True for all kinds that a schedule lists; what ranks communicate follows."""
+        return self in _COMPUTE or self in _MEMORY
+
+
+LANES = {
+    ActionKind.EVICT: "evictions",
+    ActionKind.RETURN: "evictions",
+    ActionKind.ACCEPT: "acceptances",
+    ActionKind.LOAD: "acceptances",
+    ActionKind.OFFLOAD: "offloads",
+    ActionKind.RELOAD: "reloads",
+}
+"""Where each move of a rank runs, one after another."""
+DEPARTURES = frozenset({ActionKind.EVICT, ActionKind.RETURN, ActionKind.OFFLOAD})
+"""Moves after which a rank holds less."""
+ARRIVALS = LANES.keys() - DEPARTURES
+"""Moves with which a rank holds more."""
+_SHARED = LANES.keys() - {ActionKind.OFFLOAD, ActionKind.RELOAD}
+_COMPUTE = frozenset(
+    {
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD_INPUT,
+        ActionKind.BACKWARD_WEIGHT,
+        ActionKind.BACKWARD,
+        ActionKind.RECOMPUTE,
+    }
+)
+_MEMORY = {*LANES, ActionKind.AWAIT, ActionKind.RECOMPUTE}
+_WHOLE = frozenset(
+    {
+        ActionKind.UNSHARD,
+        ActionKind.RESHARD,
+        ActionKind.REDUCE_GRAD,
+        ActionKind.WAIT_REDUCE_GRAD,
+    }
+)
+_MESSAGES = frozenset({ActionKind.SEND_F, ActionKind.RECV_F, ActionKind.SEND_B, ActionKind.RECV_B})
+_KINDS = {kind.value: kind for kind in ActionKind}
+_TEXT = re.compile(r"(0|[1-9][0-9]{0,8})([A-Z_]+)(0|[1-9][0-9]{0,8})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """``kind`` on one microbatch of one stage.
+
+    The text form is that of ``torch.distributed.pipelining``: stage, kind, microbatch, as in
+    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``; and those of memory, ``3OFFLOAD2``. What is
+    of no microbatch has none there: ``2REDUCE_GRAD``.
+    """
+
+    stage: int
+    kind: ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        number = "" if self.kind.is_whole else self.microbatch
+        return f"{self.stage}{self.kind.value}{number}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read ``str(action)`` back.
+
+        Raises:
+            ScheduleError: the text is no action.
+        """
+        match = _TEXT.fullmatch(text)
+        kind = None if match is None else _KINDS.get(match[2])
+        if match is None or kind is None or kind.is_whole is not (match[3] is None):
+            word = re.sub("[^A-Z_]", "", text.upper())
+            raise ScheduleError(
+                "expected an action such as '0F1' (stage, kind, microbatch), numbers of at most 9 "
+                f"digits without leading zeros, got {reprlib.repr(text)}; known kinds: "
+                + ", ".join(_KINDS)
+                + ("" if word in _KINDS else nearest(word, _KINDS))
+            )
+        return cls(int(match[1]), kind, int(match[3] or 0))
+
 
 LARGEST = 1_000_000
 """Actions of a step: beyond, a schedule takes minutes and gigabytes to make and to check."""

@@ -14,8 +14,13 @@ from dataclasses import replace
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.placement import StageTimes
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
+from autosplit.pipeline.schedule.schedule import (
+    Action,
+    ActionKind,
+    Schedule,
+    check_counts,
+    check_size,
+)
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.playing import ListScheduler, replay

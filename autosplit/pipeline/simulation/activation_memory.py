@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import Action, ActionKind
 from autosplit.pipeline.schedule.moves import LevelByOrder, journeys_of, recomputed
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 
 ROUNDING = 1 + 1e-9
 """Of a cap: by so much sums of what is kept may exceed it."""

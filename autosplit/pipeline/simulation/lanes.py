@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.schedule.action import ARRIVALS, Action
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import Parcel
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import ARRIVALS, Action, Schedule
 
 from .activation_memory import StageMemory
 from .step_graph import INSTANT, Message, StepGraph

@@ -13,8 +13,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import TrainableStage, stage_memory
-from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
-from autosplit.pipeline.schedule.action import DEPARTURES, LANES, Action, ActionKind
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import (
     Routes,
@@ -25,7 +24,7 @@ from autosplit.pipeline.schedule.routes import (
     result_of,
     routes_of,
 )
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import DEPARTURES, LANES, Action, ActionKind, Schedule
 from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import posts_of
 

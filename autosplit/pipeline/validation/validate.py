@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 
 from autosplit.errors import DeadlockError, ScheduleError
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import LARGEST, Schedule
+from autosplit.pipeline.schedule.schedule import LARGEST, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.playing import Wait, replay
 
 from .grid import Cell, describe, format_grid, lay_out

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.builders.placement import Filler
-from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.validate import validate
 from tests.pipeline.tables import rows_of, schedule_of, seconds

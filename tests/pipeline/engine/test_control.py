@@ -14,7 +14,7 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.control import Control
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.pipeline.simulation.timeline import Span
 from tests.ranks import ranks
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autosplit.pipeline.engine.timing import DeviceRecorder, Recorder, recorder_on
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Action
 
 F0, W0 = Action.parse("0F0"), Action.parse("0W0")
 

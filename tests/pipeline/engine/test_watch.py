@@ -24,7 +24,7 @@ from autosplit.pipeline.engine.first_error import (
     RankError,
 )
 from autosplit.pipeline.engine.watch import PeerWatch, Pulse
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Action
 
 CLOSED = LostPeerError("lost the other ranks: Connection closed by peer")
 TIMEOUT = LostPeerError("waited 3 s for rank 1: is it stuck?", "waited 3 s for rank 1")

@@ -13,7 +13,7 @@ from autosplit.pipeline.engine.host_store import HostFileStore
 from autosplit.pipeline.engine.moves import Moves, TransferredBytes
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.ledger.bands import MemoryRecorder, StepMemory
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Action
 from tests.pipeline.ledger import workers
 from tests.pipeline.training.moving import offloading
 from tests.ranks import Ranks

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
-from autosplit.pipeline.schedule.action import ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
 from tests.pipeline import workers

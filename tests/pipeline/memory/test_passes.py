@@ -13,9 +13,8 @@ from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.memory import measures
 from autosplit.pipeline.memory.measures import balance
-from autosplit.pipeline.schedule.action import ActionKind
 from autosplit.pipeline.schedule.moves import journeys_of
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosplit.pipeline.schedule.action import ARRIVALS, DEPARTURES, Action, ActionKind
 from autosplit.pipeline.schedule.moves import waited_departures
+from autosplit.pipeline.schedule.schedule import ARRIVALS, DEPARTURES, Action, ActionKind
 from autosplit.pipeline.simulation.activation_memory import Change, levels
 
 FORWARD, INPUT, WEIGHT = (

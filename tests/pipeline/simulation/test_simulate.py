@@ -8,7 +8,7 @@ import pytest
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs, simulate

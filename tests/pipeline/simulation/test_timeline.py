@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.activation_memory import (
     StageMemory,
     levels_of,

@@ -13,7 +13,7 @@ from unittest import mock
 from autosplit.pipeline.engine.host_store import HostFileStore
 from autosplit.pipeline.engine.moves import Lane, Move, PartnerStore
 from autosplit.pipeline.ledger.bands import MemoryRecorder
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Action, ActionKind
 
 _PATIENCE = 1.0  # seconds; more than a rank takes to its next action
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError, ScheduleError, SplitError
 from autosplit.passes.graph import calls
 from autosplit.pipeline import RunOptions, StageOptions
-from autosplit.pipeline.schedule.action import Action
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from tests.pipeline import workers
 from tests.pipeline.engine.test_first_error import second

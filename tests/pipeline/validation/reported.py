@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.validation.programs import of_torch
 from tests.pipeline.validation.programs import items_of
 

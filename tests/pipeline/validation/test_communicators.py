@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules
 from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import REPLICATE, SHARD, TENSOR
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.schedule.action import Action
+from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.validation import communicators

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.schedule.action import Action, ActionKind
-from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs, simulate

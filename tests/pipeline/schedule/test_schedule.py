@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.action import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import Action, ActionKind
 
 # --- actions as text ------------------------------------------------------------------------------
 
