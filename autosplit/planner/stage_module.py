@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autosplit.capture.forward_graph import Switches, enters_autocast
 from autosplit.errors import PlanError
-from autosplit.pipeline.schedule.wiring import Source
+from autosplit.pipeline.schedule.routes import Source
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.torch_internals.pytree import tree_unflatten
 from autosplit.torch_internals.state import hold_state

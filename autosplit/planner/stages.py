@@ -15,7 +15,7 @@ from torch import fx, nn
 from autosplit.capture.module_paths import common, inside, stack
 from autosplit.capture.roles import canonical_names
 from autosplit.errors import AutosplitError, PlanError
-from autosplit.pipeline.schedule.wiring import Wiring
+from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.meta_model import Initialiser, materialise_stage
 from autosplit.planner.operation_sequence import OperationSequence

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.ledger.bands import StepMemory
-from autosplit.pipeline.schedule.routes import needs_of, result_of
+from autosplit.pipeline.schedule.routes import Feeds, needs_of, result_of
 from autosplit.pipeline.schedule.schedule import ActionKind
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.timeline import Span, Timeline
 from autosplit.text.files import write_text, writing
 

@@ -8,8 +8,8 @@ from hypothesis import reject
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.routes import Source, Wiring
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Source, Wiring
 
 
 def rows_of(schedule: Schedule) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.schedule.wiring import Source
+from autosplit.pipeline.schedule.routes import Source
 from autosplit.planner import Partition, WholeModel, cut
 from tests.planner.whole_models import (
     Case,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autosplit.pipeline.schedule.routes import Parcel
-from autosplit.pipeline.schedule.wiring import Feeds
+from autosplit.pipeline.schedule.routes import Feeds, Parcel
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from autosplit.errors import PipelineError
 from autosplit.passes import CollectiveCosts, Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.graph import inputs as graph_inputs
+from autosplit.pipeline.schedule.routes import Feeds
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.gradient_accumulation import GradientSums

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.schedule.routes import Parcel, Routes, parcels_of
+from autosplit.pipeline.schedule.routes import Feeds, Parcel, Routes, parcels_of
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
-from autosplit.pipeline.schedule.wiring import Feeds
 
 from .boundaries import Boundaries, TensorMeta
 from .first_error import LostPeerError

@@ -14,9 +14,15 @@ from dataclasses import dataclass
 
 from autosplit.passes import Kind, Role
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
-from autosplit.pipeline.schedule.routes import Parcel, parcels_for, parcels_of, result_of, routes_of
+from autosplit.pipeline.schedule.routes import (
+    Feeds,
+    Parcel,
+    parcels_for,
+    parcels_of,
+    result_of,
+    routes_of,
+)
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.stage import Stage

@@ -14,6 +14,7 @@ from dataclasses import replace
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.placement import StageTimes
+from autosplit.pipeline.schedule.routes import Feeds
 from autosplit.pipeline.schedule.schedule import (
     Action,
     ActionKind,
@@ -21,7 +22,6 @@ from autosplit.pipeline.schedule.schedule import (
     check_counts,
     check_size,
 )
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.playing import ListScheduler, replay
 from autosplit.pipeline.simulation.simulate import Costs

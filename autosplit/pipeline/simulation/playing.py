@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from autosplit.pipeline.schedule.routes import parcels_of, result_of
+from autosplit.pipeline.schedule.routes import Feeds, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 
 from .lanes import add_lanes
 from .step_graph import StepGraph

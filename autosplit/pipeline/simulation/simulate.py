@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.routes import Feeds, Wiring
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds, Wiring
 
 from .activation_memory import StageMemory
 from .lanes import add_lanes

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from autosplit.pipeline.schedule.routes import Parcel, needs_of, parcels_of, result_of
+from autosplit.pipeline.schedule.routes import Feeds, Parcel, needs_of, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 
 from .transfer import Transfer
 

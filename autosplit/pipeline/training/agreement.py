@@ -15,8 +15,8 @@ from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
+from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.schedule.wiring import Wiring
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import MemoryRecorder, state_of
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import StageBytes, message_levels, received_bytes
+from autosplit.pipeline.schedule.routes import Feeds
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_of
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes, storage_sizes

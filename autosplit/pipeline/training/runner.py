@@ -31,9 +31,8 @@ from autosplit.pipeline.engine.stages import (
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.moves import has_moves
-from autosplit.pipeline.schedule.routes import pairs_of, routes_of
+from autosplit.pipeline.schedule.routes import Feeds, pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.pipeline.simulation.timeline import Span
 from autosplit.stage import Stage

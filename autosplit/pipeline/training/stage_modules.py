@@ -15,7 +15,7 @@ from autosplit.capture.diagnosis import is_torch_file
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.board import describe_error
 from autosplit.pipeline.engine.boundaries import TensorMeta
-from autosplit.pipeline.schedule.wiring import Wiring
+from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.torch_internals.dtensor import dtensor_class
 
 Holder: TypeAlias = "tuple[int, str]"

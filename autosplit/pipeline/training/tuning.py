@@ -13,8 +13,8 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.stages import TrainableStage, stage_memory
+from autosplit.pipeline.schedule.routes import Feeds
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory

@@ -17,6 +17,7 @@ from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.routes import (
+    Feeds,
     Routes,
     ends_of,
     parcels_for,
@@ -25,7 +26,6 @@ from autosplit.pipeline.schedule.routes import (
     routes_of,
 )
 from autosplit.pipeline.schedule.schedule import DEPARTURES, LANES, Action, ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import posts_of
 
 from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs

@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.routes import ends_of, parcels_of, result_of
+from autosplit.pipeline.schedule.routes import Feeds, ends_of, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import LARGEST, Action, ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import in_one_order
 from autosplit.text.figures import few
 from autosplit.text.files import read_text, writing

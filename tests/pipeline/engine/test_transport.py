@@ -16,9 +16,8 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.routes import Parcel, routes_of
+from autosplit.pipeline.schedule.routes import Feeds, Parcel, routes_of
 from autosplit.pipeline.schedule.schedule import Action
-from autosplit.pipeline.schedule.wiring import Feeds
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")

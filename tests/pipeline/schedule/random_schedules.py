@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from autosplit.pipeline.schedule.routes import needs_of, result_of
+from autosplit.pipeline.schedule.routes import Feeds, needs_of, result_of
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 
 
 def random_schedule(seed: int, stages: int | None = None) -> Schedule:

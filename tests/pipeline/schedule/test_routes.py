@@ -9,8 +9,7 @@ from torch import nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.schedule.routes import Parcel, Routes, routes_of
-from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
+from autosplit.pipeline.schedule.routes import Feeds, Parcel, Routes, Source, Wiring, routes_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
 from autosplit.pipeline.simulation.transfer import Transfer
 from autosplit.pipeline.training.stage_modules import Partitioned, StageSource

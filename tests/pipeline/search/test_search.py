@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.schedule.routes import Source, Wiring
 from autosplit.pipeline.search.search import constructed, named_schedules, search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs, simulate

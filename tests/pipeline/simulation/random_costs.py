@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.schedule.routes import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.transfer import Transfer

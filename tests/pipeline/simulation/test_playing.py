@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.schedule.routes import Parcel
+from autosplit.pipeline.schedule.routes import Feeds, Parcel
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import ListScheduler, play, rows_of
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import StepGraph

@@ -8,8 +8,8 @@ import pytest
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
+from autosplit.pipeline.schedule.routes import Source, Wiring
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
-from autosplit.pipeline.schedule.wiring import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs, simulate
 from autosplit.pipeline.simulation.timeline import Timeline

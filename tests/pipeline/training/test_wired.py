@@ -20,9 +20,8 @@ from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.stages import dependence_of
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.routes import routes_of
+from autosplit.pipeline.schedule.routes import Feeds, Source, Wiring, routes_of
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds, Source, Wiring
 from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training import tuning

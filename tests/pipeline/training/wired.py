@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.pipeline.schedule.wiring import Source, Wiring
+from autosplit.pipeline.schedule.routes import Source, Wiring
 
 
 class Mix(nn.Module):

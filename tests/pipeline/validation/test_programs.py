@@ -17,9 +17,8 @@ from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.routes import routes_of
+from autosplit.pipeline.schedule.routes import Feeds, routes_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
-from autosplit.pipeline.schedule.wiring import Feeds
 from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.pipeline.validation.communicators import COMPUTE
 from autosplit.pipeline.validation.programs import of_engine
