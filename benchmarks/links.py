@@ -37,8 +37,7 @@ def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pai
             measured and nothing takes time.
 
     Returns:
-        A link for each pair, the slowest latency and bandwidth for all others, no
-        ``message_bytes``.
+        The slowest latency and bandwidth, for all of them; no ``message_bytes``.
 
     Raises:
         LostPeerError: some rank did not take part.
@@ -47,12 +46,8 @@ def measure_transfer(groups: Groups, device: torch.device, pairs: Collection[Pai
         return Transfer()
     groups.connect(pairs)
     mine = {pair: _between(groups, device, pair) for pair in sorted(pairs) if groups.rank in pair}
-    links: dict[Pair, Link] = {}
-    for found in groups.everybody.gather(mine):
-        links = found | links  # of a pair's two ranks the lower one says, of replicas the first
-    latency = max(link.latency for link in links.values())
-    bandwidth = min(link.bandwidth for link in links.values())
-    return Transfer(latency, bandwidth, pairs=links)
+    links = [link for found in groups.everybody.gather(mine) for link in found.values()]
+    return Transfer(max(each.latency for each in links), min(each.bandwidth for each in links))
 
 
 def _between(groups: Groups, device: torch.device, pair: Pair) -> Link:

@@ -141,7 +141,7 @@ class _Search:
         seconds = [each.times for each in stages]
         schedule = replace(self._build(seconds), crosses_step=False)
         sent = {at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)}
-        links = replace(self._links, message_bytes=sent, gradient_bytes=None)
+        links = replace(self._links, message_bytes=sent)
         costs = Costs(seconds, [StageMemory(each.saved, each.deferred) for each in stages], links)
         timeline = costs.timeline(schedule)
         peaks = peak_memory(schedule, costs.memory)

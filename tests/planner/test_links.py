@@ -23,7 +23,7 @@ def test_a_ring_has_each_rank_and_the_next_and_the_last_and_the_first() -> None:
 
 
 @ranks(3)
-def test_each_pair_of_ranks_has_a_link_of_its_own_and_all_ranks_know_it() -> None:
+def test_the_slowest_link_is_that_of_all_and_all_ranks_know_it() -> None:
     device = torch.device("cpu")
     groups = Groups(3, device, 30.0)
     send = groups.isend
@@ -39,7 +39,4 @@ def test_each_pair_of_ranks_has_a_link_of_its_own_and_all_ranks_know_it() -> Non
     dist.all_gather_object(others, found)
     groups.destroy()
     assert others == [found] * 3
-    assert found.pairs.keys() == {(0, 1), (0, 2), (1, 2)}
-    slow = found.pairs[1, 2]
-    assert slow.latency >= _LATE > max(found.pairs[0, 1].latency, found.pairs[0, 2].latency)
-    assert found.latency == slow.latency
+    assert found.latency >= _LATE

@@ -90,7 +90,7 @@ def _took(
     """Seconds for which each way of a journey keeps its lane, and then to its arrival."""
     link = transfer.host or Link()
     if journey.partner is not None:
-        link = transfer.link(journey.rank, journey.partner)
+        link = Link(transfer.latency, transfer.bandwidth)
     if math.isinf(link.bandwidth):
         return 0.0, link.latency
     if memory is None:

@@ -44,8 +44,7 @@ def simulate(
         transfer: the links between ranks, or the seconds from the end of an action to the arrival
             of its result on another rank.
         wiring: who feeds whom, skip connections with it; None: each stage the next. Messages are
-            those of the engine: one for each stage that takes of a result, with the tensors that
-            no earlier stage of the same rank was sent.
+            those of the engine: one for each stage that takes of a result.
         memory: per stage, what it keeps of a microbatch, of which moves between ranks or to the
             host take as much; needed where their links have a bandwidth.
 

@@ -117,21 +117,14 @@ class StepGraph:
             home = self._schedule.placement[parcel.stage]
             if home == rank:
                 continue
-            took, latency = self._travel(parcel, rank, home)
+            took = self._transfer.seconds(parcel.boundary)
             number = self._number(result, parcel.stage, home)
-            messages.append(Message(number, (rank, home), took, latency))
+            messages.append(Message(number, (rank, home), took, self._transfer.latency))
         travelling = {message.parcel for message in messages}
         for number in self._of_result.get(result, ()):
             if number not in travelling:
                 messages.append(Message(number, None, 0.0, 0.0))
         return messages
-
-    def _travel(self, parcel: Parcel, source: int, target: int) -> tuple[float, float]:
-        """Seconds for which a parcel keeps the link between two ranks, and then to its arrival."""
-        latency, bandwidth = self._transfer.link(source, target)
-        positions = self._feeds.positions(parcel.boundary, parcel.taker)
-        outputs = self._feeds.wiring.outputs[parcel.boundary] if self._feeds.wiring else 0
-        return self._transfer.bytes_of(parcel, positions, outputs) / bandwidth, latency
 
 
 def _listed(schedule: Schedule) -> Iterator[tuple[int, Action]]:

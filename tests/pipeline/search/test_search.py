@@ -80,16 +80,14 @@ def test_list_scheduling_keeps_its_caps(
 
 
 def test_a_slow_link_to_a_stage_further_on_is_part_of_the_step() -> None:
-    """Gradients of a skip connection hold up stage 0's; masks send nothing back."""
     wiring = Wiring(
         ((Source(None, 0),), (Source(0, 0),), (Source(1, 0), Source(0, 1))), outputs=(2, 1)
     )
-    alone = Transfer(bandwidth=1.0, message_bytes={0: [0.0, 4.0], 1: [0.0]})
     steps = []
-    for links in (alone, replace(alone, gradient_bytes=0.0), Transfer()):
+    for links in (Transfer(bandwidth=1.0, message_bytes={0: 4.0, 1: 0.0}), Transfer()):
         costs = Costs([(1.0, 1.0, 1.0)] * 3, [StageMemory(1.0, 1.0)] * 3, links, wiring=wiring)
         steps.append(costs.timeline(search(costs, 1)).makespan)
-    assert steps[0] > steps[1] > steps[2]
+    assert steps[0] > steps[1]
 
 
 def test_a_full_backward_where_it_keeps_less() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import strategies as st
 
-from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.routes import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
@@ -17,18 +14,15 @@ TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
 
 @st.composite
 def wirings(draw: st.DrawFn, stages: int) -> tuple[Wiring, Transfer]:
-    """Every stage takes of earlier ones, mostly not of the next only; some send nothing back."""
+    """Every stage takes of earlier ones, mostly not of the next only."""
     outputs = draw(st.lists(st.integers(1, 2), min_size=stages - 1, max_size=stages - 1))
     inputs: list[tuple[Source, ...]] = [(Source(None, 0),)]
     for stage in range(1, stages):
         earlier = [Source(s, p) for s in range(stage) for p in range(outputs[s])]
         taken = draw(st.sets(st.sampled_from(earlier), min_size=1, max_size=3))
         inputs.append(tuple(sorted(taken, key=str)))
-    sizes = {
-        s: [draw(st.sampled_from([0.5, 1.0])) for _ in range(n)] for s, n in enumerate(outputs)
-    }
-    back = {s: [size * draw(st.sampled_from([0.0, 1.0])) for size in sizes[s]] for s in sizes}
-    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, sizes, back)
+    sizes = {stage: draw(st.sampled_from([0.0, 0.5, 1.0])) for stage in range(stages - 1)}
+    links = Transfer(draw(st.sampled_from([0.0, 0.5])), 2.0, sizes)
     return Wiring(tuple(inputs), tuple(outputs)), links
 
 
@@ -40,8 +34,6 @@ def costs_of(draw: st.DrawFn, stages: int) -> Costs:
     wiring = None
     if draw(st.booleans()):
         wiring, links = draw(wirings(stages))
-    if draw(st.booleans()):
-        links = replace(links, pairs={(0, 1): Link(1.0, 0.5), (1, 2): Link(0.25)})
     return Costs(
         [(float(f), float(i), float(w)) for f, i, w in times],
         [StageMemory(1.0, draw(st.sampled_from([0.75, 1.25])))] * stages,

@@ -99,19 +99,10 @@ class Reference:
             link = rank, self.schedule.placement[target]
             if link[0] == link[1]:
                 continue
-            latency, bandwidth = self.costs.transfer.link(*link)
+            transfer = self.costs.transfer
             begin = max(end, self.free.get(link, 0.0))
-            self.free[link] = begin + self.size(Parcel(result, target)) / bandwidth
-            self.arrived[result, target] = self.free[link] + latency
-
-    def size(self, parcel: Parcel) -> float:
-        wiring, transfer = self.costs.wiring, self.costs.transfer
-        if wiring is None:
-            return transfer.bytes_of(parcel)
-        positions = (
-            Feeds(self.schedule.stages, wiring).positions(parcel.boundary, parcel.taker) or ()
-        )
-        return transfer.bytes_of(parcel, positions, wiring.outputs[parcel.boundary])
+            self.free[link] = begin + transfer.seconds(Parcel(result, target).boundary)
+            self.arrived[result, target] = self.free[link] + transfer.latency
 
 
 # --- the core against an oracle that works a step out in the plainest way; orders made in time ----
