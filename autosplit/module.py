@@ -95,7 +95,6 @@ class SplitModule(ModuleProxy):
     _max_graphs: int
     _bound: PendingBound
     _fullgraph: bool
-    _dynamic: bool | None
     _graphs: Specializations
     _fallback: Fallback
     _queue: PendingQueue
@@ -110,7 +109,6 @@ class SplitModule(ModuleProxy):
         memory: str | int = "balanced",
         overlap: CollectiveCosts | None = None,
         fullgraph: bool = False,
-        dynamic: bool | None = None,
         max_graphs: int = 64,
         max_pending: float = 1,
     ) -> None:
@@ -118,17 +116,7 @@ class SplitModule(ModuleProxy):
         self.__dict__["_options"] = SplitOptions(backend, memory, overlap=overlap)
         if max_graphs < 1:
             raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
-        options = self.__dict__["_options"]
-        if dynamic not in (None, True, False):
-            raise SplitError(f"dynamic must be True, False or None; got {dynamic!r}")
-        if dynamic and not options.holds_open_sizes and (fullgraph or memory != "balanced"):
-            raise SplitError(
-                f"dynamic=True with backend={backend!r} splits graph by graph, as torch.compile "
-                "finds them; it goes with neither fullgraph=True nor a memory setting of your own. "
-                "backend='eager' has whole graphs for all sizes"
-            )
         self.__dict__["_fullgraph"] = fullgraph
-        self.__dict__["_dynamic"] = dynamic
         self.__dict__["_max_graphs"] = max_graphs
         self.__dict__["_bound"] = PendingBound(max_pending)
         self._attach()
@@ -137,7 +125,7 @@ class SplitModule(ModuleProxy):
         """Start without graphs and pending work."""
         own = self.__dict__
         options, insist = own["_options"], own["_fullgraph"]
-        own["_sharded"] = sharded = _sharded(self.unsplit, dynamic=own["_dynamic"])
+        own["_sharded"] = sharded = _sharded(self.unsplit)
         own["_bound"] = dataclasses.replace(own["_bound"], early=0)
         deliver: Delivery
         if sharded is None:
@@ -146,11 +134,7 @@ class SplitModule(ModuleProxy):
         else:  # FSDP's hooks do not run inside of parts
             deliver = ShardedDelivery(sharded)
             own["_queue"], insist = ShardedQueue(deliver, own["_bound"]), True
-        dynamic = own["_dynamic"]
-        by_graphs = bool(dynamic) and not options.holds_open_sizes
-        own["_fallback"] = Fallback(
-            self.unsplit, options, insist, dynamic=by_graphs, queue=own["_queue"]
-        )
+        own["_fallback"] = Fallback(self.unsplit, options, insist, own["_queue"])
         own["_graphs"] = Specializations(
             self.unsplit,
             options,
@@ -158,7 +142,6 @@ class SplitModule(ModuleProxy):
             insist=insist,
             traced=own["_queue"].hidden,
             sharding=sharded,
-            dynamic=dynamic,
         )
         own["_anchor"] = WeightAnchor(own["_queue"], sharded)
 
@@ -363,20 +346,14 @@ class SplitModule(ModuleProxy):
         self._attach()
 
 
-def _sharded(model: nn.Module, *, dynamic: bool | None) -> ShardedModule | None:
+def _sharded(model: nn.Module) -> ShardedModule | None:
     """The model as ``fully_shard`` has sharded it, or a part of it.
 
     Raises:
-        ShardedError: in a way that cannot be taken apart, or with ``dynamic=True``.
+        ShardedError: in a way that cannot be taken apart.
     """
     if fsdp_part(model) is None:
         return None
     from autosplit.sharded.module import ShardedModule
 
-    sharded = ShardedModule(model)
-    if dynamic:
-        raise ShardedError(
-            "dynamic=True does not go with parameters that fully_shard has sharded: they are "
-            "gathered for whole graphs, into other memory each time. Leave it out"
-        )
-    return sharded
+    return ShardedModule(model)

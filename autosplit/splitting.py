@@ -32,7 +32,6 @@ def split(
     memory: str | int = "balanced",
     overlap: CollectiveCosts | None = None,
     fullgraph: bool = False,
-    dynamic: bool | None = None,
     max_graphs: int = 64,
     max_pending: float = 1,
 ) -> SplitModule:
@@ -62,11 +61,6 @@ def split(
         fullgraph: refuse what one graph cannot hold. Otherwise such a model is split graph by
             graph under ``torch.compile``, and what no graph holds runs as ordinary autograd;
             ``report()`` says what and why.
-        dynamic: which sizes of inputs captures leave open, so that one graph holds for all. None:
-            those that differ from an earlier capture's, so that sequence lengths cost two captures;
-            True: all at once; False: none, a graph is captured for each combination. Sizes that
-            the model branches on, 0 and 1 get graphs of their own. Other backends than ``"eager"``
-            need all sizes: there True splits graph by graph, as torch.compile finds them.
         max_graphs: how many graphs to keep (see ``SplitModule``).
         max_pending: how many microbatches (``backward()`` calls) may wait for their weight
             gradients, at least 1. Those of the oldest are computed where the next forward starts,
@@ -79,8 +73,7 @@ def split(
             the line.
         SplitError: ``fullgraph`` and the graph cannot be split; the backend, the memory
             setting is unknown; a memory budget cannot be met; ``max_pending`` is less than 1;
-            ``dynamic`` comes with options and a backend that it does not go with; or this is no
-            module, no inputs.
+            or this is no module, no inputs.
         ShardedError: the model is sharded in a way that cannot be taken apart, or a parameter is a
             DTensor that cannot be trained.
         FailingCallError: the forward fails for the example inputs, traced or not.
@@ -102,11 +95,10 @@ def split(
         memory=memory,
         overlap=overlap,
         fullgraph=fullgraph,
-        dynamic=dynamic,
         max_graphs=max_graphs,
         max_pending=max_pending,
     )
-    if (args or kwargs) and module._fallback.partial is None:
+    if args or kwargs:
         try:
             module._capture(args, dict(kwargs or {}))
         except (BackendError, FailingCallError, ShardedError):

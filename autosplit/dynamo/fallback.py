@@ -25,7 +25,6 @@ class Fallback:
         model: the model.
         options: how it is split; models split graph by graph have no memory setting.
         fullgraph: whether to raise instead.
-        dynamic: whether every call is split graph by graph.
         queue: of the microbatches that wait for W.
 
     Attributes:
@@ -38,13 +37,11 @@ class Fallback:
         model: nn.Module,
         options: SplitOptions,
         fullgraph: bool,
-        *,
-        dynamic: bool,
         queue: PendingQueue,
     ) -> None:
         self._model, self._queue = model, queue
         self._options, self._fullgraph = options, fullgraph
-        self.partial: Partial | None = self._by_graphs("dynamic=True") if dynamic else None
+        self.partial: Partial | None = None
         self._unproven = False  # whether no call by graphs has run yet
         self._failing: FailingCallError | None = None  # why no graph is tried any more
         self._unsplit: dict[str, int] = {}

@@ -81,13 +81,6 @@ class SplitOptions:
             raise SplitError(str(error)) from None
 
     @property
-    def holds_open_sizes(self) -> bool:
-        """Whether one graph may hold for many sizes of inputs. Inductor assumes more about sizes
-        while it compiles, W and later variants behind the guards.
-        """
-        return self.backend == "eager"
-
-    @property
     def memory_policy(self) -> Memory:
         """The memory setting as the passes take it."""
         return memory_setting(self.memory, late_input=self.late_input, collectives=self.overlap)

@@ -104,14 +104,12 @@ class OpenSizes:
 
     Args:
         options: how the graphs are run, which may be by a backend that needs all sizes.
-        dynamic: None leaves open what had another size in an earlier capture; True leaves all
-            sizes open at once, False none.
     """
 
-    def __init__(self, options: SplitOptions, dynamic: bool | None = None) -> None:
-        # A budget is met for one combination of sizes.
-        self._holds = options.holds_open_sizes and isinstance(options.memory, str)
-        self._dynamic = dynamic
+    def __init__(self, options: SplitOptions) -> None:
+        # A budget is met for one combination of sizes, and Inductor assumes more about sizes while
+        # it compiles, W and later variants behind the guards.
+        self._holds = options.backend == "eager" and isinstance(options.memory, str)
         self._seen: dict[Hashable, list[set[int]]] = {}
         self._refused: dict[Hashable, str] = {}
 
@@ -154,7 +152,7 @@ class OpenSizes:
             for at, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided
         }
-        if not self._holds or self._dynamic is False or structure in self._refused:
+        if not self._holds or structure in self._refused:
             return {}
         return {at: dimensions for at, dimensions in varying.items() if dimensions}
 
@@ -172,9 +170,7 @@ class OpenSizes:
         for known, size in zip(sizes, leaf.shape, strict=True):
             known.add(size)
         return frozenset(
-            at
-            for at, size in enumerate(leaf.shape)
-            if size not in _SPECIAL and (self._dynamic or len(sizes[at]) > 1)
+            at for at, size in enumerate(leaf.shape) if size not in _SPECIAL and len(sizes[at]) > 1
         )
 
 
@@ -196,7 +192,6 @@ class Specializations:
         computed: whether inputs are what an earlier module hands over, see ``without_history``.
         sharding: has the model looked at as a plain one, to be captured and whenever guards are
             asked, and gathers parameters for its graphs; None where nothing is sharded.
-        dynamic: which sizes captures leave open, see ``OpenSizes``.
         warned: whether nobody is to be told that most weight gradients cannot be deferred.
 
     Attributes:
@@ -213,7 +208,6 @@ class Specializations:
         traced: Callable[[Iterable[Tensor]], AbstractContextManager[Any]] = nullcontext,
         computed: bool = False,
         sharding: ShardedModule | None = None,
-        dynamic: bool | None = None,
         warned: bool = False,
     ) -> None:
         self._model, self._split, self._computed = model, split, computed
@@ -221,7 +215,7 @@ class Specializations:
         self.sharding = sharding
         self._known: dict[CallSignature, list[SplitFunctions]] = {}  # newest first
         self._captured: dict[SplitFunctions, CallSignature] = {}  # longest unused first
-        self._sizes = OpenSizes(split, dynamic)
+        self._sizes = OpenSizes(split)
         self._first: set[CallSignature] = set()
         self._capturing = threading.RLock()
         self._busy = self._full = False

@@ -89,10 +89,9 @@ def test_forward_under_mixed_precision_of_accelerate() -> None:
     _trains(split)
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic": True}], ids=["whole", "parts"])
 @pytest.mark.parametrize("captured", [False, True], ids=["first call", "captured"])
-def test_model_that_calls_its_split_module(captured: bool, options: dict[str, bool]) -> None:
-    split = autosplit.split(Model(), **options)
+def test_model_that_calls_its_split_module(captured: bool) -> None:
+    split = autosplit.split(Model())
     if captured:
         split(_x())
     old = split.forward

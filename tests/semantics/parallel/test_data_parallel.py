@@ -221,8 +221,8 @@ def _train(module: nn.Module) -> None:
     autosplit.backward_weight(module)
 
 
-def _sharded_later(shard: Callable[[nn.Module], nn.Module], **options: bool) -> None:
-    split = autosplit.split(Model(), **options)
+def _sharded_later(shard: Callable[[nn.Module], nn.Module]) -> None:
+    split = autosplit.split(Model())
     split(_x()).sum().backward()
     split.backward_weight()
     shard(split.model)
@@ -249,8 +249,6 @@ def _pipeline(shard: Callable[[nn.Module], nn.Module]) -> None:
 Way = Callable[[Callable[[nn.Module], nn.Module]], object]
 
 WAYS: dict[str, Way] = {
-    "sharded later, in parts": lambda shard: _sharded_later(shard, dynamic=True),
-    "in parts": lambda shard: autosplit.split(shard(Model()), dynamic=True),
     "compile": lambda shard: _train(torch.compile(shard(Model()), backend="autosplit")),
     "partition": lambda shard: autosplit.partition(
         shard(Model()), (_x(),), stages=2, microbatches=2, costs="estimate"
@@ -299,8 +297,6 @@ CASES = [
 _SAID = {
     "offloaded": "called for FSDPModel with an offload policy",
     "graph breaks": "test_data_parallel.py",
-    "in parts": "dynamic=True does not go with parameters that fully_shard has sharded",
-    "sharded later, in parts": "dynamic=True does not go with",
 }
 
 
