@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .pipeline import PipelineTrainer, launch
     from .pipelining import SplitPipelineStage
     from .planner import Plan, meta_model, partition
-    from .report.timelines import write_timeline
+    from .report import write_timeline
     from .splitting import split
     from .stage import Stage
 
@@ -77,7 +77,7 @@ _HOMES = {
     "partition": "autosplit.planner",
     "save_checkpoint": "autosplit.checkpoint",
     "split": "autosplit.splitting",
-    "write_timeline": "autosplit.report.timelines",
+    "write_timeline": "autosplit.report",
 }
 
 _FACES = ("passes", "pipeline", "pipelining")

@@ -41,7 +41,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from autosplit.dynamo.partial_model import Partial
-    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded import ShardedModule
 
 # Not copied or pickled; a copy captures anew.
 _TRANSIENT = ("_fallback", "_graphs", "_queue", "_anchor", "_sharded")
@@ -354,6 +354,6 @@ def _sharded(model: nn.Module) -> ShardedModule | None:
     """
     if fsdp_part(model) is None:
         return None
-    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded import ShardedModule
 
     return ShardedModule(model)

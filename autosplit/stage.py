@@ -22,7 +22,7 @@ from autosplit.runtime.in_flight import (
 )
 from autosplit.runtime.residuals import State
 from autosplit.runtime.stage_specializations import StageSpecializations
-from autosplit.sharded.module import ShardedModule
+from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast, without_grad
 from autosplit.torch_internals.state import distinct_storage_bytes
 

@@ -9,7 +9,7 @@ import torch
 
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 
 Pair = tuple[int, int]
 

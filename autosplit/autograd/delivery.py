@@ -29,7 +29,7 @@ from .lazy_gradient import NOTING, GradientSlot
 from .pending import PendingBound, PendingQueue, PendingWork
 
 if TYPE_CHECKING:
-    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded import ShardedModule
 
 
 class Delivery:

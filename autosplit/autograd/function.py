@@ -43,7 +43,7 @@ from .delivery import weight_gradients
 from .pending import PendingQueue, PendingWork
 
 if TYPE_CHECKING:
-    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded import ShardedModule
 
 
 T = TypeVar("T")

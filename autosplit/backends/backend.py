@@ -25,7 +25,7 @@ from autosplit.passes.subgraph import Subgraph, subgraphs
 from autosplit.torch_internals.operators import DirectOperators
 
 if TYPE_CHECKING:
-    from autosplit.sharded.module import Gathering
+    from autosplit.sharded import Gathering
 
 Boxed = Callable[[list[Any]], list[Any]]
 Strides = tuple[int | torch.SymInt, ...]

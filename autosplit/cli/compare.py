@@ -15,9 +15,8 @@ from autosplit.compare.example import samples_of, trained_example
 from autosplit.compare.run import Comparison, Settings, comparison_table, durations_table
 from autosplit.compare.run import compare as run
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.builders.schedule_request import AUTO
-from autosplit.report.timelines import write_timelines
+from autosplit.pipeline.builders.build import AUTO, build
+from autosplit.report import write_timelines
 from autosplit.text.files import write_text
 
 from .options import (

@@ -19,11 +19,10 @@ from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
 from autosplit.pipeline.search.search import caps_of, forms
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemory, peak_memory
-from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.simulate import Costs, Timeline
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.grid import format_schedule
-from autosplit.report.timelines import write_timelines
+from autosplit.report import write_timelines
 from autosplit.text.files import write_text
 
 MOST = 200_000

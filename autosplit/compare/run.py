@@ -23,8 +23,7 @@ from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.engine.default_group import gather, process_group
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.schedule import ActionKind
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.timeline import Timeline, median_durations
+from autosplit.pipeline.simulation.simulate import Timeline, median_durations, simulate
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.options import RunOptions, StageOptions
 from autosplit.planner.captured_model import WholeModel

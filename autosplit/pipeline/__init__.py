@@ -3,14 +3,13 @@
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.memory.measures import balance, offload, recompute
 from autosplit.pipeline.schedule.schedule import Action, Schedule
+from autosplit.pipeline.search.measures import balance, offload, recompute
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
-from autosplit.pipeline.simulation.simulate import Costs, simulate
-from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.simulate import Costs, Span, Timeline, simulate
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.torch_csv import read_csv, write_csv
 from autosplit.pipeline.validation.validate import validate
 

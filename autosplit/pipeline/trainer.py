@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autosplit.errors import AutosplitError, PipelineError
 from autosplit.mesh.costs import Link
 from autosplit.mesh.dimensions import RankLayout
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.text.figures import parse_size
 
 from .engine.board import Board
@@ -27,7 +27,7 @@ from .engine.stages import SplitStage, StageFactory, TrainableStage, eval_mode
 from .engine.watch import watch_over
 from .ledger.bands import StepMemory
 from .schedule.schedule import Schedule
-from .simulation.timeline import Timeline
+from .simulation.simulate import Timeline
 from .training.agreement import Agreement, check_unanimous
 from .training.batches import Batch, Inputs, Part, paired
 from .training.options import (

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeGuard
 from torch import Tensor, nn
 
 from autosplit.errors import PipelineError, ShardedError
-from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
+from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.stages import SplitStage
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.training.options import TrainerOptions

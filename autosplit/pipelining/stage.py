@@ -22,7 +22,7 @@ from autosplit.runtime.in_flight import (
 from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
 from autosplit.runtime.residuals import State
 from autosplit.runtime.specializations import CallSignature, Specializations, flatten
-from autosplit.sharded.module import ShardedModule
+from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.distributed import average_gradients
 from autosplit.torch_internals.pipelining_stage import RuntimeStage, TensorMeta

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 
 from .costs import BlockCost, ModelCosts
 

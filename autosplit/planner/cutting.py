@@ -15,7 +15,7 @@ from torch import nn
 
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import device_of_group
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.engine.default_group import gather
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autosplit.dump import milliseconds
 from autosplit.errors import PlanError
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.options import StageOptions

@@ -39,7 +39,7 @@ from .functions import SplitFunctions
 
 if TYPE_CHECKING:
     from autosplit.capture.joint_graph import Capture
-    from autosplit.sharded.module import Gathering
+    from autosplit.sharded import Gathering
 
 # Dynamo's settings and Python's warning filters, both changed while tracing, belong to the
 # process: two threads must not trace at once.

@@ -33,7 +33,7 @@ from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflat
 from autosplit.torch_internals.state import StateReader
 
 if TYPE_CHECKING:
-    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded import ShardedModule
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEAVES = {Tensor, nn.Parameter, *_VALUES}

@@ -21,7 +21,7 @@ from .refusals import refuse_dtensors
 from .specializations import Specializations, flatten
 
 if TYPE_CHECKING:
-    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded import ShardedModule
 
 _SHAPE = attrgetter("shape")
 _MAX_SIZES = 1024  # combinations of sizes whose inputs need no second look

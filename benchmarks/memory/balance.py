@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.memory.measures import balance
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.search.measures import balance
+from autosplit.pipeline.simulation.step_graph import Transfer
 
 from ..results import Rows, Target, table, verdicts
 from .settings import Settings

@@ -16,8 +16,7 @@ from autosplit.pipeline import PipelineTrainer, RunOptions
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.schedule.schedule import ActionKind
-from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.timeline import median_durations
+from autosplit.pipeline.simulation.simulate import Costs, median_durations
 from examples.families import FAMILIES, Family
 
 from ..links import measure_transfer

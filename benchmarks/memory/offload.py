@@ -14,11 +14,11 @@ from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.host_store import open_store
-from autosplit.pipeline.memory.measures import offload
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.pipeline.search.measures import offload
 from autosplit.pipeline.simulation.activation_memory import peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 
 from ..results import Rows, Target, table, verdicts
 from .settings import Settings

@@ -19,7 +19,7 @@ from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.stage import Stage
 
 from ..pipeline.standin import Clock, makespans

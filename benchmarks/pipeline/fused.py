@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from autosplit.compare.run import Row, Settings, compare, comparison_table, durations_table
-from autosplit.report.timelines import draw_timelines
+from autosplit.report import draw_timelines
 
 from ..results import Rows, table
 

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from autosplit.mesh.costs import device_of_group, measure_device
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import ModelCosts, estimate, kinds, profile
 from autosplit.planner.cuts import Solution, solve

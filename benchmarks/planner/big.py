@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autosplit.mesh.costs import DeviceSpeed, measure_device
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.build import ScheduleRequest
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, estimate
 from autosplit.planner.cuts import solve

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from autosplit.errors import PipelineError
 from autosplit.pipeline import RunOptions
 from autosplit.pipeline.schedule.schedule import ActionKind
-from autosplit.pipeline.simulation.timeline import median_durations
+from autosplit.pipeline.simulation.simulate import median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.cuts import Solution

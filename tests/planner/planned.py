@@ -10,12 +10,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.builders.schedule_request import ScheduleRequest
+from autosplit.pipeline.builders.build import ScheduleRequest, build
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.costs import BlockCost, ModelCosts
 from autosplit.planner.cuts import Solution, solve
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.errors import PlanError
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.cuts import CapError
 from tests.planner.planned import all_tried, even, models, solved

@@ -13,9 +13,8 @@ from autosplit.errors import AutosplitError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import Band, StepMemory
 from autosplit.pipeline.schedule.schedule import Action
-from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.timelines import write_chrome_trace
+from autosplit.pipeline.simulation.simulate import Span, Timeline, simulate
+from autosplit.report import write_chrome_trace
 
 Event = dict[str, Any]
 

@@ -9,8 +9,8 @@ import pytest
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.schedule.schedule import Action
-from autosplit.pipeline.simulation.timeline import Span, Timeline
-from autosplit.report.timelines import draw_timelines, timeline_figure
+from autosplit.pipeline.simulation.simulate import Span, Timeline
+from autosplit.report import draw_timelines, timeline_figure
 
 pytest.importorskip("matplotlib")
 

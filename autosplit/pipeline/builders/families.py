@@ -12,7 +12,7 @@ ZB-H1: 1F1B with the weight gradients in its gaps.
 
 ZB-H2: a deeper warm-up and steps that overlap, so that hardly a gap is left.
 
-Those in a V are in ``v_shape.py`` and ``dual_pipe_v.py``.
+Those in a V are in ``v_shape.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from .dual_pipe_v import dual_pipe_v
 from .placement import WEIGHTS, Row, ScheduleTemplate, backward, forward, most_in_flight
-from .v_shape import v_half, v_min, zb_v
+from .v_shape import dual_pipe_v, v_half, v_min, zb_v
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:

@@ -23,7 +23,7 @@ from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
 from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
 from autosplit.pipeline.schedule.schedule import LANES, Action, Schedule
-from autosplit.pipeline.simulation.timeline import Span
+from autosplit.pipeline.simulation.simulate import Span
 from autosplit.torch_internals.allocations import sizes_known
 
 from .first_error import ActionError, LostPeerError

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from autosplit.pipeline.schedule.schedule import Action
-from autosplit.pipeline.simulation.timeline import Span
+from autosplit.pipeline.simulation.simulate import Span
 
 T = TypeVar("T")
 

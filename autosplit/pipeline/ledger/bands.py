@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.schedule.schedule import Action
-from autosplit.pipeline.simulation.timeline import Span
+from autosplit.pipeline.simulation.simulate import Span
 from autosplit.torch_internals.allocations import Stretch, allocations_on
 from autosplit.torch_internals.state import distinct_storage_bytes
 

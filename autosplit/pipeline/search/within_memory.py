@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.memory.measures import balanced, offloaded, recomputed
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
+from autosplit.pipeline.search.measures import balanced, offloaded, recomputed
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 

@@ -21,9 +21,7 @@ from typing import NamedTuple
 from autosplit.pipeline.schedule.routes import Feeds, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 
-from .lanes import add_lanes
-from .step_graph import StepGraph
-from .transfer import Transfer
+from .step_graph import StepGraph, Transfer, add_lanes
 
 
 class Play(NamedTuple):

@@ -18,7 +18,7 @@ from autosplit.errors import PipelineError, ScheduleError
 from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.passes import CollectiveCosts
-from autosplit.pipeline.builders.schedule_request import AUTO, ScheduleRequest
+from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
 from autosplit.pipeline.engine.default_group import process_count
 from autosplit.pipeline.engine.host_store import HostStore, open_store
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory

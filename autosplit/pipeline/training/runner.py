@@ -34,7 +34,7 @@ from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import Feeds, pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.playing import posts_of
-from autosplit.pipeline.simulation.timeline import Span
+from autosplit.pipeline.simulation.simulate import Span
 from autosplit.stage import Stage
 
 from .agreement import Agreement

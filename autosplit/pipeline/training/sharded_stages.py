@@ -16,7 +16,7 @@ from autosplit.torch_internals.distributed import fsdp_part
 from .copies import Wait, adopt, is_expert
 
 if TYPE_CHECKING:
-    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded import ShardedModule
     from autosplit.torch_internals.fsdp import ParameterGroup
 
 _SHARDS = "the ranks that have the other shards of its parameters"
@@ -178,7 +178,7 @@ class ShardedStages:
 
 def _sharded(module: nn.Module) -> ShardedModule:
     # Importing the trainer need not import FSDP.
-    from autosplit.sharded.module import ShardedModule
+    from autosplit.sharded import ShardedModule
 
     return ShardedModule(module)
 

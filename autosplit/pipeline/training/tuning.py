@@ -18,9 +18,8 @@ from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
-from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.timeline import Span, median_durations
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.simulate import Costs, Span, median_durations
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.text.progress import working
 
 from .rank_memory import RankMemory

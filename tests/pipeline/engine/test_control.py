@@ -15,7 +15,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.engine.control import Control
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
-from autosplit.pipeline.simulation.timeline import Span
+from autosplit.pipeline.simulation.simulate import Span
 from tests.ranks import ranks
 
 SAME = [

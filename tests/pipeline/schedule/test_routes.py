@@ -10,8 +10,7 @@ from torch import nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.routes import Feeds, Parcel, Routes, Source, Wiring, routes_of
-from autosplit.pipeline.simulation.step_graph import StepGraph
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import StepGraph, Transfer
 from autosplit.pipeline.training.stage_modules import Partitioned, StageSource
 from tests.pipeline.tables import chain_of
 from tests.pipeline.workers import trainer

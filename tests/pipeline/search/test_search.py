@@ -15,7 +15,7 @@ from autosplit.pipeline.schedule.routes import Source, Wiring
 from autosplit.pipeline.search.search import constructed, named_schedules, search
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs, simulate
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.validate import validate
 from tests.pipeline.simulation.random_costs import costs_of
 from tests.pipeline.tables import chain_of, rows_of

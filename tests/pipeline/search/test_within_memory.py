@@ -11,7 +11,7 @@ from autosplit.pipeline.search.search import named_schedules
 from autosplit.pipeline.search.within_memory import MEASURES, LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.validate import validate
 
 # --- the search within a limit of memory, against single measures and proven optima ---------------

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from autosplit.pipeline.schedule.routes import Source, Wiring
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 
 TIMES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(1, 4))
 

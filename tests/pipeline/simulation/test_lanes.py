@@ -10,9 +10,8 @@ from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_of, peak_memory
-from autosplit.pipeline.simulation.simulate import Costs, simulate
-from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.simulate import Costs, Timeline, simulate
+from autosplit.pipeline.simulation.step_graph import Transfer
 from tests.pipeline.tables import schedule_of, seconds
 
 LINKS = Transfer(0.0, 4.0, host=Link(0.0, 2.0))

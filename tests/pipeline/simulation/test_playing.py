@@ -11,10 +11,8 @@ from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.routes import Feeds, Parcel
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.playing import ListScheduler, play, rows_of
-from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.step_graph import StepGraph
-from autosplit.pipeline.simulation.timeline import Span
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.simulate import Costs, Span
+from autosplit.pipeline.simulation.step_graph import StepGraph, Transfer
 from tests.pipeline.schedule.random_schedules import random_schedule
 from tests.pipeline.simulation.random_costs import costs_of
 from tests.pipeline.tables import schedule_of, small

@@ -11,9 +11,8 @@ from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.routes import Source, Wiring
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.simulate import Costs, simulate
-from autosplit.pipeline.simulation.timeline import Timeline
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.simulate import Costs, Timeline, simulate
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.training.tuning import usual_times
 from tests.pipeline.tables import chain_of, schedule_of, seconds
 

@@ -16,7 +16,7 @@ from autosplit.pipeline.simulation.activation_memory import (
     levels_of,
     peak_memory,
 )
-from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.pipeline.simulation.simulate import Span, Timeline
 from tests.pipeline.tables import most_alive, schedule_of, small
 
 # --- timelines: busy and idle, medians ------------------------------------------------------------

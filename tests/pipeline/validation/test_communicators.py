@@ -16,7 +16,7 @@ from autosplit.mesh.dimensions import REPLICATE, SHARD, TENSOR
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.pipeline.simulation.simulate import simulate
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation import communicators
 from autosplit.pipeline.validation.communicators import (
     COMPUTE,

@@ -18,7 +18,7 @@ from autosplit.errors import AutosplitError
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.routes import Feeds, needs_of, result_of
 from autosplit.pipeline.schedule.schedule import ActionKind
-from autosplit.pipeline.simulation.timeline import Span, Timeline
+from autosplit.pipeline.simulation.simulate import Span, Timeline
 from autosplit.text.files import write_text, writing
 
 if TYPE_CHECKING:

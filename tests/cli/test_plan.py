@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from autosplit.cli.plan import Configuration, search_plans, search_table
 from autosplit.errors import PlanError
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.costs import ModelCosts
 from autosplit.planner.cuts import CapError, Solution
-from autosplit.planner.plan_search import Configuration, search_plans, search_table
 from tests.planner.planned import even
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.memory import measures
-from autosplit.pipeline.memory.measures import balance
 from autosplit.pipeline.schedule.moves import journeys_of
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
+from autosplit.pipeline.search import measures
+from autosplit.pipeline.search.measures import balance
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.transfer import Transfer
+from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.validate import validate
 
 # --- costs with which the passes of memory have something to do -----------------------------------

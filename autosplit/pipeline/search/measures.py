@@ -40,8 +40,7 @@ from autosplit.pipeline.simulation.activation_memory import (
     levels_of,
     peak_memory,
 )
-from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.simulation.timeline import Timeline
+from autosplit.pipeline.simulation.simulate import Costs, Timeline
 
 _ROUNDING = 1e-9
 _FREE = 1.002  # of a step: what is no slower than that costs nothing

@@ -1,1 +1,0 @@
-"""Passes that keep ranks below a bound of memory: schedules in, schedules out."""

@@ -1,1 +1,0 @@
-"""Modules whose parameters ``torch.distributed.fsdp.fully_shard`` has sharded."""

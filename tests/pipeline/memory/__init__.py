@@ -1,1 +1,0 @@
-"""Tests of the passes that keep ranks below a bound of memory."""
