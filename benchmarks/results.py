@@ -126,8 +126,7 @@ class Target:
         return above and (self.at_most is None or shown <= scale * self.at_most)
 
     def cell(self, figure: float) -> str:
-        text = f"{figure:{self.style}}"
-        return text if self.met(figure) else f"**{text}**"
+        return mark(f"{figure:{self.style}}", self.met(figure))
 
 
 def verdicts(figures: Sequence[tuple[Target, Mapping[str, float]]]) -> str:

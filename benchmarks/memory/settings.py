@@ -18,4 +18,3 @@ class Settings:
     steps: int = option(12, "timed steps of each contender")
     rounds: int = option(15, "timed microbatches of a stage by itself")
     ranks: tuple[int, ...] = option((4, 8), "of stand-in stages")
-    seconds: float = option(60.0, "of the exact solver for a case")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,11 +29,13 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.pipelining import SplitPipelineStage
 from autosplit.torch_internals.dtensor import local_tensor
 
-from ..pipeline.turns import Turn, attempt, root_of, take_turns
-from ..results import Rows, table
+from ..pipeline.turns import Turn, attempt, forget, root_of, take_turns
+from ..results import Rows, mark, table
 from ..torch_pipelining.activations import activation_peak
+from .collectives import WIDTH, Mlp
 
 BLOCKS, MICROBATCHES = 8, 4
+ROWS, TOKENS = 4, 64  # of a microbatch
 _COUNTED = 3  # steps whose bytes are counted
 _MOST = 45.0  # seconds that a rank waits for a message of a contender that has failed elsewhere
 
@@ -49,25 +52,9 @@ SCHEDULES = {"1f1b": (1, "Schedule1F1B"), "interleaved": (2, "ScheduleInterleave
 TORCH, STAGE, TRAINER = "torch's stage", "our stage, torch's schedule", "our trainer"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of the model and of a microbatch."""
-
-    width: int = 256
-    rows: int = 4
-    tokens: int = 64
-
-
-class Block(nn.Module):
-    def __init__(self, index: int, width: int) -> None:
-        super().__init__()
-        torch.manual_seed(index)
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return found
+def block(index: int) -> nn.Module:
+    torch.manual_seed(index)
+    return Mlp()
 
 
 @dataclasses.dataclass
@@ -83,8 +70,7 @@ class Contender:
     modules: dict[int, nn.Module]
 
     def clear(self) -> None:
-        for module in self.modules.values():
-            module.zero_grad(set_to_none=True)
+        forget(self.modules.values())
 
     def again(self) -> None:
         """A step, whose gradients are left."""
@@ -103,8 +89,8 @@ class Contender:
 class Task:
     """What every contender trains on this rank."""
 
-    def __init__(self, mesh: DeviceMesh, schedule: str, sizes: Sizes) -> None:
-        self.mesh, self.sizes = mesh, sizes
+    def __init__(self, mesh: DeviceMesh, schedule: str) -> None:
+        self.mesh = mesh
         self.names = mesh.mesh_dim_names or ()
         self.chunks, self.torchs = SCHEDULES[schedule]
         self.schedule = schedule
@@ -116,18 +102,17 @@ class Task:
             if name in self.names:
                 share = share * mesh[name].size() + mesh.get_local_rank(name)
         generator = torch.Generator().manual_seed(share)
-        shape = (MICROBATCHES * sizes.rows, sizes.tokens, sizes.width)
+        shape = (MICROBATCHES * ROWS, TOKENS, WIDTH)
         self.inputs, self.targets = (torch.randn(shape, generator=generator) for _ in range(2))
 
     def build(self, index: int) -> nn.Module:
         """A stage, its tensors shared and sharded by torch's tools; ZeRO-2 over microbatches."""
         share = BLOCKS // self.stages
-        blocks = [Block(at, self.sizes.width) for at in range(index * share, (index + 1) * share)]
-        module: Any = nn.Sequential(*blocks)
+        module: Any = nn.Sequential(*map(block, range(index * share, (index + 1) * share)))
         if "tp" in self.names:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            for block in module:
-                parallelize_module(block, self.mesh["tp"], plan)
+            for each in module:
+                parallelize_module(each, self.mesh["tp"], plan)
         if "dp_shard" in self.names:
             for part in (*module, module):
                 fully_shard(part, mesh=self.mesh["dp_shard"], reshard_after_forward=False)
@@ -169,21 +154,18 @@ class Task:
         return Contender(lambda: made.forward_backward(batch), dict(made.modules))
 
 
-def measure(steps: int, only: str = "", sizes: Sizes | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each mesh, schedule and contender whose name has ``only`` in it."""
-    for mesh, (_, shape) in MESHES.items():
-        for schedule in SCHEDULES:
-            name = f"{mesh}, {schedule}"
-            if only in name:
-                args = (mesh, schedule, steps, sizes or Sizes())
-                found = launch(on_rank, math.prod(shape), args, timeout=600)
-                for at, row in enumerate(found[0]):
-                    peaks = [rank[at]["peak"] for rank in found]
-                    same = all(rank[at]["same"] for rank in found)
-                    yield {**row, "name": f"{name}, {row['way']}", "peak": max(peaks), "same": same}
+def measure(steps: int) -> Iterator[dict[str, Any]]:
+    """A row for each mesh, schedule and contender."""
+    for (mesh, (_, shape)), schedule in itertools.product(MESHES.items(), SCHEDULES):
+        found = launch(on_rank, math.prod(shape), (mesh, schedule, steps), timeout=600)
+        for at, row in enumerate(found[0]):
+            name = f"{mesh}, {schedule}, {row['way']}"
+            peaks = [rank[at]["peak"] for rank in found]
+            same = all(rank[at]["same"] for rank in found)
+            yield {**row, "name": name, "peak": max(peaks), "same": same}
 
 
-def on_rank(name: str, schedule: str, steps: int, sizes: Sizes) -> Rows:
+def on_rank(name: str, schedule: str, steps: int) -> Rows:
     """Every contender in turn, in as many rounds as there are steps; each row of this rank."""
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
@@ -196,7 +178,7 @@ def on_rank(name: str, schedule: str, steps: int, sizes: Sizes) -> Rows:
         limit._timeout = timedelta(seconds=_MOST)
         override: Any = dict.fromkeys(names, ("gloo", limit)) if len(names) > 1 else None
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, backend_override=override)
-        return Task(mesh, schedule, sizes)
+        return Task(mesh, schedule)
 
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -268,7 +250,7 @@ def render(rows: Rows) -> str:
                 *start,
                 f"{statistics.median(times):.0f}",
                 f"{min(times):.0f} to {max(times):.0f}",
-                _ratio(_ratios(row, base)) if compared else "",
+                _bold(statistics.median(_ratios(row, base))) if compared else "",
                 _spread(_ratios(row, base)) if compared else "",
                 f"{row['peak'] / 2**20:.1f}",
                 _bold(row["peak"] / base["peak"]) if compared and base["peak"] else "",
@@ -287,16 +269,12 @@ def _ratios(row: dict[str, Any], base: dict[str, Any]) -> list[float]:
     return [mine / other for mine, other in zip(row["seconds"], base["seconds"], strict=True)]
 
 
-def _ratio(ratios: Iterable[float]) -> str:
-    return _bold(statistics.median(ratios))
-
-
 def _spread(ratios: list[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def _bold(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio <= 1 else f"**{ratio:.2f}**"
+    return mark(f"{ratio:.2f}", ratio <= 1)
 
 
 def _short(said: str) -> str:

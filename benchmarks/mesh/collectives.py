@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -224,9 +224,8 @@ def _measured(flops: int) -> list[CollectiveCosts]:
     return found
 
 
-def _rank(
-    subject: Subject, names: Sequence[str], steps: int, measured: Sequence[CollectiveCosts]
-) -> list[dict[str, Any]]:
+def _rank(subject: Subject, steps: int, measured: Sequence[CollectiveCosts]) -> Rows:
+    names = subject.ways
     build = functools.partial(subject.build, init_device_mesh("cpu", (2,)))
     torch.manual_seed(1)
     x = torch.randn(*subject.tokens, WIDTH, requires_grad=True)
@@ -272,13 +271,10 @@ def _rank(
     return rows
 
 
-def measure(
-    steps: int, only: str = "", subject: Subject = TENSOR_PARALLEL
-) -> Iterator[dict[str, Any]]:
-    """A row for each way and delay; ways without ``only`` in their name are left out, but eager."""
-    ways = tuple(way for way in subject.ways if way == "eager" or only in way)
-    costs = launch(_measured, 2, (subject.flops,), timeout=300)[0] if MEASURED in ways else []
-    yield from launch(_rank, 2, (subject, ways, steps, costs), timeout=900)[0]
+def measure(steps: int, subject: Subject = TENSOR_PARALLEL) -> Rows:
+    """A row for each way and delay."""
+    costs = launch(_measured, 2, (subject.flops,), timeout=300)[0]
+    return launch(_rank, 2, (subject, steps, costs), timeout=900)[0]
 
 
 def render(rows: Rows) -> str:

@@ -4,8 +4,7 @@ link that takes time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from . import collectives
 from .collectives import WIDTH, Attention, Subject
 
 EXPERTS, CAPACITY, LAYERS = 4, 128, 3
@@ -57,8 +55,3 @@ def _model(ep: DeviceMesh) -> nn.Module:
 
 
 MIXTURE = Subject(_model, flops=_FLOPS)
-
-
-def measure(steps: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """A row for each way and delay, of real ranks."""
-    yield from collectives.measure(steps, only, MIXTURE)

@@ -25,7 +25,6 @@ class Settings:
     """How much to measure."""
 
     steps: int = option(5, "timed steps of each case")
-    only: str = option("", "only cases with this in their name")
 
 
 PARTS: dict[str, Part[Settings]] = {
@@ -45,7 +44,7 @@ PARTS: dict[str, Part[Settings]] = {
         "Measured is `overlap=measure_collectives(mesh)`, measured over that link and with these "
         "products by ranks of their own. W in I is the share of the weight gradients' FLOPs that I "
         "computes. Inductor, also with its own reordering of collectives, is beside it.",
-        lambda settings: collectives.measure(settings.steps, settings.only),
+        lambda settings: collectives.measure(settings.steps),
         collectives.render,
     ),
     "exchanges": Part(
@@ -55,7 +54,7 @@ PARTS: dict[str, Part[Settings]] = {
         "gradient of a rank's experts). Attention has no collectives: its weight gradients, which "
         "run as one, fill waits outside of it. Estimates take these links for much faster ones, "
         "over which nothing of such a size would hide.",
-        lambda settings: experts.measure(settings.steps, settings.only),
+        lambda settings: collectives.measure(settings.steps, experts.MIXTURE),
         collectives.render,
     ),
     "beside": Part(
@@ -73,7 +72,7 @@ PARTS: dict[str, Part[Settings]] = {
         "as threads of Gloo keep what collectives were given until they get a core. Ratios above 1 "
         "are bold. "
         "Ranks share two cores, so that waits are worth little here: whoever waits lends its core.",
-        lambda settings: beside.measure(settings.steps, settings.only),
+        lambda settings: beside.measure(settings.steps),
         beside.render,
     ),
 }

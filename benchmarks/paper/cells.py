@@ -11,7 +11,7 @@ from autosplit.compare import run as comparison
 from autosplit.compare.run import compare
 from autosplit.errors import PipelineError
 
-from ..results import Rows, table
+from ..results import Rows, mark, table
 from .settings import Settings
 from .theory import BY_LABEL, PUBLISHED_MEMORY, PUBLISHED_THROUGHPUT, SCHEDULES, verdict
 
@@ -89,7 +89,7 @@ def render(rows: Rows) -> str:
                 cell.label,
                 str(cell.split["microbatches"]),
                 *(f"{1e3 * row['median_s']:.0f} ± {1e3 * row['spread_s']:.0f}" for row in both),
-                f"{speedup:.3f}x" if speedup > 1.0 else f"**{speedup:.3f}x**",
+                mark(f"{speedup:.3f}x", speedup > 1.0),
                 f"{cell.split['ideal_speedup']:.3f}x",
                 f"{float(BY_LABEL[cell.label].ideal_speedup(RANKS)):.3f}x",
                 *(f"{row['bubble']:.3f}" for row in both),

@@ -17,7 +17,7 @@ from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.trainer import PipelineTrainer
 
-from ..results import Rows, table
+from ..results import Rows, mark, table
 
 TARGET_US = 30.0
 _MICROBATCHES = 64
@@ -69,7 +69,7 @@ def measure(soak: int) -> Rows:
 def render(rows: Rows) -> str:
     """Microseconds by case, and a sentence on the soak."""
     cells = [
-        [row["name"], f"{row['us']:.1f}" if row["us"] <= TARGET_US else f"**{row['us']:.1f}**"]
+        [row["name"], mark(f"{row['us']:.1f}", row["us"] <= TARGET_US)]
         for row in rows
         if "us" in row
     ]

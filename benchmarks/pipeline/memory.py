@@ -19,6 +19,7 @@ from examples.decoder import Block, LlamaConfig, Rotary
 
 from ..peak import peak_bytes
 from ..results import Rows, table
+from .turns import forget
 
 BASELINE = "1f1b, fused"
 CONFIG = LlamaConfig(dim=128, heads=2, kv_heads=2, hidden=352, seq=64)
@@ -98,8 +99,7 @@ def _run(schedule: Schedule, config: LlamaConfig) -> int:
 
         def step() -> None:
             trainer.forward_backward(batch)
-            for module in trainer.modules.values():
-                module.zero_grad(set_to_none=True)
+            forget(trainer.modules.values())
 
         step()
         return peak_bytes(step)

@@ -13,7 +13,7 @@ from autosplit.pipeline.engine.launch import launch
 from autosplit.text.figures import quartiles, ratios, spread
 
 from ..peak import peak_bytes
-from ..results import Rows, by_setting, table
+from ..results import Rows, by_setting, mark, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender
 from .turns import Rounds, Turn, Turns, gather, take_turns
 
@@ -173,7 +173,7 @@ def _verdict(mine: Rows, in_flight: bool) -> str:
 def _over(theirs: dict[str, Any], ours: dict[str, Any], target: float) -> str:
     """The median ratio of turns in the same round, and its quartiles."""
     low, middle, high = quartiles(ratios(theirs["rounds"], ours["rounds"]))
-    figure = f"{middle:.3f}x" if middle >= target else f"**{middle:.3f}x**"
+    figure = mark(f"{middle:.3f}x", middle >= target)
     return f"{figure} ({low:.2f}-{high:.2f})" if len(ours["rounds"]) > 1 else figure
 
 

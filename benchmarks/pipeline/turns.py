@@ -116,7 +116,7 @@ class Turns:
             lambda: self._made(contender, microbatches, batch, group),
             group,
             _WARM_UP_AUTO if contender.schedule == "auto" else WARM_UP,
-            lambda: _forget(self._modules.values()),
+            lambda: forget(self._modules.values()),
         )
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class Turns:
 
         def step() -> None:
             trainer.forward_backward(batch)
-            _forget(trainer.modules.values())
+            forget(trainer.modules.values())
 
         return Turn(step, _nothing, False, size)
 
@@ -183,7 +183,7 @@ class Turns:
             schedule.step(*args, **more)
             if contender.in_flight:
                 optimizer.step()
-            _forget(modules)
+            forget(modules)
 
         size = distinct_storage_bytes(_parameters(modules))
         return Turn(step, _nothing, contender.in_flight, size)
@@ -280,7 +280,7 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [each for module in modules for each in module.parameters() if each.requires_grad]
 
 
-def _forget(modules: Iterable[nn.Module]) -> None:
+def forget(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         module.zero_grad(set_to_none=True)
 

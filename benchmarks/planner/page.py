@@ -62,7 +62,7 @@ cut, without any profile. Processes keep what was freed (`MALLOC_TRIM_THRESHOLD_
 take anew in each step is a matter of chance, another in each trainer. Figures that are not measured
 anew yet are of a planner that corrected the blocks' costs by up to four trial runs of different
 cuts.""",
-        lambda amount: measure(amount),
+        measure,
         _render,
     ),
     "7b": Part(

@@ -17,6 +17,7 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.cuts import Solution
 from autosplit.planner.stages import cut
 
+from ..pipeline.turns import forget
 from .models import Subject
 
 WARM_UP = 2
@@ -55,8 +56,7 @@ class Training:
         start = time.perf_counter()
         losses = self.trainer.forward_backward(batch)
         seconds = time.perf_counter() - start
-        for module in self.trainer.modules.values():
-            module.zero_grad(set_to_none=True)
+        forget(self.trainer.modules.values())
         if not torch.isfinite(losses).all():
             raise PipelineError(f"a loss of {losses.tolist()}")
         return seconds

@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import autosplit
 
+from ..pipeline.turns import take_turns
 from ..results import Rows, Target, table, verdicts
 from .models import Settings
 
@@ -44,24 +46,20 @@ def _compare(module: nn.Module, device: str, turns: int) -> dict[str, Any]:
     """Medians of each, and of the difference within a turn.
 
     A contender's turn is several microbatches in a row, as in training: after another's, its
-    first one finds the caches cold, which takes longer than what is to be measured. Who begins
-    changes with every turn.
+    first one finds the caches cold, which takes longer than what is to be measured.
     """
     x = torch.randn(BATCH, WIDTH, device=device, requires_grad=True)
     grad = torch.ones(BATCH, WIDTH, device=device)
-    contenders = _contenders(module, x)
-    names = list(contenders)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    ways = {
+        name: partial(_in_a_row, each, module, x, grad)
+        for name, each in _contenders(module, x).items()
+    }
     gc.collect()
     gc.disable()
     try:
-        for turn in range(_WARMUP + turns):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                found[name].append(_in_a_row(contenders[name], module, x, grad))
+        times = take_turns(ways, turns, _WARMUP)
     finally:
         gc.enable()
-    times = {name: each[_WARMUP:] for name, each in found.items()}
     pairs = zip(times["SplitModule"], times["Stage"], strict=True)
     return {
         "us": {name: statistics.median(each) for name, each in times.items()},

@@ -6,7 +6,14 @@ of the first and of a later step, and bytes that a microbatch holds.
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +22,6 @@ from torch import Tensor, nn
 
 import autosplit
 
-from .fresh_process import command
 from .models import MODELS, Batch
 
 LATER = 3  # steps after the first; the fastest counts
@@ -80,8 +86,37 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+def measured(model: str, layers: int, way: str, cache: str) -> dict[str, Any]:
+    """What a fresh process finds.
+
+    Args:
+        model: of ``MODELS``.
+        layers: its depth.
+        way: of ``WAYS``.
+        cache: folder of torch's caches; empty for a cold start.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    command = [sys.executable, "-m", __name__, model, str(layers), way]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main() -> None:
-    command(__doc__, WAYS, first_step)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("layers", type=int)
+    parser.add_argument("way", choices=WAYS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    print(json.dumps(first_step(options.model, options.layers, options.way)))
 
 
 if __name__ == "__main__":

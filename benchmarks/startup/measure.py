@@ -10,12 +10,11 @@ from typing import Any
 
 from ..page import option
 from ..results import Rows, Target, table, verdicts
-from .fresh_process import measured
+from .first_step import measured
 from .models import MODELS
 
 GROWTH = Target("s a layer", at_most=0.03, style=".3f")
 
-FIRST_STEP = "benchmarks.startup.first_step"
 WHOSE = ("ours", "theirs", "regional")
 ENDS = (8, 80)  # the depths between which growth is counted
 
@@ -48,7 +47,7 @@ class Settings:
     """What to measure."""
 
     models: tuple[str, ...] = option((*MODELS,), "families", MODELS)
-    layers: tuple[int, ...] = option((0,), "2 8 32 80, with Inductor 4 12, of lengths 2 8 32")
+    layers: tuple[int, ...] = option((0,), "2 8 32 80, with Inductor 4 12")
     turns: int = option(3, "processes of each kind; medians count")
 
     def depths(self, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -67,7 +66,7 @@ def measure(
             for _ in range(settings.turns):
                 for whose, way in ways.items():
                     with tempfile.TemporaryDirectory() as cache:
-                        found[whose].append(measured(FIRST_STEP, model, layers, way, cache))
+                        found[whose].append(measured(model, layers, way, cache))
             yield {"name": f"{model} {layers}", "model": model, "layers": layers, **found}
 
 

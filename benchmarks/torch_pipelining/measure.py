@@ -21,7 +21,7 @@ from autosplit.pipeline.engine.launch import launch
 from examples.workload import Workload
 
 from ..page import option
-from ..pipeline.turns import TIMEOUT, WARM_UP, Turn, attempt, gather, root_of, take_turns
+from ..pipeline.turns import TIMEOUT, WARM_UP, Turn, attempt, forget, gather, root_of, take_turns
 from .activations import activation_peak
 from .contenders import CONTENDERS, ENTRIES, INSTEAD, UNDONATED, Entry, Step, Task
 
@@ -152,7 +152,7 @@ class Field:
             def forgetting() -> None:
                 with _donating(donated):
                     step()
-                _forget(modules)
+                forget(modules.values())
 
             return Turn(forgetting, lambda: None, False, 0)
 
@@ -160,7 +160,7 @@ class Field:
             # What is compiled is found again by the module's code, whatever the settings.
             torch._dynamo.reset()
             closing.callback(torch._dynamo.reset)
-        found = attempt(turn, group, WARM_UP, lambda: _forget(modules), _verbatim)
+        found = attempt(turn, group, WARM_UP, lambda: forget(modules.values()), _verbatim)
         return found if isinstance(found, str) else _Made(found, modules)
 
     def _module(self, contender: str, total: int, index: int) -> nn.Module:
@@ -191,8 +191,3 @@ def _verbatim(error: BaseException) -> str:
     """What was behind it all, as it was said."""
     error = root_of(error)
     return f"{type(error).__name__}: {str(error).strip()}"
-
-
-def _forget(modules: Mapping[int, nn.Module]) -> None:
-    for module in modules.values():
-        module.zero_grad(set_to_none=True)

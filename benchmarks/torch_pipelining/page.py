@@ -10,7 +10,7 @@ from typing import Any
 from autosplit.text.figures import quartiles, ratios
 
 from ..page import Page, Part
-from ..results import Rows, table
+from ..results import Rows, mark, table
 from .contenders import COMPILED, CONTENDERS, ENGINE, INDUCTOR, OURS, TORCH, UNDONATED
 from .measure import Settings, measure_all
 
@@ -100,7 +100,7 @@ class Figure:
         if found is None:
             return ""
         low, value, high = found
-        text = f"{value:.3f}x" if self.met(cell, value) else f"**{value:.3f}x**"
+        text = mark(f"{value:.3f}x", self.met(cell, value))
         return text if low == high else f"{text} ({low:.2f}-{high:.2f})"
 
     def verdict(self, every: Mapping[str, Cell]) -> str:
