@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +16,43 @@ _KEEPING = (aten.detach.default, aten.clone.default, aten.alias.default)
 WIDTH = 16
 
 
-class Int8(Tensor):
+class Weight(Tensor):
+    """A weight that products read in a way of its own; what holds it is named by its class."""
+
+    names: tuple[str, ...]
+    product: Callable[..., Any]
+
+    def __init__(self, *held: Tensor) -> None:
+        vars(self).update(zip(self.names, held, strict=True))
+
+    def __tensor_flatten__(self) -> Any:
+        return [*self.names], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, meta: Any, size: Any, stride: Any) -> Weight:
+        return cls(*map(inner.__getitem__, cls.names))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}()"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            return cls.product(*args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Int8(Weight):
     """An int8 weight with a scale for each row, as torchao's for bases of adapters."""
 
+    names = ("codes", "scales")
     codes: Tensor
     scales: Tensor
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor) -> Int8:
         return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype)
-
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        self.codes, self.scales = codes, scales
 
     @classmethod
     def of(cls, weight: Tensor) -> Int8:
@@ -36,22 +62,9 @@ class Int8(Tensor):
     def dequantized(self) -> Tensor:
         return self.codes.to(self.dtype) * self.scales
 
-    def __tensor_flatten__(self) -> Any:
-        return ["codes", "scales"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, meta: Any, size: Any, stride: Any) -> Int8:
-        return cls(inner["codes"], inner["scales"])
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return "Int8()"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            return _Int8Product.apply(*args)  # type: ignore[no-untyped-call]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    @staticmethod
+    def product(x: Tensor, weight: Any, _bias: Any = None) -> Any:
+        return _Int8Product.apply(x, weight)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -66,14 +79,14 @@ class Int8(Tensor):
 
 class _Int8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, _bias: Any = None) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Any:
         ctx.save_for_backward(weight)
         return (x @ weight.codes.to(x.dtype).t()) * weight.scales.view(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (weight,) = ctx.saved_tensors
-        return (grad * weight.scales.view(-1)) @ weight.codes.to(grad.dtype), None, None
+        return (grad * weight.scales.view(-1)) @ weight.codes.to(grad.dtype), None
 
 
 class Nf4(Int8):
@@ -95,12 +108,9 @@ class Nf4(Int8):
         codes = torch.stack([self.codes >> 4, self.codes & 15], -1)
         return ((codes.view(-1, 16) / 7.5 - 1) * self.scales).view(self.shape)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            return _Nf4Product.apply(*args[:2])  # type: ignore[no-untyped-call]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    @staticmethod
+    def product(x: Tensor, weight: Any, _bias: Any = None) -> Any:
+        return _Nf4Product.apply(x, weight)  # type: ignore[no-untyped-call]
 
 
 class _Nf4Product(torch.autograd.Function):
@@ -132,34 +142,19 @@ def adapted(kind: type[Int8]) -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 32), *layers, nn.Linear(32, WIDTH))
 
 
-class Mixed(Tensor):
+class Mixed(Weight):
     """A trained weight whose products are computed in int8, as torchao's mixed precision."""
 
+    names = ("held",)
     held: Tensor
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Mixed:
         return Tensor._make_wrapper_subclass(cls, held.shape, held.stride(), dtype=held.dtype)
 
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
-
-    def __tensor_flatten__(self) -> Any:
-        return ["held"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, meta: Any, size: Any, stride: Any) -> Mixed:
-        return cls(inner["held"])
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return "Mixed()"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            return _MixedProduct.apply(*args[:2]) + args[2]  # type: ignore[no-untyped-call]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    @staticmethod
+    def product(x: Tensor, weight: Any, bias: Tensor) -> Any:
+        return _MixedProduct.apply(x, weight) + bias  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
