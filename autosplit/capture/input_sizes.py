@@ -1,7 +1,7 @@
 """``InputSizes``: sizes that a graph leaves open, known from the inputs of a call.
 
-``bind_sizes``: every graph takes the open sizes that its values are of. Inductor wants them: of two
-sizes whose product is all that crosses a boundary it knows neither.
+``bind_sizes``: every graph takes the open sizes. Inductor wants them: of two sizes whose product is
+all that crosses a boundary it knows neither.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import sympy
 import torch
 import torch._dynamo
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role, SplitGraphs
-from autosplit.passes.graph import copy_placeholder, inputs, output_node, placeholders
+from autosplit.passes.graph import copy_placeholder, inputs, output_node
 from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import tree_flatten
 
@@ -186,13 +185,13 @@ def _symbols(traced: Any) -> Iterator[tuple[str, int, sympy.Symbol]]:
     """Those of a traced input, a tensor or a number, that are symbols by themselves."""
     sizes = _sizes(traced) if isinstance(traced, Tensor) else [("value", 0, traced)]
     for kind, at, size in sizes:
-        symbol = _own_symbol(size)
-        if symbol is not None:
+        symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+        if isinstance(symbol, sympy.Symbol):
             yield kind, at, symbol
 
 
 def bind_sizes(graphs: SplitGraphs) -> None:
-    """Hand open sizes on from graph to graph, as far as these do not find them in their inputs.
+    """Hand open sizes on from graph to graph.
 
     Args:
         graphs: of a joint graph that takes each open size as an input.
@@ -200,25 +199,18 @@ def bind_sizes(graphs: SplitGraphs) -> None:
     first, second, whole = graphs.backward_input, graphs.backward_weight, graphs.backward
     if first is None or second is None or whole is None:
         return
-    known = {
-        _own_symbol(node.meta["val"]): role for role, node in inputs(graphs.joint.graph).items()
-    }
-    late = [known[each] for each in _unbound(second.graph) if each in known]
-    saved = {known[each] for each in _unbound(first.graph) | _unbound(whole.graph) if each in known}
-    for role in {*late, *saved}:
-        node = inputs(graphs.joint.graph)[role]
-        _hand_on(node, role, graphs.forward, Kind.SAVED)
-        _take(whole.graph, node, Role(Kind.SAVED, role.name))
-        _take(first.graph, node, Role(Kind.SAVED, role.name))
-    for role in late:
-        node = inputs(graphs.joint.graph)[role]
-        _hand_on(node, Role(Kind.SAVED, role.name), first, Kind.DEFERRED)
-        _take(second.graph, node, Role(Kind.DEFERRED, role.name))
+    for role, node in inputs(graphs.joint.graph).items():
+        if isinstance(node.meta["val"], torch.SymInt):
+            saved, deferred = Role(Kind.SAVED, role.name), Role(Kind.DEFERRED, role.name)
+            _hand_on(node, role, graphs.forward, saved)
+            _take(whole.graph, node, saved)
+            _hand_on(node, saved, first, deferred)
+            _take(second.graph, node, deferred)
 
 
-def _hand_on(node: fx.Node, role: Role, module: fx.GraphModule, kind: Kind) -> None:
+def _hand_on(node: fx.Node, role: Role, module: fx.GraphModule, handed: Role) -> None:
     """Have a graph return an input."""
-    output, handed = output_node(module.graph), Role(kind, role.name)
+    output = output_node(module.graph)
     if handed not in output.meta["roles"]:
         values: Any = output.args[0]
         output.args = ([*values, _take(module.graph, node, role)],)
@@ -232,18 +224,3 @@ def _take(graph: fx.Graph, node: fx.Node, role: Role) -> fx.Node:
         return known
     with graph.inserting_before(next(iter(graph.nodes))):
         return copy_placeholder(graph, node, role)
-
-
-def _own_symbol(value: Any) -> Any:
-    """The symbol that an open size is, by itself."""
-    expression = value.node.expr if isinstance(value, torch.SymInt) else None
-    return expression if isinstance(expression, sympy.Symbol) else None
-
-
-def _unbound(graph: fx.Graph) -> set[Any]:
-    """Symbols in a graph that are neither inputs nor sizes of inputs."""
-    taken = (each for node in placeholders(graph) for each in _symbols(node.meta["val"]))
-    bound = {symbol for kind, _, symbol in taken if kind != "offset"}
-    values = [node.meta.get("val") for node in graph.nodes]
-    read = [v for v in values if isinstance(v, Tensor | torch.SymInt)]
-    return {symbol for value in read for symbol in free_symbols(value)} - bound
