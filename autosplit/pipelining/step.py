@@ -17,7 +17,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.board import Board, Fault
 from autosplit.pipeline.engine.first_error import RankError
 from autosplit.pipeline.engine.groups import disconnect
-from autosplit.pipeline.schedule.schedule import Action, ActionKind
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Action
 from autosplit.torch_internals.pipelining_schedules import (
     action_lists,
     described,
@@ -31,13 +31,6 @@ from .agreement import Agreement
 
 if TYPE_CHECKING:
     from autosplit.pipelining.stage import SplitPipelineStage
-
-
-_CALLS = {
-    ActionKind.BACKWARD_INPUT: "backward_input",
-    ActionKind.BACKWARD_WEIGHT: "backward_weight",
-    ActionKind.BACKWARD: "backward",
-}
 
 
 class ScheduleSteps:
@@ -272,4 +265,4 @@ class StageStep:
         rows = [] if self._steps is None else self._steps.running.rows
         row = map(Action.parse, rows[stage.group_rank] if rows else ())
         kinds = [action.kind for action in row if action.stage == stage.stage_index]
-        return [_CALLS[kind] for kind in kinds if kind in _CALLS] or ["backward"] * 2
+        return [BACKWARDS[kind] for kind in kinds if kind in BACKWARDS] or ["backward"] * 2

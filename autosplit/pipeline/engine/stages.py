@@ -17,7 +17,7 @@ from autosplit.passes import CollectiveCosts, Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.graph import inputs as graph_inputs
 from autosplit.pipeline.schedule.routes import Feeds
-from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.gradient_accumulation import GradientSums
@@ -295,18 +295,12 @@ def dependence_of(stage: TrainableStage, outputs: int) -> Dependence | None:
 
 _NO_TENSOR = "no tensor: return it as it is, without .item() or float()"
 
-_CALLS = {
-    ActionKind.BACKWARD_INPUT: "backward_input",
-    ActionKind.BACKWARD_WEIGHT: "backward_weight",
-    ActionKind.BACKWARD: "backward",
-}
-
 
 def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> None:
     """Compile what the schedule runs of each stage: in a step, other ranks would wait for it."""
     for index, stage in traced(stages).items():
         row = schedule.ranks[schedule.placement[index]]
-        stage.compile([_CALLS[a.kind] for a in row if a.stage == index and a.kind in _CALLS])
+        stage.compile([BACKWARDS[a.kind] for a in row if a.stage == index and a.kind in BACKWARDS])
 
 
 def _examples(

@@ -22,7 +22,7 @@ from autosplit.pipeline.schedule.routes import (
     result_of,
     routes_of,
 )
-from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.playing import posts_of
 from autosplit.stage import Stage
@@ -38,12 +38,6 @@ class _Memory:
 
 
 _Held = Mapping[Role, _Memory]
-_CALLS = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD_INPUT: "backward_input",
-    ActionKind.BACKWARD_WEIGHT: "backward_weight",
-    ActionKind.BACKWARD: "backward",
-}
 
 
 class StageBytes:
@@ -106,7 +100,7 @@ class StageBytes:
         """The most bytes that are alive in a call beside what there is before, and what it makes;
         of gradients, which are fixed (see ``Band``), only what adding to them takes.
         """
-        name = _CALLS[kind]
+        name = BACKWARDS.get(kind, "forward")
         live = self._calls.of(self._stage, name)
         if kind is ActionKind.BACKWARD and not live.takes.issuperset(taken):
             # Where I passes on what it takes, B runs the graph of W.

@@ -28,12 +28,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 
-from .schedule import ARRIVALS, DEPARTURES, Action, ActionKind, Schedule
+from .schedule import ARRIVALS, BACKWARDS, DEPARTURES, Action, ActionKind, Schedule
 
 TAKERS = ARRIVALS | {ActionKind.FORWARD, ActionKind.RECOMPUTE}
 """After which a rank holds more, and which therefore wait for what was sent away."""
-
-_USES = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ def _journeys(
             continue
         back = ActionKind.RELOAD if action.kind is ActionKind.OFFLOAD else ActionKind.LOAD
         inputs = at(action, ActionKind.BACKWARD_INPUT)
-        uses = sorted(place for kind in _USES for place in at(action, kind))
+        uses = sorted(place for kind in BACKWARDS for place in at(action, kind))
         for start, end, there in zip(leaves, at(action, back), ends, strict=False):
             used = next((place for place in uses if place > end), None)
             if used is not None:
@@ -233,7 +231,7 @@ class LevelByOrder:
             self._pending[self._place] = _Transfer(action, -size, came)
         elif waited:
             self._leave(waited)
-        elif self._latest and kind in _USES:
+        elif self._latest and kind in BACKWARDS:
             self._use(*key)
 
     def _use(self, stage: int, microbatch: int) -> None:

@@ -83,6 +83,12 @@ class ActionKind(enum.Enum):
         return self in _COMPUTE or self in _MEMORY
 
 
+BACKWARDS = {
+    ActionKind.BACKWARD_INPUT: "backward_input",
+    ActionKind.BACKWARD_WEIGHT: "backward_weight",
+    ActionKind.BACKWARD: "backward",
+}
+"""The kinds that use what a microbatch holds, each with the method of a stage that runs it."""
 LANES = {
     ActionKind.EVICT: "evictions",
     ActionKind.RETURN: "evictions",

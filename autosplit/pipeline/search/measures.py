@@ -219,6 +219,9 @@ def _needed(
     return needed
 
 
+Measure = Callable[[Schedule, Costs, Sequence[float]], Schedule]
+"""Brings the ranks of a schedule below their bounds, or as near to that as it can."""
+
 _New = Sequence[tuple[Occupancy, Sequence[tuple[int, Action]]]]
 """Per rank further actions of its row, each with the slot that it stands directly before."""
 
@@ -307,10 +310,8 @@ def balance(
     if costs is None:
         count = schedule.stages
         costs = Costs([(1.0, 1.0, 1.0)] * count, [StageMemory(1.0, 1.0)] * count)
-    bounds = _papers(schedule, costs) if bound is None else _bounds(bound, schedule)
-    found = balanced(schedule, costs, bounds)
-    _refuse_excess("balancing", found, costs, bounds)
-    return found
+    bounds = _papers(schedule, costs) if bound is None else bound
+    return _kept("balancing", balanced, schedule, costs, bounds)
 
 
 def balanced(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
@@ -381,10 +382,7 @@ def offload(
     """
     if limit is None:
         return _free(schedule, costs)
-    bounds = _bounds(limit, schedule)
-    found = offloaded(schedule, costs, bounds)
-    _refuse_excess("offloading", found, costs, bounds)
-    return found
+    return _kept("offloading", offloaded, schedule, costs, limit)
 
 
 def offloaded(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
@@ -432,10 +430,7 @@ def recompute(schedule: Schedule, costs: Costs, limit: float | Sequence[float]) 
     Raises:
         ScheduleError: the limit cannot be kept; says what could.
     """
-    bounds = _bounds(limit, schedule)
-    found = recomputed(schedule, costs, bounds)
-    _refuse_excess("recomputing", found, costs, bounds)
-    return found
+    return _kept("recomputing", recomputed, schedule, costs, limit)
 
 
 def recomputed(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
@@ -464,32 +459,37 @@ def _each(schedule: Schedule) -> list[tuple[int]]:
     return [(rank,) for rank in range(len(schedule.ranks))]
 
 
-def _bounds(limit: float | Sequence[float], schedule: Schedule) -> Sequence[float]:
-    """One bound for each rank.
+def caps_of(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
+    """One cap for each rank.
 
     Raises:
-        ScheduleError: not as many as there are ranks, or a bound below 0.
+        ScheduleError: not as many as there are ranks, or one below 0.
     """
-    ranks = len(schedule.ranks)
-    bounds = list(limit) if isinstance(limit, Sequence) else [limit] * ranks
-    if len(bounds) != ranks or not all(bound >= 0 for bound in bounds):
+    caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * ranks
+    if len(caps) != ranks or not all(each >= 0 for each in caps):
         raise ScheduleError(
-            f"a limit is a number >= 0, or one for each of {ranks} ranks; got {limit!r}"
+            f"a limit is a number >= 0, or one for each of {ranks} ranks; got {cap!r}"
         )
-    return bounds
+    return caps
 
 
-def _refuse_excess(doing: str, schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> None:
-    """Refuse a schedule with a rank above its bound.
+def _kept(
+    doing: str, take: Measure, schedule: Schedule, costs: Costs, limit: float | Sequence[float]
+) -> Schedule:
+    """What a measure makes of a schedule.
 
     Raises:
-        ScheduleError: says which rank, and what bound it could keep.
+        ScheduleError: it leaves a rank above the limit; says which, and what it could keep.
     """
-    peaks = peak_memory(schedule, costs.memory)
-    for rank, (peak, bound) in enumerate(zip(peaks, bounds, strict=True)):
+    bounds = caps_of(limit, len(schedule.ranks))
+    found = take(schedule, costs, bounds)
+    for rank, (peak, bound) in enumerate(
+        zip(peak_memory(found, costs.memory), bounds, strict=True)
+    ):
         if peak > bound * ROUNDING:
             raise ScheduleError(
                 f"{doing} leaves rank {rank} of {schedule.name!r} with {peak:g}, more than its "
                 f"bound of {bound:g}: raise it to {peak:g}, take another measure as well "
                 "(balance, offload, recompute), or cut the batch into smaller microbatches"
             )
+    return found

@@ -22,6 +22,7 @@ from autosplit.pipeline.schedule.schedule import (
     check_counts,
     check_size,
 )
+from autosplit.pipeline.search.measures import caps_of
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.playing import ListScheduler, replay
 from autosplit.pipeline.simulation.simulate import Costs
@@ -138,18 +139,6 @@ def forms(
                 times=times if weights == "fill" else None,
             ),
         )
-
-
-def caps_of(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
-    """One cap for each rank.
-
-    Raises:
-        ScheduleError: a cap that is no number > 0, or not as many as there are ranks.
-    """
-    caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * ranks
-    if len(caps) != ranks or not all(each > 0 for each in caps):
-        raise ScheduleError(f"cap must be a number > 0, or one for each of {ranks}; got {cap!r}")
-    return caps
 
 
 def constructed(

@@ -8,19 +8,17 @@ simulated step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
-from autosplit.pipeline.search.measures import balanced, offloaded, recomputed
+from autosplit.pipeline.search.measures import Measure, balanced, caps_of, offloaded, recomputed
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 
-from .search import caps_of, constructed, named_schedules
-
-Measure = Callable[[Schedule, Costs, Sequence[float]], Schedule]
+from .search import constructed, named_schedules
 
 MEASURES: Mapping[str, Measure] = {
     "balance": balanced,
