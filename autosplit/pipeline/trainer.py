@@ -355,7 +355,7 @@ class PipelineTrainer:
             PipelineError: as for ``step``. What a rank refuses of a batch whose inputs have a shape
                 that they had before is one, too: others have not waited.
         """
-        with self._guard("the forward and backward"):
+        with self._guard("the forward and backward of step_async"):
             self._losses = None
             agreement = self._runner.train(paired(batch, target, named), waits=False)
         with self._guard("the optimizer step"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -132,13 +133,18 @@ class Control:
 
         Raises:
             LostPeerError: some rank did not take part.
+            PipelineError: a rank is in another call.
         """
         if self.ranks == 1:
             return bits
-        found = torch.tensor([bits], dtype=torch.int64, device="cpu")
+        call = crc32(self._doing().encode())
+        found = torch.tensor([bits, call, ~call], dtype=torch.int64, device="cpu")
         with self.losing(OTHERS):
             dist.all_reduce(found, dist.ReduceOp.BAND, group=self.group)
-        return int(found)
+        common, ones, zeros = found.tolist()
+        if ones | zeros != -1:  # not of one call
+            self.gather(None)  # raises, on all
+        return int(common)
 
     def announce(self, bits: int, source: int) -> int:
         """The bits of rank ``source``, on every rank; that one does not wait for the others.

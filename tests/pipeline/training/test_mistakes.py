@@ -124,14 +124,17 @@ def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("call", "told"), [("evaluate", "the evaluation"), ("step", "the optimizer step")]
+)
 @ranks(2)
-def test_calls_that_only_one_rank_makes(replicas: int) -> None:
+def test_calls_that_only_one_rank_makes(replicas: int, call: str, told: str) -> None:
     """What each then tells the other is not taken for a part of its own call."""
     rank, stages = dist.get_rank(), 2 // replicas
     mesh = init_device_mesh("cpu", (stages, replicas), mesh_dim_names=("pp", "dp_replicate"))
     with trainer(model=[nn.Linear(8, 8)] * stages, ranks=None, mesh=mesh) as engine:
         engine.step((X, Y))
-        call = engine.step if rank else engine.evaluate
         with pytest.raises(PipelineError) as caught:
-            call((X, Y))
-    assert "rank 0 in the evaluation; rank 1 in the forward and backward." in str(caught.value)
+            for _ in range(2):
+                getattr(engine, "forward_backward" if rank else call)((X, Y))
+    assert f"rank 0 in {told}; rank 1 in the forward and backward." in str(caught.value)
