@@ -481,15 +481,22 @@ def _kept(
     Raises:
         ScheduleError: it leaves a rank above the limit; says which, and what it could keep.
     """
-    bounds = caps_of(limit, len(schedule.ranks))
+    least = bounds = caps_of(limit, len(schedule.ranks))
     found = take(schedule, costs, bounds)
-    for rank, (peak, bound) in enumerate(
-        zip(peak_memory(found, costs.memory), bounds, strict=True)
-    ):
+    first = peaks = peak_memory(found, costs.memory)
+    while any(peak > bound * ROUNDING for peak, bound in zip(peaks, least, strict=True)):
+        # With another bound, another schedule may hold more.
+        least = [*map(max, least, peaks)]
+        if not isinstance(limit, Sequence):
+            least = [max(least)] * len(least)
+        peaks = peak_memory(take(schedule, costs, least), costs.memory)
+    for rank, (peak, bound) in enumerate(zip(first, bounds, strict=True)):
         if peak > bound * ROUNDING:
+            told = [float(f"{each:.12g}") for each in least]
             raise ScheduleError(
                 f"{doing} leaves rank {rank} of {schedule.name!r} with {peak:g}, more than its "
-                f"bound of {bound:g}: raise it to {peak:g}, take another measure as well "
-                "(balance, offload, recompute), or cut the batch into smaller microbatches"
+                f"bound of {bound:g}: raise it to {told if isinstance(limit, Sequence) else told[0]}"
+                ", take another measure as well (balance, offload, recompute), or cut the batch "
+                "into smaller microbatches"
             )
     return found

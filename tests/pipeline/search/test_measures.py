@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -84,15 +85,6 @@ def test_deferred_tensors_travel_too() -> None:
     assert any(journey.deferred for journey in journeys_of(balanced))
 
 
-def test_a_bound_that_cannot_be_kept_says_what_can() -> None:
-    """And following that advice works."""
-    plain, costs = build("1f1b", 4, 8, split_backward=False), costs_of(4)
-    with pytest.raises(ScheduleError, match=r"balancing leaves rank .* raise it to") as caught:
-        balance(plain, 2e6, costs=costs)
-    (least,) = re.findall(r"raise it to ([0-9.e+]+),", str(caught.value))
-    validate(balance(plain, 1.02 * float(least), costs=costs))
-
-
 def test_what_evicts_is_not_balanced_again() -> None:
     balanced = balance(build("1f1b", 4, 8, split_backward=False))
     with pytest.raises(ScheduleError, match="evicts already"):
@@ -164,12 +156,17 @@ def test_recomputation_runs_while_its_rank_waits() -> None:
     assert added < len(again) * 1.0
 
 
-@pytest.mark.parametrize("name", ["offload", "recompute"])
-def test_a_limit_that_cannot_be_kept_says_what_can(name: str) -> None:
-    plain, costs = build("1f1b", 4, 8, split_backward=False), costs_of(4)
-    take = {"offload": measures.offload, "recompute": measures.recompute}[name]
-    with pytest.raises(ScheduleError, match="more than its bound of 500000: raise it to"):
-        take(plain, costs, 5e5)
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("name", ["balance", "offload", "recompute"])
+def test_a_limit_that_cannot_be_kept_says_what_can(name: str, each: bool) -> None:
+    """And following that advice works."""
+    plain, costs = build("zb-h2", 4, 6), costs_of(4, deferred=0.87654321)
+    option = "bound" if name == "balance" else "limit"
+    limit = [1.0, 1.0, 1e9, 1e9] if each else 1.0
+    with pytest.raises(ScheduleError, match="more than its bound of 1: raise it to") as caught:
+        getattr(measures, name)(plain, costs=costs, **{option: limit})
+    (least,) = re.findall("raise it to (.*), take", str(caught.value))
+    validate(getattr(measures, name)(plain, costs=costs, **{option: json.loads(least)}))
 
 
 def test_limits_are_as_many_as_ranks() -> None:

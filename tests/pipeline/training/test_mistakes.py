@@ -134,7 +134,7 @@ def test_calls_that_only_one_rank_makes(replicas: int, call: str, told: str) -> 
     mesh = init_device_mesh("cpu", (stages, replicas), mesh_dim_names=("pp", "dp_replicate"))
     with trainer(model=[nn.Linear(8, 8)] * stages, ranks=None, mesh=mesh) as engine:
         engine.step((X, Y))
+        made = engine.forward_backward if rank else getattr(engine, call)
         with pytest.raises(PipelineError) as caught:
-            for _ in range(2):
-                getattr(engine, "forward_backward" if rank else call)((X, Y))
+            list(map(made, [(X, Y)] * 2))
     assert f"rank 0 in {told}; rank 1 in the forward and backward." in str(caught.value)
