@@ -7,12 +7,14 @@ that torchrun starts, and starts again, find those of the same start.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from numbers import Real
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from .control import gather_in
 # Whoever loses a peer looks this long for what became of it.
 _PATIENCE = 1.0
 _LOOK_EVERY = 0.01
+_LONGEST = 10**8  # seconds; torch's clocks end at some more
 
 
 def gather(value: object) -> list[Any]:
@@ -106,6 +109,24 @@ _ADDRESS = "127.0.0.1"
 _NAMES = ("lo", "lo0")
 
 
+def is_positive(value: object, below: float = math.inf) -> bool:
+    """Whether this is a number between 0 and another, and not True."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= below
+
+
+def wait_limit(timeout: float) -> timedelta:
+    """How long a wait may take, as torch is told.
+
+    Raises:
+        PipelineError: no such number of seconds.
+    """
+    if not is_positive(timeout, _LONGEST):
+        raise PipelineError(
+            f"timeout is a positive number of seconds, at most {_LONGEST:,}; got {timeout!r}"
+        )
+    return timedelta(seconds=timeout)
+
+
 def serve_store(timeout: float) -> dist.TCPStore:  # type: ignore[name-defined]  # not in __all__
     """A store that processes of this machine reach, on ``store.port``.
 
@@ -121,7 +142,7 @@ def serve_store(timeout: float) -> dist.TCPStore:  # type: ignore[name-defined] 
             listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
+            timeout=wait_limit(timeout),
             master_listen_fd=listener.detach(),
         )
 
@@ -163,6 +184,7 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
             "this process has no rank (RANK and WORLD_SIZE are not set): start it with torchrun, "
             "or use autosplit.pipeline.launch"
         )
+    limit = wait_limit(timeout)
     local, here = (int(os.environ.get(f"LOCAL_{name}", 0)) for name in ("RANK", "WORLD_SIZE"))
     backend = "gloo"
     if dist.is_nccl_available() and torch.cuda.device_count() >= max(here, local + 1):
@@ -170,7 +192,7 @@ def process_group(timeout: float = 300.0) -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl"
     alone = os.environ["WORLD_SIZE"] == os.environ.get("LOCAL_WORLD_SIZE")
     with on_loopback() if alone else contextlib.nullcontext():
-        _initialise(backend, timedelta(seconds=timeout))
+        _initialise(backend, limit)
         board = board_of_world()
         rank = dist.get_rank()
         board.enter(rank, Process.of(os.getpid()))

@@ -492,11 +492,11 @@ def _kept(
         peaks = peak_memory(take(schedule, costs, least), costs.memory)
     for rank, (peak, bound) in enumerate(zip(first, bounds, strict=True)):
         if peak > bound * ROUNDING:
-            told = [float(f"{each:.12g}") for each in least]
+            each = [float(f"{bound:.12g}") for bound in least]
+            told = each if isinstance(limit, Sequence) else each[0]
             raise ScheduleError(
                 f"{doing} leaves rank {rank} of {schedule.name!r} with {peak:g}, more than its "
-                f"bound of {bound:g}: raise it to {told if isinstance(limit, Sequence) else told[0]}"
-                ", take another measure as well (balance, offload, recompute), or cut the batch "
-                "into smaller microbatches"
+                f"bound of {bound:g}: raise it to {told}, take another measure as well "
+                "(balance, offload, recompute), or cut the batch into smaller microbatches"
             )
     return found

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Real
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,7 +18,7 @@ from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.passes import CollectiveCosts
 from autosplit.pipeline.builders.build import AUTO, ScheduleRequest
-from autosplit.pipeline.engine.default_group import process_count
+from autosplit.pipeline.engine.default_group import is_positive, process_count, wait_limit
 from autosplit.pipeline.engine.host_store import HostStore, open_store
 from autosplit.pipeline.engine.stages import SplitStage, StageFactory
 from autosplit.pipeline.schedule.moves import has_moves, offloads
@@ -105,15 +104,14 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
     if o.stages.autocast not in (None, torch.bfloat16):
         yield f"autocast is None or torch.bfloat16; got {o.stages.autocast}"
     norm = o.max_grad_norm
-    if norm is not None and not (isinstance(norm, Real) and norm > 0):
+    if norm is not None and not is_positive(norm):
         yield f"max_grad_norm is a positive number or None; got {norm!r}"
     if not (o.run.store is None or _is_path(o.run.store)):
         yield (
             "store is the folder for what is offloaded, a path such as '/mnt/fast', or None for "
             f"that of temporary files; got {o.run.store!r}"
         )
-    if not o.run.timeout > 0:
-        yield f"timeout is a positive number of seconds; got {o.run.timeout}"
+    wait_limit(o.run.timeout)
     if o.stages.stage_factory is not None and (given := o.stages.of_stage):
         names = ", ".join(f"{name}={value!r}" for name, value in given.items())
         yield f"{names} has no effect beside stage_factory; pass one of the two"
@@ -240,13 +238,16 @@ def choose_device(device: torch.device | str | None, layout: RankLayout) -> torc
     torch's default device where there is one rank.
 
     Raises:
-        PipelineError: the mesh is of another kind of device.
+        PipelineError: the mesh is of another kind of device, or this one holds no tensors here.
     """
     if device is not None:
         try:
             found = torch.device(device)
-        except RuntimeError as error:
-            raise PipelineError(f"device={device!r} is none that torch knows: {error}") from error
+            torch.empty(0, device=found).cpu()
+        except (RuntimeError, AssertionError) as error:
+            raise PipelineError(
+                f"device={device!r} is none that stages can be on here: {error}"
+            ) from error
         # Tensors have a number there, and are compared with this.
         if found.index is None and (found.type == "cuda" or has_streams(found)):
             found = torch.device(found.type, torch.get_device_module(found).current_device())

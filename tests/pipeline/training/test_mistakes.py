@@ -100,7 +100,10 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
             r"run_options is a RunOptions\(...\)",
         ),
         (lambda: trainer(max_grad_norm="1"), "max_grad_norm is a positive number or None; got '1'"),
-        (lambda: trainer(device="gpu"), "device='gpu' is none that torch knows: Expected one of"),
+        (
+            lambda: trainer(device="gpu"),
+            "device='gpu' is none that stages can be on here: Expected one of",
+        ),
     ],
     ids=[
         "loss",

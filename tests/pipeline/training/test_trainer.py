@@ -392,7 +392,11 @@ def test_training_without_gradients_is_refused() -> None:
             "is for (stages, microbatches) = (2, 1), but (2, 4) are asked for",
         ),
         ({"max_grad_norm": 0.0}, PipelineError, "positive number or None; got 0.0"),
-        ({"timeout": 0}, PipelineError, "positive number of seconds; got 0"),
+        ({"max_grad_norm": True}, PipelineError, "positive number or None; got True"),
+        ({"timeout": 0}, PipelineError, "seconds, at most 100,000,000; got 0"),
+        ({"timeout": "300"}, PipelineError, "; got '300'"),
+        ({"timeout": float("inf")}, PipelineError, "; got inf"),
+        ({"device": "meta", "ranks": 1}, PipelineError, "'meta' is none that stages can be on"),
         ({"backend": "eager", "ranks": 1}, PipelineError, "no effect beside stage_factory"),
         (
             {"backend": "tpu", "stage_factory": None, "ranks": 1},
