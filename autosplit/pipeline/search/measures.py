@@ -481,7 +481,8 @@ def _kept(
     Raises:
         ScheduleError: it leaves a rank above the limit; says which, and what it could keep.
     """
-    least = bounds = caps_of(limit, len(schedule.ranks))
+    bounds = caps_of(limit, len(schedule.ranks))
+    least: Sequence[float] = bounds
     found = take(schedule, costs, bounds)
     first = peaks = peak_memory(found, costs.memory)
     while any(peak > bound * ROUNDING for peak, bound in zip(peaks, least, strict=True)):
