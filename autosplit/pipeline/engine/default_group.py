@@ -111,7 +111,7 @@ _NAMES = ("lo", "lo0")
 
 def is_positive(value: object, below: float = math.inf) -> bool:
     """Whether this is a number between 0 and another, and not True."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= below
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) <= below
 
 
 def wait_limit(timeout: float) -> timedelta:
