@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -18,18 +19,7 @@ from tests.semantics.against_autograd import (
     one_by_one,
     within,
 )
-from tests.zoo import layered
-
-
-class AttentionThenBatchNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed, _ = self.attention(x, x, x, need_weights=False)
-        return self.norm(mixed.transpose(1, 2)).transpose(1, 2)
+from tests.zoo import Made, layered
 
 
 def test_kernel_that_gives_other_strides_than_its_fake() -> None:
@@ -37,7 +27,12 @@ def test_kernel_that_gives_other_strides_than_its_fake() -> None:
     autograd reshapes, tracing saw that a view would do, and the real tensor could not be viewed.
     """
     x = torch.ones(2, 4, 8).double().cumsum(1)
-    model = AttentionThenBatchNorm().double()
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    model = Made(
+        lambda m, x: m.norm(m.attention(x, x, x, need_weights=False)[0].mT).mT,
+        attention=attention,
+        norm=nn.BatchNorm1d(8),
+    ).double()
     compare = torch.testing.assert_close  # a bias's gradient is nearly zero
     assert_equals_autograd(model, [(x,)] * 2, compare=lambda _, *both: compare(*both))
 
@@ -69,14 +64,9 @@ def test_module_that_holds_torchscript() -> None:
         autosplit.split(scripted)
 
 
-class CachesParametrizations(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.weight_norm(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with parametrize.cached():
-            return self.linear(self.linear(x).relu())
+def caches_parametrizations(model: Any, x: Tensor) -> Tensor:
+    with parametrize.cached():
+        return model.linear(model.linear(x).relu())
 
 
 def test_global_cache_that_a_forward_fills() -> None:
@@ -84,4 +74,5 @@ def test_global_cache_that_a_forward_fills() -> None:
     back, but not what the cache held: the first real call read tensors without data from it.
     """
     batches = [(torch.randn(2, 4),)] * 2
-    assert_alike(CachesParametrizations(), lambda call, _: one_by_one(call, batches, mean_square))
+    model = Made(caches_parametrizations, linear=parametrizations.weight_norm(nn.Linear(4, 4)))
+    assert_alike(model, lambda call, _: one_by_one(call, batches, mean_square))

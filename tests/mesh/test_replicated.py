@@ -31,6 +31,7 @@ from tests.mesh.workers import (
     trainer,
 )
 from tests.ranks import ranks
+from tests.zoo import Made
 
 MESH = {"pp": 2, "dp_replicate": 2}
 TURNED = {"dp_replicate": 2, "pp": 2}
@@ -162,30 +163,23 @@ def test_what_all_replicas_find() -> None:
         assert {span.rank for span in made.timeline().spans} == {0, 1}
 
 
-class Tied(nn.Module):
+def tied(index: int) -> Any:
     """A block with the parameter that all stages share."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.block = block(index)
-        torch.manual_seed(7)
-        self.tied = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.block(x) * self.tied
-        return found
+    own = block(index)
+    torch.manual_seed(7)
+    return Made(lambda m, x: m.block(x) * m.tied, block=own, tied=nn.Parameter(torch.randn(WIDTH)))
 
 
 @ranks(4)
 def test_copies_of_parameters_within_a_pipeline() -> None:
     """Near one process, and the same bits wherever a parameter is."""
-    mesh, model = mesh_of(**MESH), nn.Sequential(Tied(0), Tied(1))
+    mesh, model = mesh_of(**MESH), nn.Sequential(tied(0), tied(1))
     model[1].tied = model[0].tied
     losses, gradients, norm = of_shares(model, map(share, range(2)), F.mse_loss)
     expected = losses[mesh.get_local_rank("dp_replicate")], gradients, norm
     gradients["1.tied"] = gradients["0.tied"]
     options = {"shared_parameters": [((0, "tied"), (1, "tied"))], **REFERENCE}
-    with trainer(mesh, Tied, max_grad_norm=1e9, **options) as made:
+    with trainer(mesh, tied, max_grad_norm=1e9, **options) as made:
         assert_step(made, own_share(mesh), expected, exact=lambda _: False)
         mine = gradients_of(made)
         for other in everywhere(mine):

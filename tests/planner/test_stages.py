@@ -25,6 +25,7 @@ from tests.planner.whole_models import (
     tensors_of,
     unet,
 )
+from tests.zoo import Made
 
 # Mamba asks through a cached function which torch it runs on.
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache")
@@ -162,22 +163,17 @@ def test_masks_are_made_in_every_stage_and_labels_go_to_the_last() -> None:
     )
 
 
-class Noisy(nn.Module):
+def noisy(model: Any, x: Tensor) -> Tensor:
     """All layers add the same noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.rand(4)
-        for layer in self.layers:
-            x = layer(x) + noise
-        return x
+    noise = torch.rand(4)
+    for layer in model.layers:
+        x = layer(x) + noise
+    return x
 
 
 def test_what_is_random_is_drawn_once_and_sent() -> None:
-    case = Case(Noisy(), (torch.randn(2, 4),))
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    case = Case(Made(noisy, layers=layers), (torch.randn(2, 4),))
     split = split_of(whole_of(case), 3)
     assert split.wiring.outputs == (2, 1)
     modules = [split.build(index) for index in range(3)]
@@ -187,21 +183,16 @@ def test_what_is_random_is_drawn_once_and_sent() -> None:
     assert torch.equal(got, case.model(*case.args))
 
 
-class Switching(nn.Module):
+def switching(model: Any, x: Tensor) -> Tensor:
     """In evaluation other tensors are alive between the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layers[0](x)
-        x = self.layers[2](self.layers[1](first))
-        return x if self.training else x + first
+    first = model.layers[0](x)
+    x = model.layers[1:](first)
+    return x if model.training else x + first
 
 
 def test_a_mode_that_is_cut_otherwise_is_refused_when_it_runs() -> None:
-    case = Case(Switching(), (torch.randn(2, 4),))
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    case = Case(Made(switching, layers=layers), (torch.randn(2, 4),))
     split = cut_before(whole_of(case), "layers.2")
     modules = [split.build(index) for index in range(2)]
     assert torch.equal(run_modules(split, modules, case.tensors()), case.model(*case.args))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from autosplit.passes.graph import Kind
 from tests.passes.graphs import names_in, names_out, ops, split
@@ -13,22 +12,19 @@ from tests.zoo import Made
 MAKING = {"mm", "bmm", "addmm", "embedding_dense_backward", "convolution_backward", "sum"}
 
 
-class Bottom(nn.Module):
+def bottom() -> nn.Module:
     """What a language model begins with, down to the embeddings of tokens and of places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(11, 8), nn.Embedding(5, 8)
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.register_buffer("at", torch.arange(5))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.tokens(tokens) + self.places(self.at))
-        return self.down(F.gelu(self.up(x)))
+    return Made(
+        lambda m, tokens: m.layers(m.tokens(tokens) + m.places(m.at)),
+        tokens=nn.Embedding(11, 8),
+        places=nn.Embedding(5, 8),
+        layers=nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)),
+        at=nn.Buffer(torch.arange(5)),
+    )
 
 
 def test_i_is_the_chain_down_to_the_embeddings() -> None:
-    graphs = split(Bottom(), torch.randint(0, 11, (3, 5)))
+    graphs = split(bottom(), torch.randint(0, 11, (3, 5)))
     assert ops(graphs.backward_input)["mm"] == 2
     assert ops(graphs.backward_input)["native_layer_norm_backward"] == 1
     left = ops(graphs.backward_weight)
