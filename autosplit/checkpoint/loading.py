@@ -10,7 +10,7 @@ import torch
 
 from autosplit.errors import CheckpointError
 
-from . import optimizer_state, run_state
+from . import run_state
 from .naming import Names, Naming
 from .ranks import Ranks
 from .reading import Checkpoint, open_checkpoint
@@ -103,7 +103,7 @@ def load_checkpoint(
     there = bool(found.under("optimizer."))
     taking = trainer.optimizer if there and optimizer is not False else None
 
-    def look() -> tuple[run_state.RunState, list[optimizer_state.FoundGroup]]:
+    def look() -> tuple[run_state.RunState, list[run_state.FoundGroup]]:
         if optimizer and not there:
             raise CheckpointError(f"the checkpoint {path} has no optimizer state")
         for _, key in model:
@@ -111,14 +111,14 @@ def load_checkpoint(
         run = run_state.unpack_run(
             _run(found), ranks, naming.groups, scheduler=scheduler, generators=generators
         )
-        return run, optimizer_state.find(found, naming.groups) if taking is not None else []
+        return run, run_state.find_optimizer(found, naming.groups) if taking is not None else []
 
     run, states = ranks.do(look)
     with trainer.together(ranks.doing) as groups, torch.no_grad():
         for tensor, key in model:
             found.fill(key, tensor)
         if taking is not None:
-            optimizer_state.restore(found, taking, naming.groups, states)
+            run_state.restore_optimizer(found, taking, naming.groups, states)
         for restore in run.restore:
             restore()
         groups.everybody.meet()

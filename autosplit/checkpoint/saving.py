@@ -34,7 +34,7 @@ from torch.futures import Future
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.engine.control import Control
 
-from . import optimizer_state, run_state
+from . import run_state
 from .naming import Names, Naming
 from .ranks import Ranks, joined, told
 from .reading import METADATA, SAVE
@@ -169,7 +169,7 @@ def _state(ranks: Ranks, naming: Naming) -> dict[str, Any]:
         return {}
     optimizer = ranks.trainer.optimizer
     model = {name: tensor for tensor, entry in naming.own for name in entry.names}
-    state = optimizer_state.flatten(optimizer, naming.groups) if optimizer is not None else {}
+    state = run_state.flatten_optimizer(optimizer, naming.groups) if optimizer is not None else {}
     return {"model": model, "optimizer": state}
 
 
