@@ -84,21 +84,18 @@ class RankLayout:
         """
         names = _names(mesh)
         _check_ranks(mesh.mesh.flatten().tolist(), names, mesh.shape)
-        axes = {name: at for at, name in enumerate(names)}
-        others = [at for at, name in enumerate(names) if name != PIPELINE]
-        table = mesh.mesh.permute(*others, *(axes[name] for name in names if name == PIPELINE))
-        sizes = [mesh.shape[at] for at in others]
-        length = table.shape[-1] if PIPELINE in axes else 1
-        pipelines = tuple(tuple(row) for row in table.reshape(-1, length).tolist())
-        found = [dict(zip(others, at, strict=True)) for at in product(*map(range, sizes))]
+        ranks, others = mesh.mesh, [name for name in names if name != PIPELINE]
+        table = ranks.movedim(names.index(PIPELINE), -1) if PIPELINE in names else ranks[..., None]
+        pipelines = tuple(map(tuple, table.reshape(-1, table.shape[-1]).tolist()))
+        found = [
+            dict(zip(others, at, strict=True)) for at in product(*map(range, table.shape[:-1]))
+        ]
         shard, inner = (
-            next((name for name in several if name in axes), "")
+            next((name for name in several if name in names), "")
             for several in ((SHARD, EXPERT_SHARD), (EXPERT, CONTEXT))
         )
-        places = tuple(
-            Place(*(at.get(axes.get(name, -1), 0) for name in (REPLICATE, shard, TENSOR, inner)))
-            for at in found
-        )
+        along = REPLICATE, shard, TENSOR, inner
+        places = tuple(Place(*(at.get(name, 0) for name in along)) for at in found)
         rank = dist.get_rank()
         own = next(number for number, row in enumerate(pipelines) if rank in row)
         return cls(pipelines, own, mesh.device_type, places, bool(shard), inner)

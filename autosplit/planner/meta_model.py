@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,6 +31,8 @@ from autosplit.device import generators_kept
 from autosplit.errors import PlanError
 
 Built = TypeVar("Built")
+Values = Callable[[Sequence[str]], dict[str, Tensor]]
+"""Of parameters and buffers, by their names."""
 _RECIPE = "_autosplit_recipe"
 
 
@@ -166,8 +168,9 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
         )
 
 
-class Initialiser:
-    """Gives parameters and buffers of ``model`` the values that they start with.
+@torch.no_grad()
+def initial_values(model: nn.Module, names: Sequence[str], *, seed: int = 0) -> dict[str, Tensor]:
+    """The values with which parameters and buffers of a model start, on the CPU.
 
     A meta model's factory is run again, with only the wanted parameters in memory, so that its
     constructors fill them in. A model that came onto the meta device otherwise has no factory, and
@@ -175,53 +178,43 @@ class Initialiser:
 
     Args:
         model: a model with parameters on the meta device.
+        names: of those that are wanted.
         seed: of all random numbers; the global generators stay as they are.
+
+    Raises:
+        PlanError: nobody initialises one, or the factory built another model.
     """
+    found = model
+    if _RECIPE in model.__dict__:
+        with generators_kept():
+            found = _rebuilt(model, names, seed)
+    known = named_tensors(found)
+    if lacking := [name for name in names if known[name].is_meta]:
+        raise PlanError(
+            f"nothing initialises {', '.join(lacking)}: build the model with "
+            "autosplit.meta_model(factory), which runs the constructors for them"
+        )
+    return {name: known[name].detach() for name in names}
 
-    def __init__(self, model: nn.Module, *, seed: int = 0) -> None:
-        self._model = model
-        self._seed = seed
 
-    @torch.no_grad()
-    def __call__(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The values of the parameters and buffers ``names``, on the CPU.
-
-        Raises:
-            PlanError: nobody initialises one, or the factory built another model.
-        """
-        recipe = self._model.__dict__.get(_RECIPE)
-        model = self._model
-        if recipe is not None:
-            factory, numbers = recipe
-            with generators_kept():
-                model = self._rebuilt(factory, numbers, names)
-        known = named_tensors(model)
-        if lacking := [name for name in names if known[name].is_meta]:
-            raise PlanError(
-                f"nothing initialises {', '.join(lacking)}: build the model with "
-                "autosplit.meta_model(factory), which runs the constructors for them"
-            )
-        return {name: known[name].detach() for name in names}
-
-    def _rebuilt(
-        self, factory: Callable[[], Any], numbers: Mapping[str, int], names: Sequence[str]
-    ) -> nn.Module:
-        # What is copied or computed from other parameters is so from their values.
-        derived = not numbers.keys() >= {*names}
-        wanted = {numbers[name] for name in names if name in numbers}
-        numbered = Numbered(self._seed)
-        # Moving a parameter away takes calls that one who keeps it does not make.
-        with numbered, _registering(lambda n: derived or n in wanted, numbered.restart):
-            model = model_of(factory())
-        before, after = _shapes(self._model), _shapes(model)
-        if before != after:
-            differing = [n for n in before.keys() | after.keys() if before.get(n) != after.get(n)]
-            raise PlanError(
-                "the factory built another model than the first time; different are "
-                f"{', '.join(sorted(differing)[:10])}: let it always build the same, and whatever "
-                "adds parameters be a part of it"
-            )
-        return model
+def _rebuilt(model: nn.Module, names: Sequence[str], seed: int) -> nn.Module:
+    factory, numbers = model.__dict__[_RECIPE]
+    # What is copied or computed from other parameters is so from their values.
+    derived = not numbers.keys() >= {*names}
+    wanted = {numbers[name] for name in names if name in numbers}
+    numbered = Numbered(seed)
+    # Moving a parameter away takes calls that one who keeps it does not make.
+    with numbered, _registering(lambda n: derived or n in wanted, numbered.restart):
+        found = model_of(factory())
+    before, after = _shapes(model), _shapes(found)
+    if before != after:
+        differing = [n for n in before.keys() | after.keys() if before.get(n) != after.get(n)]
+        raise PlanError(
+            "the factory built another model than the first time; different are "
+            f"{', '.join(sorted(differing)[:10])}: let it always build the same, and whatever "
+            "adds parameters be a part of it"
+        )
+    return found
 
 
 class Numbered(TorchFunctionMode):
@@ -253,7 +246,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 @torch.no_grad()
-def materialise_stage(module: nn.Module, values: Initialiser | None) -> nn.Module:
+def materialise_stage(module: nn.Module, values: Values | None) -> nn.Module:
     """Give what ``module`` has on the meta device memory on the CPU and values, in place.
 
     Parameters that were one stay one.

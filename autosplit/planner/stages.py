@@ -17,7 +17,7 @@ from autosplit.capture.roles import canonical_names
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.planner.captured_model import WholeModel
-from autosplit.planner.meta_model import Initialiser, materialise_stage
+from autosplit.planner.meta_model import Values, initial_values, materialise_stage
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.planner.stage_module import StageGraph, StageLayout, StageModule
 
@@ -140,7 +140,7 @@ class Partition:
         self.wiring = Wiring(given, tuple(map(len, layout.sent)), whole.names)
         self._layout = layout
         self._names = _names(whole, layout.nodes)
-        self._values: Initialiser | None = None
+        self._values: Values | None = None
         trained = whole.line.forward.parameters
         held = [
             tuple((stage, names[0]) for stage, names in sorted(where.items()))
@@ -163,7 +163,7 @@ class Partition:
         Args:
             seed: of all random numbers.
         """
-        self._values = Initialiser(self.whole.model, seed=seed)
+        self._values = partial(initial_values, self.whole.model, seed=seed)
 
     def build(self, index: int) -> nn.Module:
         """The module of a stage, with the model's own parameters and buffers. What the model has on

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training.stage_modules import Holder
-from autosplit.planner.meta_model import Initialiser, materialise_stage
+from autosplit.planner.meta_model import materialise_stage
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.tables import chain_of
 from tests.pipeline.trainer_options import grouped
@@ -59,9 +59,7 @@ class Part(nn.Module):
 class Chain:
     """The model cut into stages."""
 
-    def __init__(
-        self, model: nn.Sequential, stages: int, values: Initialiser | None = None
-    ) -> None:
+    def __init__(self, model: nn.Sequential, stages: int, values: Any = None) -> None:
         self._model = model
         self._values = values
         self.stages = stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from autosplit.checkpoint.saving import unworried
-from autosplit.planner.meta_model import Initialiser, meta_model
+from autosplit.planner.meta_model import initial_values, meta_model
 from tests.checkpoint import checkpoint_workers, forms
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
 from tests.checkpoint.forms import distributed, state
@@ -42,7 +43,7 @@ def test_every_format_loads_into_stages(save: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("save", [forms.one_file, forms.indexed, forms.distributed])
 def test_a_skeleton_takes_up_the_checkpoints_values(save: Any, tmp_path: Path) -> None:
     model = meta_model(whole)
-    with trainer(model, 3, ranks=1, values=Initialiser(model)) as engine:
+    with trainer(model, 3, ranks=1, values=partial(initial_values, model)) as engine:
         load_checkpoint(engine, save(tmp_path))
         expected = whole(3).state_dict()
         assert all(torch.equal(value, expected[name]) for name, value in named(engine).items())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from autosplit import PlanError
 from autosplit.planner.meta_model import (
-    Initialiser,
+    initial_values,
     materialise_stage,
     meta_model,
     named_tensors,
@@ -147,7 +148,7 @@ FACTORIES = [Scaled, copied, from_transformers]
 
 
 def all_at_once(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    return Initialiser(model, seed=seed)([name for name, _ in model.named_parameters()])
+    return initial_values(model, [name for name, _ in model.named_parameters()], seed=seed)
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -157,7 +158,7 @@ def test_values_are_the_same_a_few_at_a_time(factory: Callable[[], nn.Module]) -
     names = list(whole)
     for count in (2, 5):
         for part in (names[i::count] for i in range(count)):
-            values = Initialiser(model)(part)
+            values = initial_values(model, part)
             assert list(values) == part
             assert all(torch.equal(values[name], whole[name]) for name in part)
     assert all(p.is_meta for p in model.parameters())
@@ -179,14 +180,14 @@ def test_a_model_that_came_onto_meta_otherwise_has_no_values() -> None:
     with torch.device("meta"):
         model = Scaled()
     with pytest.raises(PlanError, match=r"initialises gain, angles: .*autosplit\.meta_model\(f"):
-        Initialiser(model)(["gain", "angles"])
+        initial_values(model, ["gain", "angles"])
 
 
 def test_another_model_from_the_factory_is_refused() -> None:
     sizes = iter([3, 4])
     model = meta_model(lambda: nn.Linear(next(sizes), 2))
     with pytest.raises(PlanError, match=r"another model.*weight"):
-        Initialiser(model)(["bias"])
+        initial_values(model, ["bias"])
 
 
 def test_materialise_fills_a_stage_in_place() -> None:
@@ -195,7 +196,7 @@ def test_materialise_fills_a_stage_in_place() -> None:
     stage = copy.deepcopy(model)
     stage.out = nn.Linear(1, 1)  # real, so it stays
     kept = stage.out.weight
-    assert materialise_stage(stage, Initialiser(model)) is stage
+    assert materialise_stage(stage, partial(initial_values, model)) is stage
     for name, parameter in stage.named_parameters():
         assert isinstance(parameter, nn.Parameter)
         assert not parameter.is_meta
