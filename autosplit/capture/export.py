@@ -31,7 +31,6 @@ from autosplit.capture.workarounds.dynamo import (
     quantizers_traced,
     refuse_lost_hooks,
     unrolling_limited,
-    without_trace_log_headers,
 )
 from autosplit.capture.workarounds.operators import grouped_products_of_any_dtype
 from autosplit.torch_internals import TORCH
@@ -101,7 +100,6 @@ def _export(
         with (
             get_metrics_context(),
             dynamo_timed("fullgraph_capture"),
-            without_trace_log_headers(),
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):

@@ -17,8 +17,6 @@ tests that fail without it; where torch is mended, it can go.
   tests/capture/workarounds/test_graph_modules.py |
 | scans are unrolled for minutes | Dynamo | all | `unrolling_limited` |
   tests/capture/workarounds/test_long_loops.py |
-| sources are parsed for a log nobody reads | Dynamo | all | `without_trace_log_headers` |
-  tests/capture/workarounds/test_trace_log_headers.py |
 | captured custom functions cannot be captured again | Dynamo | 2.13 on | `make_traceable` |
   tests/planner/test_captured_model.py |
 | transformers' hooks are installed under a lock | Dynamo | all | `install_output_hooks` |

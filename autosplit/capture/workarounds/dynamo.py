@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import operator
 import os
 import sys
@@ -18,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import symbolic_convert, trace_rules
+from torch._dynamo import trace_rules
 from torch._dynamo.convert_frame import preserve_global_state
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import OutputGraph
@@ -32,7 +31,7 @@ from torch.nn.modules.transformer import _detect_is_causal_mask
 from autosplit.errors import CaptureError
 
 if TYPE_CHECKING:
-    from torch._dynamo import symbolic_convert
+    pass
 from torch._dynamo.convert_frame import BackendInput
 
 
@@ -85,26 +84,6 @@ def graph_put_aside(module: nn.Module, captured: BackendInput | None) -> Iterato
         yield
     finally:
         vars(module).update(taken)
-
-
-@contextlib.contextmanager
-def without_trace_log_headers() -> Iterator[None]:
-    """While a graph is traced, no source file is parsed for the log of traced calls, unless the log
-    is on.
-
-    For each operator that it traces, Dynamo finds out which function of its file the line is in,
-    and reads and parses whole source files for that, before it asks whether the log is on.
-    """
-    log = getattr(symbolic_convert, "trace_call_log", None)
-    if log is None or log.isEnabledFor(logging.DEBUG):
-        yield
-        return
-    with patch.object(symbolic_convert, "get_funcname", _unnamed, create=True):
-        yield
-
-
-def _unnamed(filename: str, lineno: int) -> None:
-    """Instead of Dynamo's ``get_funcname``: no name."""
 
 
 @contextlib.contextmanager
