@@ -21,6 +21,7 @@ from .rewrites.emit import dead_code
 from .rewrites.padded_sums import concatenate_padded_sums
 from .rewrites.peephole import (
     divide_backward_operators,
+    drop_summed_dimensions,
     fold_transposes,
     forget_statistics,
     half_precision_dropout,
@@ -43,6 +44,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("dead_code", dead_code),
     Pass("padded_sums", concatenate_padded_sums),
     Pass("fold_transposes", fold_transposes),
+    Pass("drop_summed_dimensions", drop_summed_dimensions),
     Pass("partition", partition_forward_backward),
     Pass("split_backward", split_backward),
     Pass("overlap_collectives", overlap_collectives),

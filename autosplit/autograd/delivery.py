@@ -116,8 +116,10 @@ def weight_gradients(work: PendingWork) -> list[Tensor | None]:
     """A gradient for each of ``parameter_names``, to be handed to autograd: None where there is
     none, and each a tensor of its own.
     """
-    named = work.named_gradients().items()
-    return [None if name in work.skipped else grad for name, grad in named]
+    graph = work.graph
+    with without_autocast():
+        found = zip(graph.parameter_names, work.gradients(), graph.borrowed, strict=True)
+    return [None if n in work.skipped else g.clone() if copied else g for n, g, copied in found]
 
 
 class ShardedQueue(PendingQueue):

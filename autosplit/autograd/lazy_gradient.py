@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from sys import getrefcount
 from types import SimpleNamespace
@@ -212,36 +213,31 @@ class GradientSlot:
             or (self.failure is None and self._held())
         )
 
-    def arm(self, parameter: Tensor, grad: Tensor | None) -> None:
-        """Put the lazy gradient into ``.grad``, in the place of ``grad``."""
-        self.grad, self.armed = grad, True
-        if self.lazy is not None:
-            try:
-                parameter.grad = self.lazy
-                return
-            except RuntimeError:  # the parameter has another shape, dtype or device by now
-                pass
+    def made_for(self, parameter: Tensor) -> LazyGradient:
+        """A new lazy gradient."""
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         lazy = self.lazy = memoryless_tensor(LazyGradient, parameter, dtype)
         lazy._slot = weakref.ref(self)
-        parameter.grad = lazy
+        return lazy
 
-    def hand_over(self) -> None:
-        """Put the gradient, of which nothing is pending any more, where the lazy one stands: into
-        ``.grad``, and where somebody else refers to it; the next one is another object then.
+    @staticmethod
+    def hand_over(slots: Iterable[GradientSlot]) -> None:
+        """Put the gradients, of which nothing is pending any more, where the lazy ones stand: into
+        ``.grad``, and where somebody else refers to one; the next one is another object then.
         """
-        parameter, lazy = self.parameter(), self.lazy
-        try:
-            # No other thread runs between the two: nothing in here lets Python change threads.
-            if parameter is not None and (parameter.grad is lazy or self.hidden):
-                parameter.grad = self.grad
-        except RuntimeError as error:  # it has another shape, dtype or device by now
-            self.failure = error
-            return
-        # As ``_held``, without a call for each parameter of every step.
-        if lazy is not None and (getrefcount(lazy) > _OURS + 1 or tensor_users(lazy) > 1):
-            lazy._real, self.lazy = self.grad, None
-        self.armed, self.grad = False, None
+        for slot in slots:
+            parameter, lazy = slot.parameter(), slot.lazy
+            try:
+                # No other thread runs between the two: nothing in here lets Python change threads.
+                if parameter is not None and (parameter.grad is lazy or slot.hidden):
+                    parameter.grad = slot.grad
+            except RuntimeError as error:  # it has another shape, dtype or device by now
+                slot.failure = error
+                continue
+            # As ``_held``, without a call for each parameter of every step.
+            if lazy is not None and (getrefcount(lazy) > _OURS + 1 or tensor_users(lazy) > 1):
+                lazy._real, slot.lazy = slot.grad, None
+            slot.armed, slot.grad = False, None
 
     def drop(self, parameter: Tensor | None = None) -> None:
         """Note that nothing is pending any more. ``parameter``: whose ``.grad`` is to be as it was

@@ -29,7 +29,6 @@ from autosplit.torch_internals.autograd import (
     at_end_of_backward,
     current_backward,
     untraced,
-    without_autocast,
 )
 from autosplit.torch_internals.state import distinct_storage_bytes
 
@@ -91,18 +90,6 @@ class PendingWork:
         if self.leaves is not None and not self.skipped:  # as a rule
             return self.leaves
         return [parameter for _, parameter in self.named_parameters()]
-
-    def named_gradients(self) -> dict[str, Tensor]:
-        """Run W. Gradients by name, skipped ones too, each a tensor of its own.
-
-        Raises:
-            SplitError: a deferred tensor was written in place since I.
-        """
-        with without_autocast():
-            gradients = self.gradients()
-        borrowed = self.graph.dependence.borrowed
-        named = zip(self.graph.parameter_names, gradients, strict=True)
-        return {name: grad.clone() if name in borrowed else grad for name, grad in named}
 
     def gradients(self) -> Sequence[Tensor]:
         """Run W. Gradients in the order of ``graph.parameter_names``, skipped ones too, of which
@@ -300,15 +287,11 @@ class PendingQueue:
                 if known is not None:
                     return known[0]
                 grad, self._held = grad.value(), True  # it stands for a real one
-            lazy = slot.lazy
-            if lazy is None:
-                slot.arm(parameter, grad)
-                continue
-            slot.grad, slot.armed = grad, True  # as ``arm``, without a call for each
+            slot.grad, slot.armed = grad, True
             try:
-                parameter.grad = lazy
-            except RuntimeError:
-                slot.arm(parameter, grad)
+                parameter.grad = slot.made_for(parameter) if slot.lazy is None else slot.lazy
+            except RuntimeError:  # the parameter has another shape, dtype or device by now
+                parameter.grad = slot.made_for(parameter)
         self._keep(parameters[-1])
         return None
 
@@ -416,8 +399,7 @@ class PendingQueue:
             slot.computing = False
             if failure is not None:
                 slot.failure = failure
-            if slot.failure is None and slot.key not in waiting:
-                slot.hand_over()
+        GradientSlot.hand_over(s for s in begun if s.failure is None and s.key not in waiting)
         if not self.microbatches:
             self._release()
 

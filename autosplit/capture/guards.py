@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -213,9 +214,11 @@ class Guards:
     Attributes:
         scope: variables of its forward.
         check: asks Dynamo's own guards of the variables of one call; there once this is settled.
+        check_globals: asks those of globals alone, the same for every block of a kind.
     """
 
     check: Callable[[dict[str, Any]], bool]
+    check_globals: Callable[[dict[str, Any]], bool]
 
     def __init__(self, module: nn.Module, captured: CaptureOutput, varies: bool) -> None:
         self.module = module
@@ -227,6 +230,11 @@ class Guards:
         self._constants: list[tuple[CodeType, Any]] = []
         self.setters: list[Setter] = []
         self.blocks: list[BlockGuards] = []
+
+    @cached_property
+    def _checks(self) -> set[Callable[[dict[str, Any]], bool]]:
+        """Of globals: these guards' and those of each kind of block."""
+        return {each.check_globals for each in (self, *(block.guards for block in self.blocks))}
 
     @classmethod
     def of(
@@ -265,13 +273,18 @@ class Guards:
         guards = output.output_graph.guards
         # Asked in Python, a microsecond a block; hooks see what F saves, and are in no graph.
         guards.inner -= {g for g in guards if g.create_fn_name() == _SAVED_TENSORS_HOOKS}
+        # Those of globals alone, each of which may compare two objects.
+        names = {g: f"{g.name} {g.create_fn}" for g in guards}
+        shared = {g for g, n in names.items() if n[0] == "G" and "L[" not in n and "Local" not in n}
         with (
             get_metrics_context(),
             dynamo_timed("build_guards"),
             torch._dynamo.config.patch(DYNAMO),
         ):
-            manager = output.build_guards(self.scope.function.__code__).guard_manager
-        self.check = manager.root.check
+            for name, part in ("check", guards.inner - shared), ("check_globals", shared):
+                guards.inner = part
+                manager = output.build_guards(self.scope.function.__code__).guard_manager
+                setattr(self, name, manager.root.check)
         sizes = output.output_graph.shape_env
         if self._open and sizes is not None:
             vars(sizes)["_error_on_new_guards"] = True
@@ -287,6 +300,9 @@ class Guards:
         bound = self.scope.bound(args, kwargs)
         if bound is None or not self.check(bound):
             return False
+        for check in self._checks:
+            if not check({}):
+                return False
         if self._constants or self.setters:
             scope = self.scope.of(args, kwargs)
             if not all(eval(code, scope) is tensor for code, tensor in self._constants):
