@@ -149,13 +149,17 @@ class Leaves:
     Their nodes are held: a hook that is put on one later is found, and autograd would make
     another node where nobody holds it.
 
-    Attributes:
+    Args:
         parameters: these.
+        held: whether to hold nodes, and look for the hooks of these.
+
+    Attributes:
+        parameters: as given.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, held: bool = True) -> None:
         self.parameters = tuple(parameters)
-        own = {id(p): p for p in parameters if p.is_leaf and p.requires_grad}
+        own = {id(p): p for p in parameters if held and p.is_leaf and p.requires_grad}
         self._nodes = [get_gradient_edge(p).node for p in own.values()]
         self._hooks = [hooks for node in self._nodes for hooks in _python_hooks(node)]
         self._checked = -1
@@ -201,15 +205,7 @@ class PassingLeaves(KnownLeaves):
     """
 
     def of(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
-        return _CalledLeaves([*map(state.__getitem__, names)])
-
-
-class _CalledLeaves(Leaves):
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = tuple(parameters)
-
-    def has_hooks(self) -> bool:
-        return has_gradient_hooks(self.parameters)
+        return Leaves([*map(state.__getitem__, names)], held=False)
 
 
 def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:

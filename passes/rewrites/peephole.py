@@ -56,9 +56,7 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _divide_call(graph: fx.Graph, node: fx.Node) -> None:
-    mask = node.args[_MASK]
-    if not isinstance(mask, (list, tuple)):
-        raise TypeError(f"{node.name}: output_mask is {mask!r}, expected three booleans")
+    mask: Any = node.args[_MASK]
     for part_mask in ([True, False, False], [False, mask[1], mask[2]]):
         with graph.inserting_before(node):
             args = (*node.args[:_MASK], part_mask, *node.args[_MASK + 1 :])

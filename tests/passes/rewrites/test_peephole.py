@@ -12,6 +12,7 @@ from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import calls, outputs
 from autosplit.passes.rewrites.peephole import (
     divide_backward_operators,
+    drop_summed_dimensions,
     fold_transposes,
     half_precision_dropout,
 )
@@ -38,6 +39,20 @@ def test_divides_by_the_mask() -> None:
     assert masks(program.joint) == [[True, False, False], [False, True, True]]
     verify(program)
     assert not divide_backward_operators(program)
+
+
+# --- sums: a bias's gradient has no dimension that a view drops ------------------------------------
+
+
+def test_sums_drop_what_a_view_behind_them_drops() -> None:
+    program = program_of(nn.Linear(3, 4), torch.randn(2, 3, requires_grad=True))
+    assert drop_summed_dimensions(program)
+    (total,) = [n for n in calls(program.joint.graph) if n.target is aten.sum.dim_IntList]
+    assert total.args[1:] == ([0],)
+    assert total.meta["val"].shape == (4,)
+    assert ops(program.joint)["view"] == 0
+    verify(program)
+    assert not drop_summed_dimensions(program)
 
 
 # --- dropout: the backward rounds its noise as autograd's does, in half precision on a CPU --------
