@@ -41,7 +41,7 @@ def test_divides_by_the_mask() -> None:
     assert not divide_backward_operators(program)
 
 
-# --- sums: a bias's gradient has no dimension that a view drops ------------------------------------
+# --- sums: a bias's gradient has no dimension that a view drops -----------------------------------
 
 
 def test_sums_drop_what_a_view_behind_them_drops() -> None:
