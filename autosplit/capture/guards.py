@@ -275,7 +275,9 @@ class Guards:
         guards.inner -= {g for g in guards if g.create_fn_name() == _SAVED_TENSORS_HOOKS}
         # Those of globals alone, each of which may compare two objects.
         names = {g: f"{g.name} {g.create_fn}" for g in guards}
-        shared = {g for g, n in names.items() if n[0] == "G" and "L[" not in n and "Local" not in n}
+        shared: Any = {
+            g for g, n in names.items() if n[0] == "G" and "L[" not in n and "Local" not in n
+        }
         with (
             get_metrics_context(),
             dynamo_timed("build_guards"),

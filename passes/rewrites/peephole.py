@@ -159,6 +159,7 @@ def drop_summed_dimensions(program: SplitGraphs) -> bool:
     """Have sums drop a dimension where a view behind them does; True if one does."""
     graph = program.joint.graph
     views = [node for node in calls(graph) if node.target is aten.view.default]
+    found: list[tuple[fx.Node, Any]]
     found = [(view, total) for view in views if _is_kept_sum(total := view.args[0], view)]
     for view, total in found:
         view.target, view.args, view.kwargs = total.target, total.args[:2], total.kwargs
