@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autosplit.autograd.module_proxy import refuse_proxies
 from autosplit.passes import CollectiveCosts
 
 from .errors import (
@@ -113,8 +114,7 @@ def split(
 
 def _check_kind(model: nn.Module) -> None:
     """Refuse modules whose forward cannot be looked into."""
-    if isinstance(model, SplitModule):
-        raise SplitError("this module is split already; split the model, which is its .unsplit")
+    refuse_proxies("split", model)
     if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
         raise SplitError(
             "DistributedDataParallel is to be around a split module, not inside of one, where it "

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from autosplit.autograd.module_proxy import ModuleProxy
+from autosplit.autograd.module_proxy import refuse_proxies
 from autosplit.passes import CollectiveCosts
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
@@ -68,8 +68,9 @@ class Stage:
 
         Args:
             module: the stage.
-            args: example inputs: tensors, or objects that hold some (a ``BlockMask``, a dataclass),
-                which ``forward`` then takes, too; what else is in them stays as it is here.
+            args: example inputs, or the only one: tensors, or objects that hold some (a
+                ``BlockMask``, a dataclass), which ``forward`` then takes, too; what else
+                is in them stays as it is here.
             index: position in the pipeline.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what is held between the calls, see ``autosplit.split``.
@@ -89,6 +90,7 @@ class Stage:
             ShardedError: ``fully_shard`` has sharded the module in a way that cannot be taken
                 apart.
         """
+        args = (args,) if isinstance(args, Tensor) else args
         self.index = index
         self.module = module
         owner = f"stage {index}"
@@ -109,6 +111,12 @@ class Stage:
     def __repr__(self) -> str:
         """Its module, and how that was split."""
         return f"{type(self).__name__}({type(self.module).__name__}, index={self.index})"
+
+    def __reduce__(self) -> Any:
+        """What ``copy`` and ``pickle`` ask for."""
+        raise SplitError(
+            f"stage {self.index} is not copied or pickled: make a Stage of a copy of its module"
+        )
 
     @property
     def functions(self) -> SplitFunctions:
@@ -199,6 +207,7 @@ class Stage:
         waits = microbatch in self._saved and self._saved.get(microbatch).functions.has_backward
         if waits or microbatch in self._inputs:
             raise SplitError(f"stage {self.index}: microbatch {microbatch} has run its forward")
+        _check_list(self.index, inputs)
         sizes, found = self._graphs.check_inputs(inputs), self._found
         if not steady or found is None or found[0] is not sizes:
             if self._sharded:
@@ -403,6 +412,7 @@ class Stage:
     ) -> list[Tensor | None]:
         """A gradient for each output of F, in a list of its own."""
         names = self._outputs
+        _check_list(self.index, output_grads)
         if len(output_grads) != len(names):
             raise SplitError(
                 f"stage {self.index} has {len(names)} outputs, got {len(output_grads)} gradients"
@@ -413,6 +423,14 @@ class Stage:
         return taken
 
 
+def _check_list(index: int, given: object) -> None:
+    if not isinstance(given, list):
+        raise SplitError(
+            f"stage {index}: a call takes a list of tensors, which it empties, such as [x]; got a "
+            f"{type(given).__name__}"
+        )
+
+
 def _refuse_split(owner: str, module: nn.Module) -> None:
     """Refuse a module whose forward is split or compiled already."""
     if hasattr(module, "_orig_mod"):
@@ -420,9 +438,4 @@ def _refuse_split(owner: str, module: nn.Module) -> None:
             f"{owner}: the module is compiled by torch.compile, which hides its graph. Give the "
             "module itself, ._orig_mod of this one, and backend='inductor' to have it compiled"
         )
-    split = [name for name, part in module.named_modules() if isinstance(part, ModuleProxy)]
-    if split:
-        where = f"its part {split[0]!r}" if split[0] else "the module"
-        raise SplitError(
-            f"{owner}: {where} is split already; give the module itself, .unsplit of this one"
-        )
+    refuse_proxies(owner, module)

@@ -232,7 +232,11 @@ def test_a_dtype_of_gradients_that_is_none_is_refused() -> None:
 
 
 def test_wrong_order() -> None:
-    stage = Stage(nn.Linear(3, 2), [torch.randn(4, 3)])
+    stage = Stage(nn.Linear(3, 2), torch.randn(4, 3))
+    with pytest.raises(SplitError, match=r"stage 0: .* a list .*, such as \[x\]; got a tuple"):
+        stage.forward(0, (torch.randn(4, 3),))  # type: ignore[arg-type]
+    with pytest.raises(SplitError, match="is not copied or pickled: make a Stage of a copy"):
+        copy.deepcopy(stage)
     with pytest.raises(SplitError, match="stage 0: microbatch 5 has not run forward"):
         stage.backward_input(5, [torch.randn(4, 2)])
     with pytest.raises(SplitError, match="microbatch 0 has not run backward_input"):

@@ -209,3 +209,17 @@ def _like(function: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
     parameters = [me, *signature.parameters.values()]
     forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return forward
+
+
+def refuse_proxies(owner: str, module: nn.Module) -> None:
+    """Refuse a module that is split already, or has a part that is.
+
+    Raises:
+        SplitError: names it.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, ModuleProxy):
+            where = f"its part {name!r}" if name else "the module"
+            raise SplitError(
+                f"{owner}: {where} is split already; give the module itself, .unsplit of this one"
+            )

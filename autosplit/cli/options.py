@@ -75,7 +75,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]
 
 COUNTS = Listed(click.IntRange(min=1))
 NAMES = Listed(click.STRING)
-NUMBERS = Listed(click.FLOAT)
+NUMBERS = Listed(click.FloatRange(min=0.0))
 
 
 class Assigned(click.ParamType):  # type: ignore[type-arg]

@@ -4,6 +4,7 @@ parameters and buffers, under which of their names.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -214,7 +215,9 @@ class Partition:
             return self._renamed(index, layout.program(index, [*map(known.get, given)]))
         except AutosplitError as error:
             mode = "evaluation" if self.whole.training else "training"
-            return PlanError(f"the model cannot be cut for {mode} where it is cut: {error}")
+            told = PlanError(f"the model cannot be cut for {mode} where it is cut: {error}")
+            warnings.warn(f"{told}. Where it runs so, it is refused", UserWarning, stacklevel=2)
+            return told
 
     @cached_property
     def _other_layout(self) -> StageLayout:

@@ -295,7 +295,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
         ("compare tests.failing:listed", "returned a tuple of Linear, tuple, list; return (model,"),
         (f"{STEP} --times 1,2", "times needs 3 numbers, or 3 for each of the 4"),
         (f"{STEP} --times 1,2,x", "'x' is not a valid float"),
-        (f"{STEP} --times 1,2,-3", "the duration of"),
+        (f"{STEP} --times 1,2,-3", "-3.0 is not in the range x>=0.0"),
         (f"{PIPELINE} --memory 1,2,3", "memory needs 2 numbers, or 2 for each of the 4"),
         (f"{PIPELINE} --message 1", "bandwidth and message have a meaning only together"),
         (f"{PIPELINE} --schedule zigzag", "no simulated schedule 'zigzag'; simulated: naive,"),
