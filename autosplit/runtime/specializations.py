@@ -284,7 +284,7 @@ class Specializations:
             # A parameter as an input: guards want the plain tensor that tracing saw.
             spec = tree_flatten((args, kwargs))[1]
             args, kwargs = tree_unflatten(without_history(leaves), spec)
-        with self._capturing if self.sharding is None else self.sharding.plain(), self._capturing:
+        with self._capturing, nullcontext() if self.sharding is None else self.sharding.plain():
             for functions in self._known.get(signature, ()):
                 if functions.capture.guards.hold(args, kwargs):
                     self._note_used(functions.base)

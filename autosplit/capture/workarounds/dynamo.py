@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
-from torch._dynamo.convert_frame import preserve_global_state
+from torch._dynamo.convert_frame import BackendInput, preserve_global_state
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.side_effects import SideEffects
@@ -29,10 +29,6 @@ from torch._guards import TracingContext
 from torch.nn.modules.transformer import _detect_is_causal_mask
 
 from autosplit.errors import CaptureError
-
-if TYPE_CHECKING:
-    pass
-from torch._dynamo.convert_frame import BackendInput
 
 
 def _by_captures() -> bool:
