@@ -58,8 +58,7 @@ def cut(
     """
     # Training stages that are there needs no planner, which takes long to import.
     from autosplit.planner.costs import BlockOptions
-    from autosplit.planner.cutting import PLANNING, cut_model
-    from autosplit.planner.stages import cut as stages_of
+    from autosplit.planner.cutting import PLANNING, Partition, cut_model
 
     if count is None or example is None:
         raise PipelineError(
@@ -93,7 +92,7 @@ def cut(
         cap=math.inf if options.memory_limit is None else float(options.memory_limit),
         **planning,
     )
-    parts = stages_of(whole, found.firsts)
+    parts = Partition(whole, found.firsts)
     stages = StageSource(count, parts.build, parts.wiring, parts.shared, cut=True)
     return stages, found.schedule
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autosplit.planner.captured_model import WholeModel
+from autosplit.planner.cutting import Partition, cut
 from autosplit.planner.meta_model import meta_model
 from autosplit.planner.plan import Plan, partition
-from autosplit.planner.stages import Partition, cut
 
 __all__ = ["Partition", "Plan", "WholeModel", "cut", "meta_model", "partition"]

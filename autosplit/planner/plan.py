@@ -27,8 +27,7 @@ from autosplit.pipeline.training.stage_modules import LossFunction
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts
 from autosplit.planner.cuts import Solution
-from autosplit.planner.cutting import cut_model
-from autosplit.planner.stages import Partition
+from autosplit.planner.cutting import Partition, cut_model
 from autosplit.runtime.build import SplitOptions
 from autosplit.text.figures import few, parse_size, size_text
 from autosplit.torch_internals.pytree import tree_flatten

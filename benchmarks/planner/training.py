@@ -15,7 +15,7 @@ from autosplit.pipeline.simulation.simulate import median_durations
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.cuts import Solution
-from autosplit.planner.stages import cut
+from autosplit.planner.cutting import cut
 
 from ..pipeline.turns import forget
 from .models import Subject

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autosplit.errors import CaptureError
 from autosplit.planner import WholeModel, meta_model
-from autosplit.planner.stages import cut
+from autosplit.planner.cutting import cut
 from tests.planner.whole_models import run_modules
 from tests.zoo import Made
 
