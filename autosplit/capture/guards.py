@@ -283,10 +283,12 @@ class Guards:
             dynamo_timed("build_guards"),
             torch._dynamo.config.patch(DYNAMO),
         ):
-            for name, part in ("check", guards.inner - shared), ("check_globals", shared):
+            every = guards.inner  # which is read again, for constants
+            for name, part in ("check", every - shared), ("check_globals", shared):
                 guards.inner = part
                 manager = output.build_guards(self.scope.function.__code__).guard_manager
                 setattr(self, name, manager.root.check)
+            guards.inner = every
         sizes = output.output_graph.shape_env
         if self._open and sizes is not None:
             vars(sizes)["_error_on_new_guards"] = True
