@@ -251,10 +251,6 @@ def test_what_is_refused() -> None:
                 "the mesh has 4 ranks along 'pp' for 2 stages: each needs at least one stage",
                 built(mesh_of(pp=4)),
             ),
-            (
-                "of 'cpu' devices, but the stages go to meta: init_device_mesh('meta'",
-                built(mesh, device="meta"),
-            ),
             (f"{shapes} every rank", ran(half, memory_limit="1GiB")),
             (f"{shapes} every rank", ran(half)),
             (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from autosplit.errors import PipelineError
 from autosplit.mesh.costs import device_of_group
 from autosplit.mesh.dimensions import RankLayout
 from autosplit.pipeline.engine.board import Board, Fault
@@ -95,6 +97,8 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
     layout = RankLayout.alone(1)
     assert choose_device("cuda", layout) == CUDA
     assert choose_device("cuda:3", layout).index == 3
+    with pytest.raises(PipelineError, match=r"of 'cpu' devices, .* go to cuda:1: init_device_mesh"):
+        choose_device("cuda", replace(layout, device_type="cpu"))
 
 
 def test_one_rank_goes_to_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
