@@ -317,7 +317,7 @@ def _draw_legend(figure: Figure, rows: Rows) -> None:
     shown = [style for style in (*_STYLES.values(), _AGAIN) if style in drawn]
     handles = [Patch(facecolor=fill, label=label) for label, fill, _ in shown]
     handles.append(Patch(**_IDLE, label="idle"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False)
+    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
 
 
 def write_timeline(

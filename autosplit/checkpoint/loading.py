@@ -58,7 +58,8 @@ def load_checkpoint(
     scheduler: Any = None,
     generators: bool = True,
 ) -> Loaded:
-    """Take up a checkpoint of the whole model, however it was cut; call on all ranks.
+    """Take up a checkpoint of the whole model, however it was cut; call on all ranks. Gradients of
+    ``forward_backward`` that no step has taken are dropped.
 
     Everything is looked at first, on all ranks: only if none of them finds anything wrong, the
     first tensor is loaded. What ``save_checkpoint`` wrote is compared with its digests (each byte
@@ -117,6 +118,8 @@ def load_checkpoint(
     with trainer.together(ranks.doing) as groups, torch.no_grad():
         for tensor, key in model:
             found.fill(key, tensor)
+        for module in trainer.modules.values():
+            module.zero_grad(set_to_none=True)  # of forward_backward, for other values
         if taking is not None:
             run_state.restore_optimizer(found, taking, naming.groups, states)
         for restore in run.restore:

@@ -126,13 +126,19 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on every rank: a rank cannot write (it says which), two stages use one
-            name for different parameters, or something to be saved has no place here.
+            name for different parameters, gradients wait for a step, or something to be saved has
+            no place here.
         PipelineError: a rank was lost.
     """
     ranks = Ranks(trainer, "saving a checkpoint")
     naming = Naming.of_ranks(ranks, names)
 
     def state() -> dict[str, Any]:
+        if any(trainer.gradients().values()):
+            raise CheckpointError(
+                "forward_backward has added gradients that no step has taken, and a checkpoint has "
+                "none: save behind step(), or put None into every .grad"
+            )
         run = run_state.pack_run(
             ranks, naming.groups, scheduler=scheduler, step=step, extra=extra or {}
         )

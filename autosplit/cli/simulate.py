@@ -159,7 +159,7 @@ def _notes(entries: Sequence[SimulatedSchedule]) -> Iterator[str]:
     yield "rank holds  parts: of its stage, cut equally"
     yield "peak        what a microbatch leaves (--memory) on the fullest rank; no parameters"
     yield "Pareto      *: no other row that keeps the cap is as fast and keeps as little"
-    if overlapping := [entry for entry in entries if entry.timeline.crosses_step]:
+    if overlapping := [e for e in entries if e.timeline.makespan > e.timeline.step_time]:
         names = ", ".join(dict.fromkeys(entry.name for entry in overlapping))
         longest = milliseconds(max(entry.timeline.makespan for entry in overlapping))
         yield f"step ms     from one step to the next: steps of {names} overlap, and one"

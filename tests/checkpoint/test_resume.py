@@ -109,3 +109,15 @@ def test_an_optimizer_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -
     ):
         save_checkpoint(engine, tmp_path / "it")
     assert not (tmp_path / "it").exists()
+
+
+def test_gradients_that_wait_for_a_step_are_neither_saved_nor_kept(tmp_path: Path) -> None:
+    with trainer(whole(0), 2, ranks=1) as engine:
+        save_checkpoint(engine, tmp_path / "before")
+        expected = [engine.step(batch(at)) for at in range(2)]
+        engine.forward_backward(batch(2))
+        with pytest.raises(CheckpointError, match=r"that no step has taken.* behind step"):
+            save_checkpoint(engine, tmp_path / "between")
+        load_checkpoint(engine, tmp_path / "before")
+        again = [engine.step(batch(at)) for at in range(2)]
+    assert torch.equal(torch.stack(expected), torch.stack(again))

@@ -377,11 +377,27 @@ def _buffers(modules: Modules) -> dict[tuple[int, str], Tensor]:
     }
 
 
-def _marks(buffers: Mapping[tuple[int, str], Tensor]) -> dict[tuple[int, str], tuple[int, int]]:
-    """Tells whether buffers were written or replaced."""
+def _marks(buffers: Mapping[tuple[int, str], Tensor]) -> dict[tuple[int, str], tuple[float, ...]]:
+    """Tells whether buffers were written or replaced. Batch norms do not count that they write
+    their statistics: these are told by their sum and norm.
+    """
     written = versions(buffers.values())
+    sums: dict[tuple[int, str], list[float]] = {}
+    tensors = {at: local_tensor(each) for at, each in buffers.items() if _is_statistic(each)}
+    if tensors:
+        apart = [[each.sum(dtype=_F64), _norm(each, dtype=_F64)] for each in tensors.values()]
+        device = apart[0][0].device
+        rows = torch.stack([torch.stack(each).to(device) for each in apart])
+        sums = dict(zip(tensors, rows.tolist(), strict=True))
     pairs = zip(buffers.items(), written, strict=True)
-    return {at: (id(buffer), count) for (at, buffer), count in pairs}
+    return {at: (id(buffer), count, *sums.get(at, ())) for (at, buffer), count in pairs}
+
+
+_F64, _norm = torch.float64, torch.linalg.vector_norm
+
+
+def _is_statistic(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.itemsize > 1
 
 
 def _form(tensor: Tensor) -> str:
