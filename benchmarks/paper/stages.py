@@ -51,7 +51,8 @@ def middle(family: str, settings: Settings) -> Subject:
     """The stage with the input that the one before it gives, and some output gradient."""
     subject = FAMILIES[family](**settings.overrides(family))
     inputs, _ = subject.batch_fn(0, subject.microbatch_size)
-    plan = autosplit.partition(subject.build(), inputs, stages=STAGES, seconds=settings.profiling)
+    cuts = subject.cut_by_hand(STAGES)  # behind whole layers, where one tensor goes on
+    plan = autosplit.partition(subject.build(), inputs, cut_at=cuts, costs="estimate")
     with torch.no_grad():
         (x,) = plan.build(0)(inputs)
         module = Single(plan.build(1))
