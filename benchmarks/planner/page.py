@@ -59,9 +59,7 @@ step is `forward_backward`, without the optimizer's update. Ratios are medians o
 the spread is their interquartile range. The last column is where a plan from FLOPs and bytes would
 cut, without any profile. Processes keep what was freed (`MALLOC_TRIM_THRESHOLD_` and its like, see
 [page.py](../page.py)), as allocators made for training do: how much malloc would else give back and
-take anew in each step is a matter of chance, another in each trainer. Figures that are not measured
-anew yet are of a planner that corrected the blocks' costs by up to four trial runs of different
-cuts.""",
+take anew in each step is a matter of chance, another in each trainer.""",
         measure,
         _render,
     ),
