@@ -257,19 +257,21 @@ class ParameterGroup:
     @property
     def unreduced(self) -> bool:
         """Whether gradients were accumulated that are not reduced yet."""
-        return any(
-            each.unsharded_accumulated_grad is not None or each._unsharded_param.grad is not None
-            for each in self._group.fsdp_params
-            if hasattr(each, "_unsharded_param")
-        )
+        return bool(self._sums)
 
     def divide(self, divisor: int) -> None:
         """Divide what was accumulated."""
-        for each in self._group.fsdp_params:
-            if hasattr(each, "_unsharded_param"):
-                for total in (each.unsharded_accumulated_grad, each._unsharded_param.grad):
-                    if total is not None:
-                        total.div_(divisor)
+        for total in self._sums:
+            total.div_(divisor)
+
+    @property
+    def _sums(self) -> list[Tensor]:
+        """What was accumulated, each tensor once: torch 2.15 has one under both names."""
+        own = [each for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
+        both = [(each.unsharded_accumulated_grad, each._unsharded_param.grad) for each in own]
+        return list(
+            {id(total): total for pair in both for total in pair if total is not None}.values()
+        )
 
     def start_reduce(self) -> None:
         """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of
