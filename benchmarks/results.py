@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,11 @@ def describe(settings: object = None) -> str:
         f"{platform.machine()}, {cores} cores, device {device}, "
         f"{max(getattr(settings, 'threads', (1,)))} thread(s) a process"
     )
+
+
+def ratios(mine: Iterable[float], theirs: Iterable[float]) -> list[float]:
+    """Of each pair of measurements that were taken one after the other."""
+    return [a / b for a, b in zip(mine, theirs, strict=True)]
 
 
 def mark(text: str, met: bool) -> str:

@@ -102,7 +102,6 @@ class _CannotTell(click.ClickException):
     default=(),
     help=f"Dimensions and their sizes: {', '.join(DIMENSIONS)}.",
 )
-@click.option("--backend", type=click.Choice(["nccl"]), default="nccl", help="Whose rules.")
 @click.option("--microbatches", type=click.IntRange(min=1), help="In a step; a file has its own.")
 @click.option(
     "--torch",
@@ -114,7 +113,6 @@ class _CannotTell(click.ClickException):
 def check(
     schedule: str,
     mesh: tuple[tuple[str, int], ...],
-    backend: str,
     microbatches: int | None,
     communicators: str | None,
 ) -> None:
@@ -140,7 +138,7 @@ def check(
         check_memory(found)
         listed = add_communication(found) if rows is None else rows
         programs = of_torch(listed, found.placement, communicators, several)
-    click.echo(f"{describe(found)}, {backend}{''.join(f', {n}={s}' for n, s in mesh)}")
+    click.echo(f"{describe(found)}{''.join(f', {n}={s}' for n, s in mesh)}")
     if rows is not None and communicators is None:
         click.echo(
             "the sends and receives of the file are not judged, as this engine has its own; with "

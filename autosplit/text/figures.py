@@ -104,8 +104,3 @@ def spread(values: Sequence[float]) -> float:
         return 0.0
     low, _, high = quartiles(values)
     return high - low
-
-
-def ratios(mine: Iterable[float], theirs: Iterable[float]) -> list[float]:
-    """Of each pair of measurements that were taken one after the other."""
-    return [a / b for a, b in zip(mine, theirs, strict=True)]

@@ -31,10 +31,9 @@ from autosplit.passes.graph import (
     set_outputs,
 )
 from autosplit.passes.rewrites.emit import eliminate_dead_code, emit
-from autosplit.text.figures import ratios
 
 from ..pipeline.turns import take_turns
-from ..results import Rows, table
+from ..results import Rows, ratios, table
 from .settings import Settings
 from .stages import middle
 

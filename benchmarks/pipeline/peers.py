@@ -10,10 +10,10 @@ from typing import Any
 
 from autosplit.compare.example import call_factory
 from autosplit.pipeline.engine.launch import launch
-from autosplit.text.figures import quartiles, ratios, spread
+from autosplit.text.figures import quartiles, spread
 
 from ..peak import peak_bytes
-from ..results import Rows, by_setting, mark, table
+from ..results import Rows, by_setting, mark, ratios, table
 from .contenders import IN_FLIGHT, OURS, THEIRS, Contender
 from .turns import Rounds, Turn, Turns, gather, take_turns
 

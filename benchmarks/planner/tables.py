@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from autosplit.text.figures import quartiles, ratios
+from autosplit.text.figures import quartiles
 
-from ..results import Rows, mark, table
+from ..results import Rows, mark, ratios, table
 from .models import CASES
 
 EVEN = 1.05

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from autosplit.text.figures import quartiles, ratios
+from autosplit.text.figures import quartiles
 
+from ..results import ratios
 from .contenders import ACTIONS, Contender, microbatch
 from .models import Subject
 

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autosplit.text.figures import quartiles, ratios
+from autosplit.text.figures import quartiles
 
 from ..page import Page, Part
-from ..results import Rows, mark, table
+from ..results import Rows, mark, ratios, table
 from .contenders import COMPILED, CONTENDERS, ENGINE, INDUCTOR, OURS, TORCH, UNDONATED
 from .measure import Settings, measure_all
 

@@ -416,10 +416,10 @@ def test_inspect_writes_what_inductor_generated(tmp_path: pathlib.Path) -> None:
 
 def test_check(tmp_path: pathlib.Path) -> None:
     """What ends, by name and from a file of torch's; and what does not."""
-    result = run("check zb-v --mesh pp=2,dp_shard=2 --microbatches 4 --backend nccl")
+    result = run("check zb-v --mesh pp=2,dp_shard=2 --microbatches 4")
     assert result.exit_code == 0, result.output
     for line in (
-        "zb-v: 4 stages, 4 microbatches, 2 ranks, nccl, pp=2, dp_shard=2",
+        "zb-v: 4 stages, 4 microbatches, 2 ranks, pp=2, dp_shard=2",
         "  one NCCL kernel at a time, as launched (NCCL_LAUNCH_ORDER_IMPLICIT=1): ends",
         "  2: 0 to 1, 1 to 0: 8",
         "  2: dp_shard of rank 0, dp_shard of rank 1: 2",
