@@ -26,7 +26,6 @@ from autosplit.torch_internals.dtensor import (
     local_tensor,
     sharding_of,
 )
-from autosplit.torch_internals.state import versions
 
 from .agreement import difference
 from .stage_modules import Holder
@@ -126,7 +125,6 @@ class Copies:
         for tensor in _tensors(modules):
             if id(tensor) not in seen:
                 members += self._adopt([tensor], (groups.rank,))
-        self._marks = _marks(_buffers(modules))
         alike: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[_Member]] = defaultdict(list)
         for member in members:
             first = member.copies[0]
@@ -306,27 +304,14 @@ class Copies:
         return wait
 
     def equalise_buffers(self) -> None:
-        """Give all replicas the buffers of the first that were written since.
+        """Give all replicas the buffers of the first.
 
         Raises:
             LostPeerError: a rank that holds a replica did not take part.
         """
-        buffers = _buffers(self._modules)
-        if not buffers:
-            return
-        # A forward may write where another replica's does not.
-        written = torch.tensor(
-            [self._marks.get(at) != mark for at, mark in _marks(buffers).items()],
-            dtype=torch.int32,
-            device=next(iter(buffers.values())).device,
-        )
-        _, peers = self._links[(self._groups.rank,), False]
-        with self._groups.losing(_OTHERS):
-            dist.all_reduce(written, dist.ReduceOp.MAX, group=peers)
-        for buffer, there in zip(buffers.values(), written.tolist(), strict=True):
-            if there:
-                self._adopt([buffer], (self._groups.rank,))
-        self._marks = _marks(buffers)
+        for tensor in _tensors(self._modules):
+            if not isinstance(tensor, nn.Parameter):
+                self._adopt([tensor], (self._groups.rank,))
 
 
 @torch.no_grad()
@@ -367,37 +352,6 @@ def _named(modules: Modules) -> Iterator[tuple[str, Tensor]]:
 def _tensors(modules: Modules) -> list[Tensor]:
     """Parameters and buffers, each once."""
     return list({id(tensor): tensor for _, tensor in _named(modules)}.values())
-
-
-def _buffers(modules: Modules) -> dict[tuple[int, str], Tensor]:
-    return {
-        (stage, name): buffer
-        for stage, module in modules.items()
-        for name, buffer in module.named_buffers()
-    }
-
-
-def _marks(buffers: Mapping[tuple[int, str], Tensor]) -> dict[tuple[int, str], tuple[float, ...]]:
-    """Tells whether buffers were written or replaced. Batch norms do not count that they write
-    their statistics: these are told by their sum and norm.
-    """
-    written = versions(buffers.values())
-    sums: dict[tuple[int, str], list[float]] = {}
-    tensors = {at: local_tensor(each) for at, each in buffers.items() if _is_statistic(each)}
-    if tensors:
-        apart = [[each.sum(dtype=_F64), _norm(each, dtype=_F64)] for each in tensors.values()]
-        device = apart[0][0].device
-        rows = torch.stack([torch.stack(each).to(device) for each in apart])
-        sums = dict(zip(tensors, rows.tolist(), strict=True))
-    pairs = zip(buffers.items(), written, strict=True)
-    return {at: (id(buffer), count, *sums.get(at, ())) for (at, buffer), count in pairs}
-
-
-_F64, _norm = torch.float64, torch.linalg.vector_norm
-
-
-def _is_statistic(buffer: Tensor) -> bool:
-    return buffer.is_floating_point() and buffer.itemsize > 1
 
 
 def _form(tensor: Tensor) -> str:
