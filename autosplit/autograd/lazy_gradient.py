@@ -235,7 +235,7 @@ class GradientSlot:
                 slot.failure = error
                 continue
             # As ``_held``, without a call for each parameter of every step.
-            if lazy is not None and (getrefcount(lazy) > _OURS + 1 or tensor_users(lazy) > 1):
+            if lazy is not None and (getrefcount(lazy) > _OURS or tensor_users(lazy) > 1):
                 lazy._real, slot.lazy = slot.grad, None
             slot.armed, slot.grad = False, None
 
@@ -252,7 +252,7 @@ class GradientSlot:
     def _held(self) -> bool:
         """Whether the lazy gradient, which is not in ``.grad``, is referenced elsewhere."""
         lazy = self.lazy
-        return lazy is not None and (getrefcount(lazy) > _OURS + 1 or tensor_users(lazy) > 1)
+        return lazy is not None and (getrefcount(lazy) > _OURS or tensor_users(lazy) > 1)
 
     def compute(self) -> bool:
         """Have all that is pending in the queue computed.
@@ -287,6 +287,12 @@ class GradientSlot:
             add_gradient(parameter, self if self.armed else parameter, gradient, True)
 
 
-_slot = SimpleNamespace(lazy=object())
-_OURS = getrefcount(_slot.lazy)
-"""How many references Python has to what is only a slot's, its being counted included."""
+def _unheld(slot: Any) -> int:
+    lazy = slot.lazy
+    return getrefcount(lazy)
+
+
+_OURS = _unheld(SimpleNamespace(lazy=object()))
+"""How many references Python has to what is only a slot's and a variable's, its being counted
+included: Python 3.14 counts fewer of these than those before it.
+"""
