@@ -1,8 +1,4 @@
-"""``InputSizes``: sizes that a graph leaves open, known from the inputs of a call.
-
-``bind_sizes``: every graph takes the open sizes. Inductor wants them: of two sizes whose product is
-all that crosses a boundary it knows neither.
-"""
+"""``InputSizes``: sizes that a graph leaves open, known from the inputs of a call."""
 
 from __future__ import annotations
 
@@ -18,8 +14,6 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from autosplit.errors import CaptureError
-from autosplit.passes import Kind, Role, SplitGraphs
-from autosplit.passes.graph import copy_placeholder, inputs, output_node
 from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import tree_flatten
 
@@ -188,39 +182,3 @@ def _symbols(traced: Any) -> Iterator[tuple[str, int, sympy.Symbol]]:
         symbol = size.node.expr if isinstance(size, torch.SymInt) else None
         if isinstance(symbol, sympy.Symbol):
             yield kind, at, symbol
-
-
-def bind_sizes(graphs: SplitGraphs) -> None:
-    """Hand open sizes on from graph to graph.
-
-    Args:
-        graphs: of a joint graph that takes each open size as an input.
-    """
-    first, second, whole = graphs.backward_input, graphs.backward_weight, graphs.backward
-    if first is None or second is None or whole is None:
-        return
-    for role, node in inputs(graphs.joint.graph).items():
-        if isinstance(node.meta["val"], torch.SymInt):
-            saved, deferred = Role(Kind.SAVED, role.name), Role(Kind.DEFERRED, role.name)
-            _hand_on(node, role, graphs.forward, saved)
-            _take(whole.graph, node, saved)
-            _hand_on(node, saved, first, deferred)
-            _take(second.graph, node, deferred)
-
-
-def _hand_on(node: fx.Node, role: Role, module: fx.GraphModule, handed: Role) -> None:
-    """Have a graph return an input."""
-    output = output_node(module.graph)
-    if handed not in output.meta["roles"]:
-        values: Any = output.args[0]
-        output.args = ([*values, _take(module.graph, node, role)],)
-        output.meta["roles"] = (*output.meta["roles"], handed)
-
-
-def _take(graph: fx.Graph, node: fx.Node, role: Role) -> fx.Node:
-    """The graph's input, made where there is none."""
-    known = inputs(graph).get(role)
-    if known is not None:
-        return known
-    with graph.inserting_before(next(iter(graph.nodes))):
-        return copy_placeholder(graph, node, role)

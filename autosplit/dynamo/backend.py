@@ -31,7 +31,6 @@ from autosplit.capture.dynamo_graph import (
     traced_modules,
     unsplit,
 )
-from autosplit.capture.input_sizes import bind_sizes
 from autosplit.dynamo.pending_weights import ForwardCall, PendingOnParameters
 from autosplit.errors import CaptureError, SplitError
 from autosplit.passes import Kind, PassError, Role, SplitGraphs
@@ -219,8 +218,6 @@ def _functions(
     traced = capture_graph(module, example_inputs, roles, backend.decompositions)
     made = DTensorGraphFunctions if traced.shardings else GraphFunctions
     graphs = split_capture(traced, backend, options.memory_policy, dump_folder(module))
-    if backend.compiles and traced.sizes is not None:
-        bind_sizes(graphs)
     functions = made(traced, graphs, backend)
     functions.compile()
     return functions

@@ -209,8 +209,12 @@ def _regions(
     released: set[fx.Node],
     price: Price,
 ) -> Regions:
+    # All graphs take the open sizes. Inductor wants them: of two sizes whose product is all that
+    # crosses a boundary it knows neither.
+    sizes = {node for node in order if node.op == "placeholder" and is_size(node)}
+
     def region(wanted: Iterable[fx.Node], carried: set[fx.Node]) -> Region:
-        runs, takes = walk(wanted, carried)
+        runs, takes = walk([*wanted, *sizes], carried | sizes)
         return Region(runs, sorted(takes, key=order.__getitem__))
 
     first, second = cuts
