@@ -79,8 +79,8 @@ def _hooks(module: nn.Module, *tables: str) -> Iterator[ModuleHook]:
 
 
 class PythonStateError(CaptureError):
-    """The forward changes Python state or constructs an object, such as a module, which no graph
-    holds: often its first call alone does.
+    """The forward changes Python state, constructs an object, such as a module, or takes a lock, to
+    do either, which no graph holds: often its first call alone does.
     """
 
 
@@ -90,7 +90,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
 
     Raises:
         FailingCallError: an operator refused its inputs.
-        PythonStateError: it was in a constructor.
+        PythonStateError: it was in a constructor, or at a lock.
         CaptureError: anything else.
     """
     try:
@@ -106,7 +106,9 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         kind = CaptureError
         if isinstance(error, TorchRuntimeError):
             kind = FailingCallError
-        elif any(frame.name == "__init__" for frame in getattr(error, "real_stack", None) or ()):
+        elif "`lock` context manager" in str(error) or any(
+            frame.name == "__init__" for frame in getattr(error, "real_stack", None) or ()
+        ):
             kind = PythonStateError
         reason, advice = _reason(error), _advice(module, where, error)
         raise kind(

@@ -26,7 +26,6 @@ from autosplit.capture.workarounds.dynamo import (
     function_modes_known,
     graph_put_aside,
     inline_compile_regions,
-    install_output_hooks,
     masks_without_values,
     quantizers_traced,
     refuse_lost_hooks,
@@ -62,21 +61,7 @@ def export(
         PythonStateError: the forward changes Python state.
         CaptureError: what the forward reads or draws cannot be in a graph.
     """
-    try:
-        return _export_short(module, args, kwargs, regions)
-    except Exception as error:
-        if not install_output_hooks(module, error):
-            raise
-    return _export_short(module, args, kwargs, regions)
-
-
-def _export_short(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    regions: RegionSession | None,
-) -> tuple[fx.GraphModule, Guards]:
-    """Without a loop that is unrolled too far, where the forward knows another way."""
+    # A loop is not unrolled too far where the forward knows another way.
     with unrolling_limited() as limit, _compiling_state_context():
         try:
             return _export(module, args, kwargs, regions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -102,8 +103,27 @@ class Caching(nn.Module):
         return self.drop(self.linear(x) + self.noise)
 
 
+class Hooking(nn.Module):
+    """As transformers does in the first call that asks for hidden states: hooks, under a lock."""
+
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            with self.lock:
+                self.linear.register_forward_hook(lambda module, args, output: output * 2)
+                self.hooked = True
+        return self.drop(self.linear(x))
+
+
 @pytest.mark.parametrize("example", [False, True], ids=["call", "example inputs"])
-@pytest.mark.parametrize("make", [Building, Caching])
+@pytest.mark.parametrize("make", [Building, Caching, Hooking])
 def test_random_numbers_of_a_first_call(make: Callable[[], nn.Module], example: bool) -> None:
     """Those that fill what it builds, and all later ones: dropout."""
     model = make()

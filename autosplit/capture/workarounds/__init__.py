@@ -19,8 +19,6 @@ tests that fail without it; where torch is mended, it can go.
   tests/capture/workarounds/test_long_loops.py |
 | captured custom functions cannot be captured again | Dynamo | 2.13 on | `make_traceable` |
   tests/planner/test_captured_model.py |
-| transformers' hooks are installed under a lock | Dynamo | all | `install_output_hooks` |
-  tests/planner/whole_models.py |
 | transformers makes masks for an export that it leaves out else | Dynamo | all |
   `masks_without_values` | tests/capture/workarounds/test_masks_left_out.py |
 | whether a mask is causal is asked of its values | Dynamo | all | `masks_without_values` |
