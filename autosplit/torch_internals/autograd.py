@@ -285,7 +285,7 @@ def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         for buffer, value in zip(buffers, values, strict=True):
             if is_dtensor(buffer):
                 buffer.copy_(value)
-            elif value is not buffer:  # else written by F
+            else:
                 kinds[buffer.dtype].append((buffer, value))
         for pairs in kinds.values():
             torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])

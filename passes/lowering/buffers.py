@@ -13,9 +13,6 @@ known only where it is told.
 of the same size. Written over the old one, the new value needs no memory of its own, and it goes
 where the cache has just been. That may be done to what nobody else can reach.
 
-*Updates.* Models write into their buffers; in a functional graph the new values are results, which
-somebody copies. Generated code writes the buffers.
-
 *Lending.* What crosses from I to W may lie in memory of whoever calls: inputs, and incoming
 gradients.
 """
@@ -71,58 +68,15 @@ def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
     this graph, as large as the result, that nobody reads afterwards under any name.
     """
     last_read = _last_reads(graph)
-    found = {node: 0 for node in overwritten(graph) if node.target in OPERATORS["overwrites"]}
+    found: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node in found or node.target not in OPERATORS["overwrites"] or node.kwargs:
+        if node.target not in OPERATORS["overwrites"] or node.kwargs:
             continue
         for position in (0, 1) if node.target in OPERATORS["commutes"] else (0,):
             if _is_free_for(node, position, last_read):
                 found[node] = position
                 break
     return found
-
-
-BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
-
-
-def overwritten(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """New value of a buffer -> the buffer, where whatever makes the value may write it there:
-    nobody reads the buffer later, and the value is nothing else than its update.
-    """
-    updates = outputs(graph, Kind.UPDATE)
-    if not updates:
-        return {}
-    last_read, buffers = _last_reads(graph), inputs(graph, Kind.BUFFER)
-    results = Counter(value for _, value in outputs(graph) if isinstance(value, fx.Node))
-    found: dict[fx.Node, fx.Node] = {}
-    for role, value in updates:
-        buffer = buffers.get(Role(Kind.BUFFER, role.name))
-        if buffer is None or results[value] != 1:
-            continue
-        # Tracing takes a norm's statistics of half precision for float32, and casts them back.
-        cast = value.target is torch.ops.aten._to_copy.default
-        for made in [value, value.args[0]] if cast else [value]:
-            if len(made.users) == 1 and _may_write(producer(made), made, buffer, last_read):
-                found |= {value: buffer, made: buffer}
-    norms = Counter(producer(node) for node in found if node.target is operator.getitem)
-    return {
-        node: buffer
-        for node, buffer in found.items()
-        if producer(node).target is not BATCH_NORM or norms[producer(node)] == 2
-    }
-
-
-def _may_write(
-    maker: fx.Node, made: fx.Node, buffer: fx.Node, last_read: Mapping[fx.Node, fx.Node]
-) -> bool:
-    if last_read.get(buffer) is not maker:
-        return False
-    if maker.target is BATCH_NORM:
-        return maker.args[5] is True and maker.args[made.args[1]] is buffer  # type: ignore[index]
-    if maker.target in OPERATORS["overwrites"]:
-        mine = maker.args[0] is buffer and not maker.kwargs and made is maker
-        return mine and _fills(buffer, buffer, made)
-    return SUBGRAPH in maker.meta
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -264,10 +218,10 @@ def _result(
 
 def _homes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Each tensor's node -> the node that allocated the memory that it lies in."""
-    reused, updates = reusable_operands(graph), overwritten(graph)
+    reused = reusable_operands(graph)
     homes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        root = updates.get(node, storage_root(node))
+        root = storage_root(node)
         place = reused.get(node, _written_argument(node))
         operand = None if place is None else node.args[place]
         if isinstance(operand, fx.Node):

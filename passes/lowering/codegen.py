@@ -17,7 +17,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from torch.fx.graph import dtype_abbrs  # type: ignore[attr-defined]
 
 from ..analysis.operators import IN_PLACE, OPERATORS, OVERLOAD, overload
 from ..errors import PassError, StrideError
-from ..graph import outputs, placeholders, role_of, source_line
-from ..subgraph import operands, subgraph_of
-from .buffers import BATCH_NORM, last_uses, overwritten, reusable_operands
+from ..graph import SUBGRAPH, outputs, placeholders, role_of, source_line
+from ..subgraph import operands
+from .buffers import last_uses, reusable_operands
 
 
 def stride_check(node: fx.Node, name_of: Callable[[fx.Node], str]) -> list[str]:
@@ -89,7 +89,7 @@ def generate(name: str, module: fx.GraphModule) -> str:
     """
     graph = module.graph
     last_use = last_uses(graph)
-    reused, written = reusable_operands(graph), overwritten(graph)
+    reused = reusable_operands(graph)
     lines = [f"def {name}(args, constants={{}}):"]
     lines += _unpack(placeholders(graph), last_use)
     source = ""
@@ -106,7 +106,7 @@ def generate(name: str, module: fx.GraphModule) -> str:
             lines.append(f"    # {line}")
             source = line
         lines += stride_check(node, _name)
-        lines.append(_statement(node, last_use.get(node, []), reused.get(node), written))
+        lines.append(_statement(node, last_use.get(node, []), reused.get(node)))
     return "\n".join(lines) + "\n"
 
 
@@ -142,46 +142,22 @@ def _unpack(nodes: list[fx.Node], last_use: dict[fx.Node, list[fx.Node]]) -> lis
     return lines
 
 
-def _statement(
-    node: fx.Node,
-    dead: list[fx.Node],
-    reused: int | None,
-    written: Mapping[fx.Node, fx.Node],
-) -> str:
-    if subgraph_of(node) is not None and node.target is not operator.getitem:
-        return _subgraph_call(node, dead, written)
-    if reused is not None:
-        call = _call_in_place(node, reused)
-    elif node in written and node.target is not operator.getitem:  # a cast of what lies there
-        call = _text(node.args[0])
-    elif node.target is BATCH_NORM and any(user in written for user in node.users):
-        statistics = f"{_text(node.args[3])}, {_text(node.args[4])}"
-        arguments = ", ".join(map(_text, node.args))
-        call = f"(*aten._native_batch_norm_legit.default({arguments}), {statistics})"
-    else:
-        call = _call(node)
+def _statement(node: fx.Node, dead: list[fx.Node], reused: int | None) -> str:
+    if SUBGRAPH in node.meta:
+        return _subgraph_call(node, dead)
+    call = _call(node) if reused is None else _call_in_place(node, reused)
     text = f"    {_name(node)} = {call}"
     if dead:
         text += f"; del {', '.join(_name(item) for item in dead)}"
     return f"{text}  # {value_text(node.meta.get('val'))}"
 
 
-def _subgraph_call(node: fx.Node, dead: list[fx.Node], written: Mapping[fx.Node, fx.Node]) -> str:
-    """The call of a graph, which empties the list that it is handed: what dies there dies in it.
-    What that graph writes into and others read is copied.
-    """
-    called, name = subgraph_of(node), _name(node)
-    mine = {buffer for value, buffer in written.items() if value.args[0] is node}
-    inside = {*overwritten(called.module.graph).values()} if called else {}
-    taken = placeholders(called.module.graph) if called else operands(node)
-    given = ", ".join(
-        f"{_text(operand)}.clone()" if place in inside and operand not in mine else _text(operand)
-        for place, operand in zip(taken, operands(node), strict=True)
-    )
-    gone = [_name(item) for item in dead if item is not node]
-    text = f"    {name} = [{given}]"
+def _subgraph_call(node: fx.Node, dead: list[fx.Node]) -> str:
+    """The call of a graph, which empties the list that it is handed: what dies there dies in it."""
+    name, gone = _name(node), [_name(item) for item in dead if item is not node]
+    text = f"    {name} = [{', '.join(map(_name, operands(node)))}]"
     text += f"; del {', '.join(gone)}" if gone else ""
-    text += f"; {name} = constants[{called.name!r}]({name})" if called else ""
+    text += f"; {name} = constants[{node.meta[SUBGRAPH].name!r}]({name})"
     return text + (f"; del {name}" if node in dead else "")
 
 

@@ -8,7 +8,7 @@ mask exists on the normalisation operators too; there the weight gradient is a b
 the input's and dividing would do the reductions twice, so they stay whole.
 
 ``forget_statistics``: the backward of batch norm in training takes running statistics and reads
-those of the batch. Without the former, F saves less, and may write them where they lie.
+those of the batch. Without the former, F saves less.
 
 ``half_precision_dropout``: dropout's backward, rounded as autograd rounds it on a CPU. Autograd
 multiplies the gradient by noise, ``mask / (1 - p)``, which a tensor of bfloat16 or float16 holds
