@@ -136,22 +136,36 @@ def masks_without_values() -> Iterator[None]:
     ``is_causal=True``, in eager mode and under ``torch.compile``: with one, other kernels run, for
     which grouped keys and values are repeated. For ``torch.export`` it makes them all, as its
     graphs are for whatever values; these are for what their guards allow, so it is told otherwise.
+    Without a cache it looks for packed sequences in the values of positions, which no graph holds:
+    it is told that there are none where positions are what it has counted itself.
     """
     original: Any = UserFunctionVariable.call_function
 
     def call_function(function: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         called = getattr(function, "fn", None)
+        name = getattr(called, "__name__", "")
         if called is _detect_is_causal_mask:
             function = UserFunctionVariable(cast(FunctionType, _is_said_to_be_causal))
-        elif (
-            getattr(called, "__name__", "") == "is_torchdynamo_exporting"
-            and tx.f_globals.get("__name__") == "transformers.masking_utils"
-        ):
-            return ConstantVariable.create(False)
+        elif tx.f_globals.get("__name__") == "transformers.masking_utils":
+            if name == "is_torchdynamo_exporting":
+                return ConstantVariable.create(False)
+            if name == "find_packed_sequence_indices" and _counts_up(args[0].as_proxy().node):
+                return ConstantVariable.create(None)
         return original(function, tx, args, kwargs)
 
     with patch.object(UserFunctionVariable, "call_function", call_function):
         yield
+
+
+def _counts_up(node: Any) -> bool:
+    """Whether a value is rows of ``torch.arange`` by steps of 1, plus a whole number."""
+    while isinstance(node, fx.Node) and (
+        node.target == "expand"
+        or (node.target, *node.args[1:]) == ("unsqueeze", 0)
+        or (node.target is operator.add and isinstance(node.args[1], int))
+    ):
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.target is torch.arange and len(node.args) < 3
 
 
 def _is_said_to_be_causal(
