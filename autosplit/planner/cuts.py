@@ -128,7 +128,6 @@ class _Search:
         self._cap, self._links = cap, links
         # Of parameters a rank holds these, their gradients, and what the optimizer keeps.
         self._factor = factor
-        self._build = request.prepare(stages)
         self._stage = functools.cache(costs.stage)
         self._known: dict[Firsts, Solution] = {}
         self._simulated = 0
@@ -139,7 +138,7 @@ class _Search:
             return self._known[firsts]
         stages = self._stages(firsts)
         seconds = [each.times for each in stages]
-        schedule = replace(self._build(seconds), crosses_step=False)
+        schedule = replace(self._request.build(self._count, seconds), crosses_step=False)
         sent = {at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)}
         links = replace(self._links, message_bytes=sent)
         costs = Costs(seconds, [StageMemory(each.saved, each.deferred) for each in stages], links)

@@ -5,7 +5,7 @@ With more stages than a schedule needs, a contiguous block of stages runs as one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -21,7 +21,7 @@ from autosplit.pipeline.validation.validate import validate
 from autosplit.text.figures import nearest
 
 from .families import SCHEDULES, Family
-from .placement import WEIGHTS, StageTimes, Times, per_stage, placing
+from .placement import WEIGHTS, StageTimes, Times, per_stage, placed
 
 __all__ = ["SCHEDULES", "WEIGHTS", "Family", "build"]
 
@@ -58,42 +58,6 @@ def build(
         ScheduleError: an unknown name or placement, a bad count, a step of more than
             ``schedule.LARGEST`` actions, or an option without an effect.
     """
-    return prepare(
-        name,
-        stages,
-        microbatches,
-        split_backward=split_backward,
-        weights=weights,
-        times=times,
-        ranks=ranks,
-    )(times)
-
-
-def prepare(
-    name: str,
-    stages: int,
-    microbatches: int,
-    *,
-    split_backward: bool = True,
-    weights: str | None = None,
-    times: Times | None = None,
-    ranks: int | None = None,
-) -> Callable[[Times | None], Schedule]:
-    """What builds a schedule for any times, as ``build`` does; what all of these have in common is
-    made once.
-
-    Args:
-        name: see ``build``, also for what follows.
-        stages: N.
-        microbatches: M.
-        split_backward: False for full backwards.
-        weights: where the Ws go.
-        times: such as it will be given; None: none.
-        ranks: P.
-
-    Raises:
-        ScheduleError: see ``build``.
-    """
     if name not in SCHEDULES:
         raise unknown_schedule(name)
     check_counts(stages=stages, microbatches=microbatches)
@@ -102,16 +66,12 @@ def prepare(
     ranks, chunks = _layout(name, family, stages, ranks)
     weights = _check_weights(name, family, split_backward, weights, times)
     given = {} if family.chunks else {"chunks": chunks}
-    placed = placing(name, family.make(ranks, microbatches, **given), weights)
+    template = family.make(ranks, microbatches, **given)
     if ranks * chunks == stages:
-        return placed
+        return placed(name, template, weights, times)
     sizes = block_sizes(stages, ranks * chunks)
-
-    def expanded(times: Times | None) -> Schedule:
-        summed = None if times is None else block_times(times, sizes)
-        return expand(placed(summed), sizes)
-
-    return expanded
+    summed = None if times is None else block_times(times, sizes)
+    return expand(placed(name, template, weights, summed), sizes)
 
 
 _OF_TORCH = {
@@ -309,30 +269,19 @@ class ScheduleRequest:
             ScheduleError: what ``pipeline.build`` refuses; or a schedule that is there is illegal,
                 or for other counts.
         """
-        return self.prepare(stages)(times)
-
-    def prepare(self, stages: int) -> Callable[[Sequence[StageTimes]], Schedule]:
-        """What builds the schedule for ``stages`` stages, for any times of theirs.
-
-        Raises:
-            ScheduleError: see ``build``.
-        """
         if isinstance(self.schedule, str):
-            heeds = self._heeds_times
-            built = prepare(
+            return build(
                 self.schedule,
                 stages,
                 self.microbatches,
                 ranks=self.ranks,
                 split_backward=self.split_backward,
                 weights=self.weights,
-                times=(1.0, 1.0, 1.0) if heeds else None,
+                times=times if self._heeds_times else None,
             )
-            return lambda times: built(times if heeds else None)
-        there = self.schedule
         self.check_fits(stages)
-        validate(there)
-        return lambda _: there
+        validate(self.schedule)
+        return self.schedule
 
     def check_fits(self, stages: int) -> None:
         """Refuse a schedule that is there and is for other counts.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -176,46 +176,39 @@ Times = StageTimes | Sequence[StageTimes]
 _PATIENCE = (0.5, 0.25, 0.0, 1.0)
 
 
-def placing(
-    name: str, template: ScheduleTemplate, weights: str | None
-) -> Callable[[Times | None], Schedule]:
-    """What gives the schedules of a template, for any times of its stages; None means F = I = W.
+def placed(
+    name: str, template: ScheduleTemplate, weights: str | None, times: Times | None
+) -> Schedule:
+    """The schedule of a template.
+
+    Ws that fill are placed under F = I = W and, given times, under those too; what they make
+    shortest is kept. The order for F = I = W is the first candidate because it is hard to beat: a
+    greedy choice under true times may start a W that no longer fits and pass the delay on to every
+    stage.
 
     Args:
         name: the schedule's name.
         template: the order of F and B.
-        weights: ``"2bp"``, ``"fill"``, which is to suit the times, or None to run the rows as they
-            are.
+        weights: ``"2bp"``, ``"fill"``, or None to run the rows as they are.
+        times: of its stages, which ``"fill"`` is to suit; None means F = I = W.
 
     Raises:
-        ScheduleError: nothing can be filled; or, of what is returned, times that are none.
+        ScheduleError: nothing can be filled, or times that are none.
     """
-    if weights != "fill":
-        rows = template.rows
-        if weights == "2bp" and template.paced is not None:
-            pairs = zip(rows, template.paced, strict=True)
-            rows = tuple(_paper(_inputs_only(row), count) for row, count in pairs)
-        fixed = with_rows(name, template, rows)
-        return lambda times: fixed
-    unfilled = with_rows(name, template, tuple(map(_inputs_only, template.rows)))
-    filler = Filler(unfilled, template.budget)
-    even = filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
-
-    def filled(times: Times | None) -> Schedule:
-        """Filled under F = I = W and, given times, under those too; what they make shortest is
-        kept.
-
-        The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
-        under true times may start a W that no longer fits and pass the delay on to every stage.
-        """
-        found = even
+    rows = template.rows
+    if weights == "fill":
+        unfilled = with_rows(name, template, tuple(map(_inputs_only, rows)))
+        filler = Filler(unfilled, template.budget)
+        found = filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
         if times is not None:
             triples = per_stage(times, unfilled.stages)
             greedy = (filler.fill(triples, patience=each) for each in _PATIENCE)
-            found = min((even, *greedy), key=lambda each: filler.step(each, triples))
-        return with_rows(name, template, filler.rows(found))
-
-    return filled
+            found = min((found, *greedy), key=lambda each: filler.step(each, triples))
+        rows = filler.rows(found)
+    elif weights == "2bp" and template.paced is not None:
+        pairs = zip(rows, template.paced, strict=True)
+        rows = tuple(_paper(_inputs_only(row), count) for row, count in pairs)
+    return with_rows(name, template, rows)
 
 
 def _inputs_only(row: Sequence[Action]) -> Row:
