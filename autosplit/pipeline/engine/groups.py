@@ -192,9 +192,12 @@ class Groups(Control):
         groups = [(self._new(ranks, backend), ranks) for ranks in sets]
         return next((group for group, ranks in groups if self._own in ranks), None)
 
-    def of_several(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """``of``; None where every rank is alone in its set."""
-        return self.of(sets) if len(sets[0]) > 1 else None
+    def of_several(self, sets: Sequence[Sequence[int]]) -> tuple[int, dist.ProcessGroup | None]:
+        """The first rank of this rank's set, or itself, and ``of``; None where every rank is alone
+        in its set.
+        """
+        first = next((ranks[0] for ranks in sets if self._own in ranks), self._own)
+        return first, self.of(sets) if len(sets[0]) > 1 else None
 
     def beside(self) -> Control:
         """All ranks over a group of its own, for what a thread does beside the steps, one such

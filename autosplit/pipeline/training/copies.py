@@ -148,9 +148,7 @@ class Copies:
         for at in columns:
             for rank, place in zip(self._layout.columns[at], self._layout.places, strict=True):
                 sets[place._replace(**apart)].append(rank)
-        own = self._groups.members[self._groups.rank]
-        source = next((ranks[0] for ranks in sets.values() if own in ranks), own)
-        return source, self._groups.of_several([*sets.values()])
+        return self._groups.of_several([*sets.values()])
 
     def _adopt(self, copies: Sequence[Tensor], at: tuple[int, ...]) -> list[_Member]:
         """Have copies of one tensor start with the values of the first; what is to be reduced."""

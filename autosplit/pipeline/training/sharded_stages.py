@@ -79,9 +79,7 @@ class ShardedStages:
             experts: self._groups.of(layout.shard_groups(experts=experts))
             for experts in ((False, True) if layout.experts else (False,))
         }
-        copying = self._groups.of_several(layout.copies)
-        own = self._groups.everybody.rank
-        first = next(ranks[0] for ranks in layout.copies if own in ranks)
+        first, copying = self._groups.of_several(layout.copies)
         every = [group for stage in self._stages.values() for group in stage.groups]
         for group in every:
             experts = _has_experts(group)
