@@ -63,8 +63,8 @@ def refuse_what_cannot_be_called(region: Region) -> None:
     for role, _ in outputs(graphs.joint.graph, Kind.UPDATE):
         if role.name in capture.inputs:
             raise CaptureError(f"it writes into {role.name}")
-    if not _is_plain(capture.output_spec):
-        raise CaptureError("it returns an object that is no tuple or list")
+    if not (region.returned and _is_plain(capture.output_spec)):
+        raise CaptureError("it returns no tensor, or an object that is no tuple or list")
     around = [*inputs(graphs.joint.graph).values(), *region.returned.values()]
     inside = [value for part in region.parts.values() for value in _results(part.module)]
     only_tensors = all(isinstance(node.meta["val"], Tensor) for node in around)
@@ -200,7 +200,8 @@ class RegionSession:
         self._split = split
         self.refused = refused
         self._known: dict[Hashable, list[Region]] = {}
-        self._matches: dict[Hashable, tuple[Region, BlockGuards]] = {}
+        # By the first tensor that a call returns.
+        self._matches: dict[Tensor, tuple[Region, BlockGuards]] = {}
         self._called_by: dict[Any, tuple[str, nn.Module]] = {}
         self._blocks = {
             n: b
@@ -264,12 +265,14 @@ class RegionSession:
                 torch._C._DisablePythonDispatcher(),
                 function_modes_of_the_call(),
             ):
-                region, _ = self._match(name, block, leaves, spec)
+                match = region, _ = self._match(name, block, leaves, spec)
         except Exception as error:
             self._refuse(name, str(error))
         trained = {role.name for role in region.tangents}
         made = {path: region.empty(node.meta["val"]) for path, node in region.returned.items()}
-        return region.result({path: _computed(v, path in trained) for path, v in made.items()})
+        result = region.result({path: _computed(v, path in trained) for path, v in made.items()})
+        self._matches[_first_tensor(result)] = match
+        return result
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         """Have a block, and all that look like it, captured with the model.
@@ -288,27 +291,15 @@ class RegionSession:
         a new one.
         """
         signature = _signature(block, leaves, spec)
-        found = self._matches.get((block, signature))
-        if found is None:
-            own = vars(self._blocks[name]).pop("forward", None)
-            try:
-                found = self._known_match(block, signature) or self._new(
-                    name, block, signature, leaves, spec
-                )
-            finally:
-                if own is not None:
-                    vars(self._blocks[name])["forward"] = own
-            self._matches[block, signature] = found
-        return found
-
-    def _known_match(
-        self, block: nn.Module, signature: Hashable
-    ) -> tuple[Region, BlockGuards] | None:
-        for region in self._known.get(signature, ()):
-            guards = BlockGuards(region.capture.guards, block, region.args, region.kwargs)
-            if guards.hold():
-                return region, guards
-        return None
+        stand_in = vars(self._blocks[name]).pop("forward")
+        try:
+            for region in self._known.get(signature, ()):
+                guards = BlockGuards(region.capture.guards, block, region.args, region.kwargs)
+                if guards.hold():
+                    return region, guards
+            return self._new(name, block, signature, leaves, spec)
+        finally:
+            vars(self._blocks[name])["forward"] = stand_in
 
     def _new(
         self,
@@ -371,8 +362,7 @@ class RegionSession:
             if node.target not in self._called_by:
                 continue
             name, block = self._called_by[node.target]
-            given = _as_called((node.args, dict(node.kwargs)))
-            region, guards = self._match(name, block, *tree_flatten(given))
+            region, guards = self._matches[_first_tensor(traced_value(node))]
             if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
                 self._refuse(name, "its gradient of a tensor that is read elsewhere, too, is a sum")
             refuse = partial(self._refuse, name)
@@ -406,20 +396,8 @@ def _modes() -> Hashable:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
 
-def _as_called(argument: Any) -> Any:
-    """An argument in Dynamo's graph as the block was called with it: values in place of nodes, and
-    containers that are not fx's.
-    """
-    match argument:
-        case fx.Node():
-            return traced_value(argument)
-        case dict():
-            return {key: _as_called(each) for key, each in argument.items()}
-        case list():
-            return [*map(_as_called, argument)]
-        case tuple() if type(argument) is tuple:
-            return tuple(map(_as_called, argument))
-    return argument
+def _first_tensor(tree: Any) -> Tensor:
+    return next(leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor))
 
 
 def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
