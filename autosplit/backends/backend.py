@@ -11,7 +11,6 @@ import hashlib
 import importlib.abc
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -75,33 +74,24 @@ class Backend:
         raise NotImplementedError
 
 
-_FROZEN = ContextVar("frozen by a context around this one", default=False)
-
-
 @contextlib.contextmanager
 def collecting_new_objects_only() -> Iterator[None]:
-    """Freeze the objects that exist, so that the collector looks only at those made inside, and
-    collect what is left of them in the end: tracing leaves tensors in cycles.
-
-    Tracing allocates so much that it would go through the half a million objects of a process with
-    torch again and again. Does nothing where the process has frozen objects itself.
+    """Collect once, in the end, what is left of the objects made inside: tracing leaves tensors in
+    cycles, and allocates so much that the collector would go through the half a million objects of
+    a process with torch again and again.
     """
-    # Counting frozen objects goes through all of them.
-    if _FROZEN.get() or gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    outer = _FROZEN.set(True)
+    enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        _FROZEN.reset(outer)
         # Whoever looks for leaks (gc.DEBUG_SAVEALL) is to be told of others than these.
         flags = gc.get_debug()
         gc.set_debug(0)
-        gc.collect()
+        gc.collect(1)
         gc.set_debug(flags)
-        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 _OPERATORS = DirectOperators()

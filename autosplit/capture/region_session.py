@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
@@ -239,12 +240,17 @@ class RegionSession:
         return caching(block, *argument, plain, partial(self._operator, name))
 
     def _operator(self, name: str, block: nn.Module) -> Callable[..., Any]:
-        """A function that Dynamo takes for an operator."""
+        """A function that Dynamo takes for an operator. Nodes of the graph name it for as long as
+        they live, and they are not to keep the model.
+        """
+        session, called = weakref.proxy(self), weakref.ref(block)
+        thread = self._thread
 
         def call_block(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:  # that calls the model meanwhile
+            block: Any = called()
+            if threading.get_ident() != thread:  # that calls the model meanwhile
                 return type(block).forward(block, *args, **kwargs)
-            return self._called(name, block, args, kwargs)
+            return session._called(name, block, args, kwargs)
 
         self._called_by[call_block] = name, block
         operator: Callable[..., Any] = torch._dynamo.allow_in_graph(call_block)

@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -116,7 +117,9 @@ class Partial:
         self._model = model
         self.reason = reason
         self._because = because
-        self._compiled = compile_model(model, SplittingBackend(self, options or SplitOptions()))
+        # torch keeps a backend, and what it compiled, for as long as the process: not the model.
+        backend = SplittingBackend(weakref.proxy(self), options or SplitOptions())
+        self._compiled = compile_model(model, backend)
         self._parts: list[Part] = []
         self._breaks: dict[BreakReason, None] = {}
         self._seen: ForwardCall | None = None

@@ -74,7 +74,6 @@ class SplitFunctions:
         forward_state: names of the parameters and buffers that F reads.
         parameter_names: names of all gradients of parameters, in the order in which B returns
             them.
-        base: what was captured: itself, unless it was made by ``at``.
         early_parameters: those that I returns, under a memory setting that lets it.
         late_parameters: those that W returns, in order.
         tangent_specs: output path -> the gradient that the backward expects for it; outputs
@@ -86,7 +85,6 @@ class SplitFunctions:
     def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
         self.capture = traced
         self._graphs = graphs
-        self.base = self
         self._backend = backend
         self._size: Callable[[Any], int] = concrete
         self._resized: dict[tuple[int, ...], SplitFunctions] = {}
@@ -163,7 +161,7 @@ class SplitFunctions:
             if len(known) >= _MAX_SIZES:
                 known.clear()
             twin = known[key] = copy.copy(self)
-            twin._size = sizes.value(leaves)
+            twin._size, twin._resized = sizes.value(leaves), {}  # a shared one would hold itself
             twin.__dict__.pop("output_specs", None)
             twin.tangent_specs = twin._tangent_specs()
         return known[key]

@@ -213,7 +213,8 @@ class Specializations:
         self._model, self._split, self._computed = model, split, computed
         self._limit, self._insist, self._traced = limit, insist, traced
         self.sharding = sharding
-        self._known: dict[CallSignature, list[SplitFunctions]] = {}  # newest first
+        # Of each kind of call those that were captured, newest first, each with its form for it.
+        self._known: dict[CallSignature, list[tuple[SplitFunctions, SplitFunctions]]] = {}
         self._captured: dict[SplitFunctions, CallSignature] = {}  # longest unused first
         self._sizes = OpenSizes(split)
         self._first: set[CallSignature] = set()
@@ -285,9 +286,9 @@ class Specializations:
             spec = tree_flatten((args, kwargs))[1]
             args, kwargs = tree_unflatten(without_history(leaves), spec)
         with self._capturing, nullcontext() if self.sharding is None else self.sharding.plain():
-            for functions in self._known.get(signature, ()):
-                if functions.capture.guards.hold(args, kwargs):
-                    self._note_used(functions.base)
+            for captured, functions in self._known.get(signature, ()):
+                if captured.capture.guards.hold(args, kwargs):
+                    self._note_used(captured)
                     return functions
             return self._resized(signature, args, kwargs, leaves) or self._capture_fitting(
                 signature, args, kwargs, leaves, called
@@ -309,7 +310,7 @@ class Specializations:
                 if len(self._known) >= _MAX_SIZES:
                     self._forget_other_sizes()
                 resized = functions.at(leaves)
-                self._know(signature, resized)
+                self._know(signature, functions, resized)
                 return resized
         return None
 
@@ -340,13 +341,15 @@ class Specializations:
             del self._captured[next(iter(self._captured))]
             self._forget_other_sizes()
             self._warn_of_many()
-        self._know(signature, found)
+        self._know(signature, found, found)
         self._captured[found] = signature
         return found
 
-    def _know(self, signature: CallSignature, functions: SplitFunctions) -> None:
+    def _know(
+        self, signature: CallSignature, captured: SplitFunctions, functions: SplitFunctions
+    ) -> None:
         """Look these graphs up for such calls, before any others."""
-        self._known.setdefault(signature, []).insert(0, functions)
+        self._known.setdefault(signature, []).insert(0, (captured, functions))
 
     def _note_used(self, functions: SplitFunctions) -> None:
         self._captured[functions] = self._captured.pop(functions)
@@ -355,7 +358,7 @@ class Specializations:
         """Look captured graphs up under the sizes that they were captured for, and no others."""
         self._known = {}
         for functions, signature in self._captured.items():
-            self._know(signature, functions)
+            self._know(signature, functions, functions)
 
     def _warn_of_many(self) -> None:
         if not self._full:

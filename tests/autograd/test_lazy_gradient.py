@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import autosplit
 from autosplit import SplitError, SplitModule
-from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
 from tests.autograd.faces import FACES, Broken, Compiled, Net, model_for
 from tests.gradients import assert_same_gradients
@@ -358,7 +357,6 @@ def test_create_graph_elsewhere() -> None:
     assert_alike(Net(), drive, compare=within(1e-6))
 
 
-@collecting_new_objects_only()
 def test_nothing_is_left_of_a_model_that_is_gone() -> None:
     model = Net()
     split = autosplit.split(model)

@@ -56,20 +56,14 @@ def test_failure_is_no_reason_to_split_in_parts(monkeypatch: pytest.MonkeyPatch)
 # --- what the garbage collector looks at while graphs are made ------------------------------------
 
 
-def test_old_objects_are_left_alone_and_given_back() -> None:
-    with collecting_new_objects_only():
-        assert gc.get_freeze_count() > 1000  # a few die now and then
-        with collecting_new_objects_only():
-            assert gc.get_freeze_count() > 1000
-        assert gc.get_freeze_count() > 1000
-    assert gc.get_freeze_count() == 0
-
-
-def test_what_the_program_froze_stays_frozen() -> None:
-    gc.freeze()
-    try:
-        with collecting_new_objects_only():
-            assert gc.get_freeze_count() > 1000
-        assert gc.get_freeze_count() > 1000
-    finally:
-        gc.unfreeze()
+def test_collector_goes_on_where_it_was_on() -> None:
+    for was_on in (True, False):
+        try:
+            (gc.enable if was_on else gc.disable)()
+            with collecting_new_objects_only():
+                with collecting_new_objects_only():
+                    assert not gc.isenabled()
+                assert not gc.isenabled()
+            assert gc.isenabled() is was_on
+        finally:
+            gc.enable()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.dynamo.partial_model import Partial
 from tests.dynamo.breaking import (
     MODELS,
@@ -160,7 +159,18 @@ class Scaled(nn.Module):
         return h * self.weight
 
 
-@collecting_new_objects_only()
+def test_model_dies_though_its_code_is_kept() -> None:
+    """torch keeps a backend and what it compiled for as long as the process."""
+    model = TwoLayers()
+    partial = Partial(model)
+    partial(torch.randn(3, 4)).square().sum().backward()
+    partial.backward_weight()
+    died = weakref.ref(model)
+    del model, partial
+    gc.collect()
+    assert died() is None
+
+
 def test_microbatch_dies_with_its_weight_gradients() -> None:
     partial = Partial(TwoLayers())
     x = torch.randn(3, 4)

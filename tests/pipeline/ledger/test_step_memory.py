@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 
-from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.errors import PipelineError
 from autosplit.torch_internals.allocations import HostAllocations
 from tests.pipeline.ledger import workers
@@ -84,7 +83,6 @@ def test_after_30_steps_every_band_is_as_it_was(on_ranks: Ranks) -> None:
         assert late.left(rank) == early.left(rank)
 
 
-@collecting_new_objects_only()
 def test_steps_give_back_all_that_they_take() -> None:
     with workers.trainer(ranks=1) as engine:
         engine.step(workers.batch())

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.backends.backend import collecting_new_objects_only
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
@@ -95,7 +94,6 @@ def leaking(kept: list[Tensor], size: int) -> Callable[..., Stage]:
     return Leaking
 
 
-@collecting_new_objects_only()
 def recorded(**options: Any) -> StepMemory:
     """The memory of a step like any other: the first one makes state and buffers. Before any it was
     predicted to be the same.
@@ -119,7 +117,6 @@ def recorded(**options: Any) -> StepMemory:
         return found
 
 
-@collecting_new_objects_only()
 def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
     """The memory of the third step, and of one many steps later."""
     with trainer() as engine:
