@@ -114,8 +114,8 @@ class SplitModule(ModuleProxy):
     ) -> None:
         super().__init__(model)
         self.__dict__["_options"] = SplitOptions(backend, memory, overlap=overlap)
-        if max_graphs < 1:
-            raise SplitError(f"max_graphs must be at least 1, got {max_graphs}")
+        if not isinstance(max_graphs, int) or max_graphs < 1:
+            raise SplitError(f"max_graphs must be at least 1, got {max_graphs!r}")
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_max_graphs"] = max_graphs
         self.__dict__["_bound"] = PendingBound(max_pending)

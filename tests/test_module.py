@@ -103,8 +103,9 @@ def test_nothing_pending() -> None:
     with pytest.raises(SplitError, match=r"microbatches=1\): 0 pending; call loss.backward\(\)"):
         split.backward_weight(microbatches=1)
     split(torch.randn(4, 3)).sum().backward()
-    with pytest.raises(SplitError, match="1 pending; ask for 1 to 1"):
-        split.backward_weight(microbatches=2)
+    for wrong in (2, "2", 1.0):
+        with pytest.raises(SplitError, match=f"={wrong!r}.: 1 pending; ask for 1 to 1"):
+            split.backward_weight(microbatches=wrong)
 
 
 def test_saved_input_written_in_place() -> None:

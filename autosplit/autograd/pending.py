@@ -125,7 +125,7 @@ class PendingBound:
     early: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.limit, bool) or not self.limit >= 1:
+        if type(self.limit) not in (int, float) or not self.limit >= 1:
             raise SplitError(
                 f"max_pending must be at least 1, or math.inf for no bound; got {self.limit!r}"
             )
@@ -152,7 +152,7 @@ class PendingBound:
         """
         if microbatches is None:
             return int(max(0, pending - leave))
-        if not 1 <= microbatches <= pending:
+        if not isinstance(microbatches, int) or not 1 <= microbatches <= pending:
             ask = f"ask for 1 to {pending}, or for all, without a number"
             if not pending:
                 ask = (
@@ -162,7 +162,7 @@ class PendingBound:
             if self.early:
                 ask += f". max_pending={self.limit} had {self.early} computed before; raise it"
             raise SplitError(
-                f"backward_weight(microbatches={microbatches}): {pending} pending; {ask}"
+                f"backward_weight(microbatches={microbatches!r}): {pending} pending; {ask}"
             )
         return microbatches
 
