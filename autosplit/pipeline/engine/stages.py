@@ -337,12 +337,13 @@ def check_loss(metas: Sequence[TensorMeta]) -> None:
     Raises:
         PipelineError: says what came instead.
     """
-    if len(metas) == 1 and not metas[0].shape and metas[0].requires_grad:
+    scalar = [(len(meta.shape), meta.dtype.is_complex) for meta in metas] == [(0, False)]
+    if scalar and metas[0].requires_grad:
         return
-    if not torch.is_grad_enabled():
+    if scalar and not torch.is_grad_enabled():
         raise PipelineError("training needs gradients: call the trainer outside torch.no_grad()")
     came = ", ".join(f"{meta}{'' if meta.requires_grad else ' without gradient'}" for meta in metas)
     raise PipelineError(
-        f"loss_fn(output, target) must give one scalar that depends on the parameters, such as "
-        f"the mean over the microbatch; got {came or _NO_TENSOR}"
+        f"loss_fn(output, target) must give one real scalar that depends on the parameters, such "
+        f"as the mean over the microbatch; got {came or _NO_TENSOR}"
     )

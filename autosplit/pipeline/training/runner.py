@@ -25,6 +25,7 @@ from autosplit.pipeline.engine.stages import (
     TrainableStage,
     build_stages,
     check_inputs,
+    check_loss,
     compile_stages,
     forward_only,
 )
@@ -358,6 +359,8 @@ class Runner:
         for call in self._held.before:
             call()
         self._observer = observer
+            for each in losses.values():
+                check_loss([TensorMeta(each.shape, each.dtype, True)])
         losses = executor.run(inputs, targets)
         self._observer = None
         for call in self._held.behind:

@@ -171,7 +171,7 @@ def _late_hook(index: int) -> nn.Module:
 
 Scenario = tuple[Callable[[], Any], int | None, str]
 OWN: dict[str, Any] = {"stage_factory": None}
-ONE_SCALAR = "loss_fn(output, target) must give one scalar that depends on the parameters"
+ONE_SCALAR = "loss_fn(output, target) must give one real scalar that depends on the parameters"
 
 
 def step(**options: Any) -> Callable[[], None]:
