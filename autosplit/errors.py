@@ -39,6 +39,12 @@ class FirstCallError(CaptureError):
     """A first call is to be run as it is, for what it does once; the next can be traced."""
 
 
+class PythonStateError(CaptureError):
+    """The forward changes Python state, constructs an object, such as a module, or takes a lock, to
+    do either, which no graph holds: often its first call alone does.
+    """
+
+
 class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from .errors import (
     SplitError,
 )
 from .module import SplitModule
+from .runtime.refusals import misfit
 
 
 def split(
@@ -107,7 +107,10 @@ def split(
         except FirstCallError:  # that call is for the user to make, so nothing has begun
             module._attach()
         except (CaptureError, SplitError) as error:
-            _check_arguments(model, args, kwargs or {})
+            # A model in parts is not looked at before it is called.
+            if text := misfit(model, args, kwargs or {}):
+                told = f"the example inputs do not fit {type(model).__name__}.forward, which"
+                raise SplitError(f"{told} {text}") from None
             module._fallback.give_up(error)
     return module
 
@@ -126,14 +129,3 @@ def _check_kind(model: nn.Module) -> None:
             f"{type(model).__name__} is TorchScript, which cannot be traced into a graph of "
             "forward and backward; split the nn.Module that it was made from"
         )
-
-
-def _check_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """A model in parts is not looked at before it is called; so look at what it is called with."""
-    signature = inspect.signature(model.forward)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise SplitError(
-            f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}"
-        ) from None

@@ -14,9 +14,11 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch.nn.modules import module as torch_module
 
-from autosplit.errors import CaptureError, FailingCallError
+from autosplit.errors import CaptureError, FailingCallError, PythonStateError
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_LIBRARIES = tuple(
+    os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__))
+)
 
 
 class ModuleHook(NamedTuple):
@@ -63,12 +65,27 @@ def backward_hook(module: nn.Module) -> ModuleHook | None:
 def forward_hook(module: nn.Module) -> ModuleHook | None:
     """The first hook on the forward of a module or of one below it that is not torch's own."""
     found = _hooks(module, "_forward_hooks", "_forward_pre_hooks")
-    return next((hook for hook in found if hook.line and not is_torch_file(hook.line)), None)
+    return next((hook for hook in found if hook.line and not is_library_file(hook.line)), None)
 
 
-def is_torch_file(path: str) -> bool:
-    """Whether a file is torch's."""
-    return path.startswith(_TORCH)
+def is_library_file(path: str) -> bool:
+    """Whether a file is torch's or ours."""
+    return path.startswith(_LIBRARIES)
+
+
+class Wrapper(nn.Module):
+    """A module of ours around one of the user's."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def named_module(module: nn.Module) -> nn.Module:
+    """The module that errors name: the user's."""
+    return named_module(module.module) if isinstance(module, Wrapper) else module
 
 
 def _hooks(module: nn.Module, *tables: str) -> Iterator[ModuleHook]:
@@ -76,12 +93,6 @@ def _hooks(module: nn.Module, *tables: str) -> Iterator[ModuleHook]:
         for table in tables:
             for hook in getattr(part, table, {}).values():
                 yield ModuleHook(name, type(part).__name__, hook)
-
-
-class PythonStateError(CaptureError):
-    """The forward changes Python state, constructs an object, such as a module, or takes a lock, to
-    do either, which no graph holds: often its first call alone does.
-    """
 
 
 @contextlib.contextmanager
@@ -99,6 +110,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
+        module = named_module(module)
         hook = backward_hook(module)
         if hook is not None and _is_calling(error):
             raise _hooked(module, hook) from error
@@ -128,11 +140,13 @@ def _hooked(module: nn.Module, hook: ModuleHook) -> CaptureError:
     """The error for a module that has a backward hook."""
     at = f" (at {hook.line})" if hook.line else ""
     reason = f"{hook} has a backward hook{at}, which no graph holds"
-    advice = "Remove it, or split the submodules without such hooks instead of the whole"
-    if hook.owner is None:
-        advice = "Remove it, or hook into the split module"
-    elif not hook.owner:
-        advice = "Put it on the split module instead of on the model"
+    advice = "Split the submodules without such hooks instead of the whole"
+    if not hook.owner:
+        advice = "Put it on the split module instead"
+    advice += (
+        ". In a pipeline's stage, hook parameters, or tensors in its forward "
+        "(y.register_hook(lambda grad: 2 * grad))"
+    )
     return CaptureError(
         f"{type(module).__name__} cannot be captured in one graph: {reason}. {advice}.",
         because=f"{reason}. {advice}",
@@ -157,7 +171,7 @@ def _below_error(record: logging.LogRecord) -> bool:
 def _user_line(error: Exception) -> str:
     """``file:line`` of the innermost frame of the user's code, where Dynamo recorded it."""
     stack = getattr(error, "real_stack", None) or ()
-    frames = [frame for frame in stack if not is_torch_file(frame.filename)]
+    frames = [frame for frame in stack if not is_library_file(frame.filename)]
     layers = (frame for frame in reversed(stack) if f"nn{os.sep}modules" in frame.filename)
     own = frames or [*layers][:1]  # the model is one of torch's modules
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
@@ -204,14 +218,21 @@ def _loops_over_experts(part: nn.Module, where: str) -> bool:
     return experts and definition(part).rpartition(":")[0] == where.rpartition(":")[0]
 
 
+def forward_of(module: nn.Module) -> str:
+    """The module's forward, and where it is."""
+    module = named_module(module)
+    return f"{type(module).__name__}.forward (at {definition(module)})"
+
+
 def definition(module: nn.Module) -> str:
     """``file:line`` of the user's code that the module's forward runs."""
     forward = inspect.unwrap(type(module).forward)
     try:
-        hook = forward_hook(module) if is_torch_file(inspect.getsourcefile(forward) or "") else None
+        file = inspect.getsourcefile(forward) or ""
+        hook = forward_hook(module) if is_library_file(file) else None
         if hook is not None:
             return f"a hook of {hook}, {hook.line}"
-        return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]}"
+        return f"{file}:{inspect.getsourcelines(forward)[1]}"
     except (OSError, TypeError):
         return f"{type(module).__module__}.{type(module).__qualname__}.forward"
 

@@ -32,9 +32,11 @@ from autosplit.capture.workarounds.dynamo import (
     unrolling_limited,
 )
 from autosplit.capture.workarounds.operators import grouped_products_of_any_dtype
+from autosplit.errors import CaptureError
 from autosplit.torch_internals import TORCH
 from autosplit.torch_internals.pytree import hold
 
+from .diagnosis import forward_of
 from .guards import DYNAMO, ForwardScope, Guards, traced_call
 from .side_effects import refuse_drawn, setters, writes_noted
 
@@ -105,7 +107,7 @@ def _export(
                 regions.forget_stand_ins(captured, scope)
             guards = Guards.of(module, args, kwargs, captured)
             guards.setters = setters(module, captured, written, scope)
-        _return_something(captured)
+        _return_something(module, captured)
         with graph_put_aside(module, captured.backend_input):
             given = hold(args), hold(kwargs)
             exported = create_fx_graph_from_captured_output(captured, module, *given)
@@ -125,12 +127,18 @@ def _export(
     return exported, guards
 
 
-def _return_something(captured: CaptureOutput) -> None:
+def _return_something(module: nn.Module, captured: CaptureOutput) -> None:
     """Give a graph without results one, as torch writes no valid code for it: the graph of a module
     that returns views of its parameters only.
+
+    Raises:
+        CaptureError: there is no graph.
     """
     if captured.backend_input is None:
-        return
+        raise CaptureError(
+            f"{forward_of(module)} computes no tensor: let it return one, or several, that it "
+            "computes (of an input, x.clone())"
+        )
     graph = captured.backend_input.graph_module.graph
     output, taken = graph.output_node(), graph.find_nodes(op="placeholder")
     if not output.args[0] and taken:

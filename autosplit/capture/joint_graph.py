@@ -27,7 +27,7 @@ from autosplit.capture.workarounds.operators import (
     refuse_mixed_dtypes,
     refuse_traced_otherwise,
 )
-from autosplit.errors import CaptureError
+from autosplit.errors import CaptureError, PythonStateError
 from autosplit.passes import Role
 from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dtensor import Sharding
@@ -39,7 +39,7 @@ from autosplit.torch_internals.pytree import (
     tree_unflatten,
 )
 
-from .diagnosis import PythonStateError, definition, user_errors
+from .diagnosis import forward_of, user_errors
 from .export import export
 from .guards import Guards, unobserved
 from .input_sizes import InputSizes, is_open
@@ -129,11 +129,9 @@ def _values_refused(module: nn.Module, exported: fx.GraphModule) -> Iterator[Non
     with _ValuesRead() as values:  # type: ignore[no-untyped-call]
         yield
     if values.read:
-        name = type(module).__name__
         raise CaptureError(
-            f"{name}.forward (at {definition(module)}) reads the value of a tensor "
-            "that it keeps and that may change (.item(), float()): register it as a buffer, or "
-            "keep a number"
+            f"{forward_of(module)} reads the value of a tensor that it keeps and that may change "
+            "(.item(), float()): register it as a buffer, or keep a number"
         )
 
 

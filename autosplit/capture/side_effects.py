@@ -25,11 +25,11 @@ from torch._dynamo.source import RandomValueSource
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
-from autosplit.errors import CaptureError
+from autosplit.errors import CaptureError, PythonStateError
 from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dynamo import source_name, traced_value
 
-from .diagnosis import PythonStateError, definition
+from .diagnosis import forward_of
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _MISSING, _UNKNOWN = object(), object()
@@ -130,17 +130,17 @@ def setters(
             else:
                 if source.endswith("._buffers") and before is not None:
                     raise CaptureError(
-                        f"{type(module).__name__}.forward replaces buffer {key!r} by a new "
-                        f"tensor (at {definition(module)}); write into it instead, as in "
-                        "self.buffer.copy_(new) or self.buffer += 1"
+                        f"{forward_of(module)} replaces buffer {key!r} by a new tensor; write into "
+                        "it instead, as in self.buffer.copy_(new) or self.buffer += 1"
                     )
-                lasting.append(source)
+                lasting.append(place)
     if lasting:
         raise PythonStateError(
-            f"{type(module).__name__}.forward (at {definition(module)}) changes Python state, "
+            f"{forward_of(module)} changes Python state, "
             f"{', '.join(dict.fromkeys(map(_readable, lasting)))}, which a graph cannot repeat on "
-            "every call. Keep such state outside of the forward, or in a buffer that is written in "
-            "place. If only the first call does it, call the model once before it is split."
+            "every call. Return such a tensor instead, keep such state outside of the forward, or "
+            "in a buffer that is written in place. If only the first call does it, call the model "
+            "once before it is split."
         )
     return found
 
@@ -198,8 +198,8 @@ def refuse_drawn(module: nn.Module, exported: fx.GraphModule) -> None:
     sources = (getattr(node, "_dynamo_source", None) for node in exported.graph.nodes)
     if any(isinstance(source, RandomValueSource) for source in sources):
         raise CaptureError(
-            f"{type(module).__name__}.forward (at {definition(module)}) draws from Python's "
-            "random module, which a graph cannot repeat; draw with torch.rand instead"
+            f"{forward_of(module)} draws from Python's random module, which a graph cannot "
+            "repeat; draw with torch.rand instead"
         )
 
 

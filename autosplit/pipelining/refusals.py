@@ -5,7 +5,6 @@ Errors of a stage's forward as the user meets them: the forward's own, and those
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autosplit.errors import CaptureError, FailingCallError, PipelineError
 from autosplit.module import SplitModule
 from autosplit.pipelining.results import described
+from autosplit.runtime.refusals import misfit
 
 _NOT_TAKEN = ("dw_builder", "input_grads", "output_grads", "get_mesh")
 """Arguments of torch's stage that a split one does not take."""
@@ -93,22 +93,17 @@ def refuse_unfit_call(
     Raises:
         PipelineError: says which, and where they come from.
     """
-    signature = inspect.signature(module.forward)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        if first and not args and not kwargs:
-            raise PipelineError(
-                f"step() was given no inputs on the rank of {owner}, whose forward takes "
-                f"{signature}: on this rank call schedule.step(batch, ...) with the whole batch; "
-                "ranks without the first stage give none"
-            ) from error
+    text = misfit(module, args, kwargs)
+    if text and first and not args and not kwargs:
+        raise PipelineError(
+            f"step() was given no inputs on the rank of {owner}, whose forward {text}. On this "
+            "rank call schedule.step(batch, ...) with the whole batch; ranks without the first "
+            "stage give none"
+        )
+    if text:
         source = "step() was given" if first else "the stage before hands on"
         by_name = f", by name {', '.join(sorted(kwargs))}" if kwargs else ", and nothing by name"
-        raise PipelineError(
-            f"{owner} takes {signature}: {error}; {source} {len(args)} positional "
-            f"argument(s){by_name}"
-        ) from error
+        raise PipelineError(f"{owner} {text}; {source} {len(args)} positional argument(s){by_name}")
 
 
 def refused_capture(owner: str, leaves: Sequence[Any], error: CaptureError) -> Exception:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.backends.backend import collecting_new_objects_only
-from autosplit.capture.diagnosis import PythonStateError
 from autosplit.capture.forward_graph import CapturedForward, capture_forward
 from autosplit.capture.module_paths import name_modules, stack
 from autosplit.capture.workarounds.custom_functions import make_traceable
-from autosplit.errors import AutosplitError, CaptureError, PlanError
+from autosplit.errors import AutosplitError, CaptureError, PlanError, PythonStateError
 from autosplit.planner.blocks import find_cuts, make_blocks
 from autosplit.planner.meta_model import named_tensors, stand_in_tensors
 from autosplit.planner.operation_sequence import OperationSequence

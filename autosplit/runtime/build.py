@@ -26,7 +26,13 @@ from autosplit.backends.backend import (
     collecting_new_objects_only,
 )
 from autosplit.device import generators_kept
-from autosplit.errors import CaptureError, FailingCallError, FirstCallError, SplitError
+from autosplit.errors import (
+    CaptureError,
+    FailingCallError,
+    FirstCallError,
+    PythonStateError,
+    SplitError,
+)
 from autosplit.passes import CollectiveCosts, Memory, PassError, SplitGraphs, memory_setting, run
 from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
@@ -192,7 +198,6 @@ def _capture(
     insist: bool,
 ) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
-    from autosplit.capture.diagnosis import PythonStateError
     from autosplit.capture.joint_graph import capture
     from autosplit.capture.side_effects import refuse_own_generators
 

@@ -7,7 +7,8 @@ graph is traced before that is known, with a backward outside of autocast."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import inspect
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +87,19 @@ def refuse_dtensors(name: str, module: nn.Module, functions: SplitFunctions) -> 
                 "hand each other local tensors. Pass local ones, and leave use_local_output=True "
                 "in the plan of parallelize_module"
             )
+
+
+def misfit(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] = {}) -> str:
+    """What the module's forward takes, and what is wrong with these arguments; empty where they
+    fit, as far as its signature tells.
+    """
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        if not module._forward_pre_hooks:  # which may bring them into order
+            return f"takes {signature}: {error}"
+    return ""
 
 
 def _is_floating(value: object) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import CaptureError, SplitError
+from autosplit.errors import CaptureError, FailingCallError, SplitError
 from autosplit.passes.analysis.aliasing import overlaps_itself
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
@@ -113,8 +113,15 @@ class StageSpecializations(Specializations):
         args: tuple[Any, ...] = tuple(examples) or self._now.blanks
         if self._spec is not None:
             args = tree_unflatten(self._with(args), self._spec)
-        with torch.set_grad_enabled(self._grad_mode):
-            found = self.fitting(args, {}, *flatten(args, {}))
+        try:
+            with torch.set_grad_enabled(self._grad_mode):
+                found = self.fitting(args, {}, *flatten(args, {}))
+        except (CaptureError, SplitError) as error:
+            text = self._name
+            if isinstance(error, FailingCallError):
+                given = [(s.shape, s.dtype, True) for s in self._now.specs]
+                text += f" cannot take what it is given, {_described(given)}"
+            raise type(error)(f"{text}: {error}") from error
         if self.outputs and found is not self.current:
             self._check_outputs(found)
         self.current = found

@@ -295,11 +295,11 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             one, other = (traced_value(each).dtype for each in node.args[first : first + 2])
             if one != other:
+                line = source_line(node)
                 raise FailingCallError(
-                    f"{name} of {node.args[first]} in {one} by {node.args[first + 1]} in {other}, "
-                    f"at {source_line(node) or 'a line'}: torch multiplies tensors of one dtype. "
-                    "Convert the inputs (arrays of NumPy are float64 as a rule: x.float()), or "
-                    "the model"
+                    f"{name} of a tensor in {one} by one in {other}{line and f', at {line}'}: "
+                    "torch multiplies tensors of one dtype. Convert the inputs (arrays of NumPy "
+                    "are float64 as a rule: x.float()), or the model"
                 )
 
 

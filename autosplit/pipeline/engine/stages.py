@@ -21,6 +21,7 @@ from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, 
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.gradient_accumulation import GradientSums
+from autosplit.runtime.refusals import misfit
 from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import is_flat
 from autosplit.torch_internals.state import modes_kept, versions
@@ -222,8 +223,11 @@ def check_inputs(
 
     Raises:
         PlanError: the batch is not of the size for which the model was cut.
+        PipelineError: the first stage takes another number of inputs.
     """
     if feeds.wiring is None:
+        if 0 in modules and (text := misfit(modules[0], inputs)):
+            raise PipelineError(f"stage 0 {text}; the batch has {len(inputs)} input(s)")
         return
     for index, module in modules.items():
         sources = feeds.wiring.inputs[index]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import CaptureError, FailingCallError, PipelineError, PlanError
-from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta, listed
+from autosplit.errors import CaptureError, PipelineError, PlanError
+from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor, ForwardStage
 from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
@@ -60,7 +60,7 @@ from .stage_modules import (
     WithAutocast,
     WithLoss,
     check_trained,
-    explain_loss,
+    explain,
 )
 from .tuning import Tuner
 
@@ -294,15 +294,10 @@ class Runner:
                 return known
             try:
                 made = self._factory(module, args, index=index)
-            except CaptureError as error:
-                if not self._shares_tensors:  # whose other ranks would have to call it, too
-                    explain_loss(module, args)
-                if not isinstance(error, FailingCallError):
-                    raise
-                given = listed([*map(TensorMeta.of, args)])
-                raise FailingCallError(
-                    f"stage {index} cannot take what it is given, {given}: {error}"
-                ) from error
+            except CaptureError:
+                # Other ranks that share its tensors would have to call it, too.
+                explain(index, module, args, called=not self._shares_tensors)
+                raise
         if isinstance(made, Stage):
             self._check_buffers(index, module, made)
             self._known[module] = made
@@ -359,13 +354,13 @@ class Runner:
         for call in self._held.before:
             call()
         self._observer = observer
-            for each in losses.values():
-                check_loss([TensorMeta(each.shape, each.dtype, True)])
         losses = executor.run(inputs, targets)
         self._observer = None
         for call in self._held.behind:
             call()
         if known is None:
+            for each in losses.values():
+                check_loss([TensorMeta(each.shape, each.dtype, True)])
             own = next((each.dtype for each in losses.values()), None)
             step.dtype = next(filter(None, self._groups.gather(own)))
         return self._agree(step, losses, inputs + targets, clipping=False)

@@ -11,11 +11,12 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from autosplit.capture.diagnosis import is_torch_file
+from autosplit.capture.diagnosis import Wrapper, is_library_file
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.board import describe_error
 from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.pipeline.schedule.routes import Wiring
+from autosplit.runtime.refusals import misfit
 from autosplit.torch_internals.dtensor import dtensor_class
 
 Holder: TypeAlias = "tuple[int, str]"
@@ -135,7 +136,7 @@ def check_trained(loss_fn: LossFunction, module: nn.Module) -> None:
             )
 
 
-class WithLoss(nn.Module):
+class WithLoss(Wrapper):
     """The last stage with the loss: takes its inputs, then the targets, and returns the loss.
 
     Args:
@@ -151,8 +152,7 @@ class WithLoss(nn.Module):
         targets: int | None,
         observer: Observer | None = None,
     ) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.loss_fn = loss_fn
         self._plain = targets is None
         self._targets = 1 if targets is None else targets
@@ -161,8 +161,12 @@ class WithLoss(nn.Module):
 
     def outputs(self, args: Sequence[Tensor]) -> tuple[Any, Any]:
         """What the loss is given: the module's output, and the targets."""
-        cut = len(args) - self._targets
-        return self.module(*args[:cut]), args[cut] if self._plain else args[cut:]
+        targets = args[len(args) - self._targets :]
+        return self.module(*self.taken(args)), targets[0] if self._plain else targets
+
+    def taken(self, args: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What the module is given of the arguments."""
+        return args[: len(args) - self._targets]
 
     def forward(self, *args: Tensor) -> Any:
         output, targets = self.outputs(args)
@@ -177,28 +181,38 @@ class WithLoss(nn.Module):
         return loss
 
 
-def explain_loss(module: nn.Module, args: Sequence[Tensor]) -> None:
-    """Where the last stage cannot be captured because its loss fails in eager mode too, say so.
+def explain(index: int, module: nn.Module, args: Sequence[Tensor], *, called: bool) -> None:
+    """Where a stage cannot be captured because it takes another number of inputs, or because its
+    loss fails in eager mode too, say so.
 
     Args:
-        module: a stage that could not be captured.
+        index: of the stage.
+        module: that could not be captured.
         args: for these.
+        called: whether the loss may be called.
 
     Raises:
-        PipelineError: the loss fails; names its line, and what it was given.
+        PipelineError: it is so; of a loss that fails, names its line, and what it was given.
     """
     module = module.module if isinstance(module, WithAutocast) else module
-    if not isinstance(module, WithLoss):
+    last = module if isinstance(module, WithLoss) else None
+    own, given = (last.module, last.taken(args)) if last else (module, args)
+    if text := misfit(own, given):
+        raise PipelineError(
+            f"stage {index} ({type(own).__name__}) {text}; the stage before it puts out "
+            f"{len(given)} tensor(s)"
+        )
+    if last is None or not called:
         return
     try:
-        output, targets = module.outputs(tuple(args))
+        output, targets = last.outputs(tuple(args))
     except Exception:  # not of the loss, and told by capture
         return
     try:
-        module.loss_fn(output, targets)
+        last.loss_fn(output, targets)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
-        lines = [f"{at.filename}:{at.lineno}" for at in frames if not is_torch_file(at.filename)]
+        lines = [f"{at.filename}:{at.lineno}" for at in frames if not is_library_file(at.filename)]
         raise PipelineError(
             f"loss_fn(output, targets) raised {describe_error(error)}\n  "
             f"{f'at {lines[-1]}, ' if lines else ''}output: {_told(output)}, "
@@ -214,12 +228,11 @@ def _told(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-class WithAutocast(nn.Module):
+class WithAutocast(Wrapper):
     """Runs a module under autocast; the loss as well, where the module contains it."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self._device_type = device.type
         self._dtype = dtype
 

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.capture.export import export
-from autosplit.capture.side_effects import (
-    PythonStateError,
-)
-from autosplit.errors import CaptureError
+from autosplit.errors import CaptureError, PythonStateError
 from tests import zoo
 from tests.zoo import Made
 
@@ -97,7 +94,7 @@ class Unique:
 
 @pytest.mark.parametrize(("effect", "held"), [(append, {"log": []}), (count, {"calls": 0})])
 def test_what_a_module_without_copies_changes_is_named(effect: Any, held: dict[str, Any]) -> None:
-    name = "self.log" if "log" in held else "self"
+    name = f"self.{next(iter(held))}"
     with pytest.raises(PythonStateError, match=f"changes Python state, {name}, which a graph"):
         traced(with_effect(effect, only=Unique(), **held))
 

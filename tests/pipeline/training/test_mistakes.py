@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
-from autosplit.errors import AutosplitError, PipelineError
+from autosplit.errors import AutosplitError, BatchError, PipelineError
 from autosplit.pipeline import PipelineTrainer
 from tests.pipeline import workers
 from tests.ranks import ranks
@@ -48,6 +48,32 @@ class ByName(nn.Linear):
         return {"b": super().forward(x), "a": x}
 
 
+class Doing(nn.Linear):
+    """A user's stage."""
+
+    def __init__(self, returns: Callable[[Doing, Tensor], Any]) -> None:
+        super().__init__(8, 8)
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> Any:
+        return self.returns(self, x)
+
+
+def leaves_something(stage: Doing, x: Tensor) -> Tensor:
+    stage.aux = nn.functional.linear(x, stage.weight)
+    return stage.aux
+
+
+def hooked() -> nn.Module:
+    stage = nn.Linear(8, 8)
+    stage.register_full_backward_hook(lambda *args: None)
+    return stage
+
+
+def complex_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return ((output - targets) * 1j).mean()
+
+
 def of_keys(output: Any, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(output["logits"], targets)
 
@@ -78,11 +104,42 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         (lambda: trainer(schedule="1F1B"), "what torch calls 1F1B is '1f1b'"),
         (
             lambda: trainer(model=[nn.Linear(8, 8), nn.Linear(4, 4)]).step((X, Y)),
-            r"stage 1 cannot take what it is given, .*float32\[2, 8\]",
+            r"stage 1 cannot take what it is given, .*float32\[2, 8\].*: Linear cannot be "
+            r"captured in one graph\.\n  at .*linear\.py:",
         ),
         (
             lambda: trainer().step((X.double(), Y.double())),
-            r"addmm of \w+ in torch.float64 by \w+ in torch.float32, at .*: .*x\.float\(\)",
+            r"addmm of a tensor in torch\.float64 by one in torch\.float32: .*x\.float\(\)",
+        ),
+        (
+            lambda: trainer(model=[Doing(lambda stage, x: None), nn.Linear(8, 8)]).step((X, Y)),
+            rf"^stage 0: Doing\.forward \(at {__file__}:\d+\) computes no tensor: let it",
+        ),
+        (
+            lambda: trainer(model=[Doing(lambda stage, x: 3.0), nn.Linear(8, 8)]).step((X, Y)),
+            rf"^stage 0: Doing\.forward \(at {__file__}:\d+\) computes no tensor: let it",
+        ),
+        (
+            lambda: trainer(model=[Doing(lambda stage, x: (x, -x)), nn.Linear(8, 8)]).step((X, Y)),
+            r"^stage 1 \(Linear\) takes \(input: .*: too many positional arguments; the stage "
+            r"before it puts out 2 tensor\(s\)",
+        ),
+        (
+            lambda: trainer(model=[nn.Linear(8, 8), Doing(leaves_something)]).step((X, Y)),
+            rf"^stage 1: Doing\.forward \(at {__file__}:.* changes .*aux, .*Return such a tensor",
+        ),
+        (
+            lambda: trainer(model=[nn.Linear(8, 8), hooked()]).step((X, Y)),
+            rf"^stage 1: Linear cannot be captured in one graph: Linear has a backward hook .at "
+            rf"{__file__}:.*In a pipeline's stage, hook parameters, or tensors in its forward",
+        ),
+        (
+            lambda: trainer(loss_fn=complex_loss).step((X, Y)),
+            r"must give one real scalar .*; got complex64\[\]",
+        ),
+        (
+            lambda: trainer(loss_fn=complex_loss).evaluate((X, Y)),
+            r"must give one real scalar .*; got complex64\[\]",
         ),
         (lambda: trainer().step(X), r"step\(\(x, y\)\), or step\(x, target=y\)"),
         (
@@ -113,6 +170,13 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         "torch's name",
         "widths",
         "float64",
+        "nothing returned",
+        "a number returned",
+        "two for one",
+        "an attribute",
+        "a hook",
+        "a complex loss",
+        "a complex loss in evaluation",
         "no pair",
         "a name",
         "a dictionary",
@@ -124,6 +188,31 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
 def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
     with pytest.raises(AutosplitError, match=text):
         mistake()
+
+
+def test_too_many_inputs_are_refused_before_the_step() -> None:
+    with trainer(model=[nn.Linear(8, 8), nn.Linear(8, 8)]) as engine:
+        with pytest.raises(BatchError, match=r"stage 0 takes \(input: .*; the batch has 2 input"):
+            engine.step((X, X), target=Y)
+        engine.step((X,), target=Y)
+
+
+def test_hooks_in_a_stage_are_called_as_advised() -> None:
+    def doubled(stage: Doing, x: Tensor) -> Tensor:
+        made = nn.functional.linear(x, stage.weight)
+        made.register_hook(lambda grad: 2 * grad)
+        return made
+
+    found = []
+    for returns in (lambda stage, x: nn.functional.linear(x, stage.weight), doubled):
+        seen: list[Tensor] = []
+        torch.manual_seed(0)
+        stages = [Doing(returns), nn.Linear(8, 8)]
+        stages[0].weight.register_hook(seen.append)
+        trainer(model=stages).forward_backward((X, Y))
+        assert len(seen) == 2
+        found.append(stages[0].weight.grad)
+    assert torch.equal(found[1], 2 * found[0])
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
