@@ -210,9 +210,10 @@ class PeerWatch:
                 f"rank {self._rank} is in {own}, and every rank makes the same calls of a trainer "
                 f"(one under `if rank == 0:` has no partner); or {cause}"
             )
-        # One that waits, too, has begun its last wait anew a moment ago.
+        # One that waited, too, has begun to wait anew, or to look who is stuck, a moment ago.
         so_long = f"has been in {pulse.place} for {pulse.seconds:.3g} s"
-        what = so_long if rank in busy else f"is in {pulse.place}"
+        anew = rank in apart and pulse.seconds < 2 * _SILENCE
+        what = f"is in {pulse.place}" if anew else so_long
         return Fault(rank, pulse.place, f"{what}: {cause}; rank {self._rank} {waited}", ended=True)
 
     def _silent(self, rank: int, pulse: Pulse | None, waited: str) -> Fault:

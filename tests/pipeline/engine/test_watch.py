@@ -209,6 +209,14 @@ def test_ranks_that_wait_in_different_calls_are_told_both(ranks: Ranks) -> None:
     assert "and backward, and every rank makes the same calls" in text
 
 
+def test_a_rank_that_waited_as_long_is_not_told_by_what_it_began_since(ranks: Ranks) -> None:
+    """Its wait timed out, too, and it looks who is stuck."""
+    watch, _ = ranks.watch(0), ranks.watch(1)
+    ranks.places[1].enter("saving a checkpoint")
+    time.sleep(0.3)
+    assert headline(watch.explain(TIMEOUT)).startswith("rank 1 is in saving a checkpoint: rank 0")
+
+
 def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
     watch, other = ranks.watch(0), ranks.watch(1)
     with ranks.places[1]("the optimizer step"):
