@@ -37,8 +37,8 @@ from autosplit.torch_internals.checkpoint import unpickled_metadata
 from .plain import load_plain
 
 METADATA = ".metadata"
-SAVE = "save-"
-"""What the folder's name begins with in which a save has its files."""
+SAVED = "save-" + "[0-9a-f]" * 16
+"""What the folder's name is like in which a save has its files."""
 _INDEX = "*.index.json"
 _WRAPPERS = ("model", "state_dict")
 
@@ -193,7 +193,7 @@ def _of_folder(path: Path) -> _Tensors:
     found = sorted(path.glob(_INDEX)) or sorted(path.glob("*.safetensors"))
     if len(found) != 1:
         listed = ", ".join(sorted(file.name for file in path.iterdir())[:10])
-        unfinished = any(path.glob(f"{SAVE}*"))
+        unfinished = any(path.glob(SAVED))
         raise CheckpointError(
             f"expected in {path} the .metadata of torch.distributed.checkpoint, one {_INDEX} or "
             f"one .safetensors file; there is {listed or 'nothing'}: "

@@ -37,7 +37,7 @@ from autosplit.pipeline.engine.control import Control
 from . import run_state
 from .naming import Names, Naming
 from .ranks import Ranks, joined, told
-from .reading import METADATA, SAVE
+from .reading import METADATA, SAVED
 
 if TYPE_CHECKING:
     from autosplit.pipeline.trainer import PipelineTrainer
@@ -139,19 +139,16 @@ def save_checkpoint(
                 "forward_backward has added gradients that no step has taken, and a checkpoint has "
                 "none: save behind step(), or put None into every .grad"
             )
-        run = run_state.pack_run(
-            ranks, naming.groups, scheduler=scheduler, step=step, extra=extra or {}
-        )
+        run = run_state.pack_run(ranks, naming.groups, scheduler=scheduler, step=step, extra=extra or {})
         found = {"autosplit": run, **_state(ranks, naming)}
         return _copied(found) if asynchronous else found
 
     content = ranks.do(state)
     said = ranks.gather((str(path), step, secrets.token_hex(8)))
     paths, steps, numbers = zip(*said, strict=True)
-    if len({*paths}) > 1:
-        raise CheckpointError(f"the ranks save to different folders: {', '.join(paths)}")
-    if len({*steps}) > 1:
-        raise CheckpointError(f"the ranks are at different steps: {[*steps]}")
+    for differ, values in (("save to different folders", paths), ("are at different steps", steps)):
+        if len({*values}) > 1:
+            raise CheckpointError(f"the ranks {differ}: {[*values]}")
     writer = _StagedWriter(Path(path), numbers[0])
     with trainer.together(ranks.doing) as groups:
         if not asynchronous:
@@ -227,8 +224,8 @@ class _StagedWriter(FileSystemWriter):
     """
 
     def __init__(self, path: Path, number: str) -> None:
-        super().__init__(path / f"{SAVE}{number}")
-        self._home, self._folder = path, path / f"{SAVE}{number}"
+        self._home, self._folder = path, path / f"save-{number}"
+        super().__init__(self._folder)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Name the files from the folder above theirs, where the metadata will be."""
@@ -262,10 +259,18 @@ class _StagedWriter(FileSystemWriter):
         with contextlib.suppress(OSError):  # it is there; the one before stays where names are not
             for folder in (self._home, self._home.absolute().parent):
                 _sync(folder)
-            for old in {*self._home.glob(f"{SAVE}*")} - {self._folder}:
-                shutil.rmtree(old, ignore_errors=True)
+            for old in {*self._home.glob(SAVED)} - {self._folder}:
+                if all(_is_ours(file) for file in old.glob("*")):
+                    shutil.rmtree(old, ignore_errors=True)
             for old in self._home.glob("__*_*.distcp"):  # of a save by torch itself
                 old.unlink()
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a save has written it; metadata of ours has files' names from the folder above."""
+    if file.name == METADATA:
+        return f"{file.parent.name}/__".encode() in file.read_bytes()
+    return any(map(file.match, ("__*_*.distcp", f"{METADATA}.tmp")))
 
 
 def _sync(folder: Path) -> None:

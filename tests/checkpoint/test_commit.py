@@ -121,9 +121,28 @@ def test_whenever_a_save_is_killed_or_fails(
 
 
 def test_a_save_that_did_not_get_to_its_end_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "save-1").mkdir()
+    (tmp_path / "save-0123456789abcdef").mkdir()
     with pytest.raises(CheckpointError, match="a save that did not get to its end"):
         read_checkpoint(tmp_path)
+
+
+def test_folders_of_others_stay_where_a_save_is(tmp_path: Path) -> None:
+    """Also where they are called as if a save had left them."""
+    notes, torchs = tmp_path / "save-0123456789abcdef", tmp_path / "save-00000000deadbeef"
+    with unworried():
+        save({"model": whole(5).state_dict()}, checkpoint_id=torchs, no_dist=True)
+    with small() as engine:
+        save_checkpoint(engine, tmp_path / "save-1", step=1)
+        for folder in (notes, tmp_path / "save-images"):
+            folder.mkdir()
+            (folder / "a.txt").write_text("mine")
+        before = {*tmp_path.rglob("*")}
+        for _ in range(2):
+            save_checkpoint(engine, tmp_path)
+        left = {*tmp_path.rglob("*")} - before
+        assert before <= {*tmp_path.rglob("*")}
+        assert len([each for each in left if each.is_dir()]) == 1
+        assert load_checkpoint(engine, tmp_path / "save-1").step == 1
 
 
 def test_it_takes_the_place_of_torchs_own(tmp_path: Path) -> None:
