@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +13,23 @@ from torch import Tensor
 from autosplit.errors import CheckpointError
 
 
-def load_plain(content: bytes, what: str) -> Any:
+def load_plain(content: bytes | Path, what: object, *, mmap: bool = False) -> Any:
     """What ``torch.save`` wrote, if it is tensors and plain values; nothing else is made or run.
 
     Raises:
         CheckpointError: it is something else, or damaged.
     """
+    source = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        # Torch hides its reason behind advice to run what the file asks for.
+        cause = error.__context__ if error.__suppress_context__ else error
+        reason = str(cause).partition("\n")[0].partition(". Please")[0]
         raise CheckpointError(
             f"cannot read {what} as tensors and plain values, and nothing else is read, since that "
-            f"could run code: {reason}"
-        ) from error
+            f"could run code: {type(cause).__name__}: {reason}"
+        ) from cause
 
 
 def plain(value: Any) -> Any:

@@ -226,8 +226,7 @@ def _of_file(path: Path) -> _Tensors:
         return {name: (each, lambda: None) for name, each in _safetensors(path).items()}
     with path.open("rb") as file:
         zipped = file.read(4) == b"PK\x03\x04"  # as torch.load looks for it
-    with reading(f"{path} as a state dict"):
-        found = torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+    found = load_plain(path, path, mmap=zipped)
     # The old form has no checksums either.
     verify = cache(lambda: _check_archive(path, path) if zipped else None)
     return {name: (each, verify) for name, each in _tensors_of(found, path).items()}
