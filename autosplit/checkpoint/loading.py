@@ -101,18 +101,19 @@ def load_checkpoint(
     missing, more = ranks.do(lambda: naming.compare(found, strict=strict))
     sources = [(tensor, entry.source(found.model)) for tensor, entry in naming.own]
     model = [(tensor, found.model[name]) for tensor, name in sources if name is not None]
-    there = bool(found.under("optimizer."))
-    taking = trainer.optimizer if there and optimizer is not False else None
+    if optimizer is None:  # in whatever form: one that cannot be taken up is not left out silently
+        optimizer = any(key.partition(".")[2].startswith("param_groups") for key in found.under(""))
+    taking = trainer.optimizer if optimizer else None
 
     def look() -> tuple[run_state.RunState, list[run_state.FoundGroup]]:
-        if optimizer and not there:
-            raise CheckpointError(f"the checkpoint {path} has no optimizer state")
         for _, key in model:
             found.verify(key)
         run = run_state.unpack_run(
             _run(found), ranks, naming.groups, scheduler=scheduler, generators=generators
         )
-        return run, run_state.find_optimizer(found, naming.groups) if taking is not None else []
+        if taking is None:
+            return run, []
+        return run, run_state.find_optimizer(found, taking, naming.groups, run.groups)
 
     run, states = ranks.do(look)
     with trainer.together(ranks.doing) as groups, torch.no_grad():

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -168,7 +169,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             raise CheckpointError(f"there is no checkpoint at {path}")
         tensors = _of_folder(path) if path.is_dir() else _of_file(path)
         entries: dict[str, Any] = {
-            name: TensorStorageMetadata(
+            name: BytesStorageMetadata()
+            if each is None
+            else TensorStorageMetadata(
                 TensorProperties(each.dtype),
                 each.shape,
                 [ChunkStorageMetadata(torch.Size([0] * each.dim()), each.shape)],
@@ -176,7 +179,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             for name, (each, _) in tensors.items()
         }
 
-        def opened(index: MetadataIndex) -> Tensor:
+        def opened(index: MetadataIndex) -> Tensor | None:
             tensor, verify = tensors[index.fqn]
             verify()
             return tensor
@@ -185,8 +188,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return Checkpoint(path, identity, Metadata(entries), opened)
 
 
-_Tensors = Mapping[str, tuple[Tensor, Callable[[], None]]]
-"""Tensors of files by name, mapped into memory, not read; each with what verifies its file."""
+_Tensors = Mapping[str, tuple[Tensor | None, Callable[[], None]]]
+"""Tensors of files by name, mapped into memory, not read; each with what verifies its file. None
+for what is there and cannot be taken up.
+"""
 
 
 def _of_folder(path: Path) -> _Tensors:
@@ -242,18 +247,27 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     return dict(load_file(path))
 
 
-def _tensors_of(found: Any, path: Path) -> dict[str, Tensor]:
-    """The tensors of what a file contained."""
+def _tensors_of(found: Any, path: Path) -> dict[str, Tensor | None]:
+    """The tensors of what a file contained, and whether it had an optimizer beside them: its state
+    is by number there, and whose numbers nobody knows.
+    """
+    beside: list[Any] = []
     for wrapper in _WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
+            for value in found.values():
+                beside += value if isinstance(value, list) else [value]
             found = found[wrapper]
     if not isinstance(found, Mapping):
         raise CheckpointError(
             f"expected {path} to hold a state dict; it holds a {type(found).__name__}"
         )
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Tensor | None] = {
+        name: value for name, value in found.items() if isinstance(value, Tensor)
+    }
     if unnamed := [name for name in tensors if not isinstance(name, str)]:
         raise CheckpointError(f"expected names in {path}; one is {unnamed[0]!r}")
+    if any(isinstance(each, Mapping) and "param_groups" in each for each in beside):
+        tensors["optimizer.param_groups"] = None
     return tensors
 
 

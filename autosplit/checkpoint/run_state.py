@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, count, pairwise
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from autosplit.device import generator_state, set_generator_state
 from autosplit.errors import CheckpointError
 from autosplit.pipeline.training.copies import PER_GROUP
+from autosplit.text.figures import few
 from autosplit.torch_internals.dtensor import copied_along
 
 from .naming import Groups
@@ -75,29 +77,55 @@ class FoundGroup(NamedTuple):
     states: Sequence[Mapping[str, str]]
 
 
-def find_optimizer(checkpoint: Checkpoint, groups: Groups) -> list[FoundGroup]:
+def find_optimizer(
+    checkpoint: Checkpoint,
+    optimizer: torch.optim.Optimizer,
+    groups: Groups,
+    then: Sequence[Sequence[str]],
+) -> list[FoundGroup]:
     """What a checkpoint has for an optimizer with these groups, verified.
 
+    Args:
+        checkpoint: it.
+        optimizer: which is to take it up.
+        groups: its.
+        then: the groups of all ranks when it was saved, as far as they are known.
+
     Raises:
-        CheckpointError: nothing for some parameter, or parameters of one group had different
-            options, or it is damaged.
+        CheckpointError: nothing for some parameter, or it is of another kind of optimizer, or
+            parameters of one group had different options, or those of different ones were in one
+            group, or it is damaged.
     """
     states, options = (_by_parameter(checkpoint, kind) for kind in (_STATE, _OPTIONS))
     entries = [entry for group in groups for _, entry in group]
     if lacking := sorted({each.name for each in entries if each.source(options) is None}):
         raise CheckpointError(
-            f"the checkpoint {checkpoint.path} has no optimizer state for "
-            f"{', '.join(lacking)}: optimizer=False leaves the optimizer as it is"
+            f"the checkpoint {checkpoint.path} has no optimizer state for {few(lacking, 3)} "
+            "under 'optimizer', by these names, as save_checkpoint writes it, and torch with "
+            "flatten_optimizer_state_dict=True: optimizer=False leaves the optimizer as it is"
         )
     found = []
-    for group in groups:
+    place = {name: at for at, names in enumerate(then) for name in names}
+    first: dict[int | str, Mapping[str, Any]] = {}
+    for group, own in zip(groups, optimizer.param_groups, strict=True):
         names = [entry.source(options) or "" for _, entry in group]
         read = {n: {k: checkpoint.read(at) for k, at in options[n].items()} for n in names}
         _check_alike(read)
+        saved = next(iter(read.values()), {})
+        _check_kind(saved, own, optimizer)
+        given = {key: own.get(key) for key in saved}
+        for name in names:
+            if first.setdefault(place.get(name, name), given) != given:
+                raise CheckpointError(
+                    f"in the checkpoint {name} was in one group with parameters that the optimizer "
+                    "has in another one, with other options, and all would have those of then: "
+                    "group them as then, or set the options of the groups after the load, or take "
+                    "optimizer=False, which leaves the optimizer as it is"
+                )
         places = [states.get(name, {}) for name in names]
         for at in chain.from_iterable(each.values() for each in places):
             checkpoint.verify(at)
-        found.append(FoundGroup(next(iter(read.values()), {}), places))
+        found.append(FoundGroup(saved, places))
     return found
 
 
@@ -118,6 +146,20 @@ def _check_alike(options: Mapping[str, Mapping[str, Any]]) -> None:
                 f"the optimizer has {first} and {name} in one group, but in the checkpoint "
                 f"they differ in {', '.join(differing)}: group them as then"
             )
+
+
+def _check_kind(saved: Mapping[str, Any], own: Mapping[str, Any], optimizer: Any) -> None:
+    """Refuse names of options that are of another kind of optimizer. Another version of torch only
+    adds some, and so do schedulers: ``initial_lr``, ``max_momentum``.
+    """
+    more = [k for k in saved if k not in own and not k.endswith(("_lr", "_momentum"))]
+    lacking = [k for k in getattr(optimizer, "defaults", ()) if k not in saved]
+    if more and lacking:
+        raise CheckpointError(
+            f"the checkpoint is of another kind of optimizer: {', '.join(more)} are no options of "
+            f"{type(optimizer).__name__}, whose {', '.join(lacking)} are not there. Take one as "
+            "then, or optimizer=False, which leaves this one as it is"
+        )
 
 
 def restore_optimizer(
@@ -155,19 +197,24 @@ _ALL, _RANK = "all", "rank_"
 
 
 def pack_run(
-    ranks: Ranks, groups: Groups, *, scheduler: Any, step: int | None, extra: Mapping[str, Any]
+    ranks: Ranks, groups: Groups, *, scheduler: Any, step: Any, extra: Any
 ) -> dict[str, bytes]:
     """What this rank writes.
 
     Raises:
         CheckpointError: something of it is neither tensors nor plain values.
     """
-    own: dict[str, Any] = {"generators": _generators(ranks.trainer.device)}
+    if not (isinstance(step, Integral | None) and isinstance(extra, Mapping | None)):
+        raise CheckpointError(
+            "step is an integer and extra a dictionary, or None; got "
+            f"{step!r} and a {type(extra).__name__}"
+        )
+    own = {"generators": _generators(ranks.trainer.device), "groups": _names(groups)}
     if scheduler is not None:
-        own |= {"scheduler": scheduler.state_dict(), "groups": _names(groups)}
+        own["scheduler"] = scheduler.state_dict()
     found = {f"{_RANK}{ranks.number}": packed(own, "the scheduler's state")}
     if ranks.number == 0:
-        run = {"step": step, "extra": dict(extra), "layout": _layout(ranks)}
+        run = {"step": step, "extra": dict(extra or {}), "layout": _layout(ranks)}
         found[_ALL] = packed(run, "extra")
     return found
 
@@ -179,12 +226,14 @@ class RunState(NamedTuple):
         step: as it was given.
         extra: likewise.
         generators: what becomes of them.
+        groups: of parameters, of the optimizers of all ranks.
         restore: calls that set the scheduler and the generators.
     """
 
     step: int | None
     extra: dict[str, Any]
     generators: Generators
+    groups: Sequence[Sequence[str]]
     restore: Sequence[Callable[[], object]]
 
 
@@ -207,20 +256,22 @@ def unpack_run(
     rows = [_value(found, f"{_RANK}{rank}") for rank in range(len(found) - 1)]
     same = len(rows) == ranks.count and _value(found, _ALL)["layout"] == _layout(ranks)
     own = rows[ranks.number] if same else {}
+    then = [names for row in rows for names in row.get("groups", ())]
     restore: list[Callable[[], object]] = []
     if scheduler is not None:
         state = _scheduler(rows, groups, own)
         restore.append(lambda: scheduler.load_state_dict(state))
-    if not generators or not rows:
-        return RunState(step, extra, "untouched", restore)
     device = ranks.trainer.device
-    if device.type in own.get("generators", ()):
+    done: Generators = "untouched"
+    if generators and device.type in own.get("generators", ()):
+        done = "continued"
         restore.append(lambda: _restore_generators(own["generators"], device))
-        return RunState(step, extra, "continued", restore)
-    # Whatever was drawn before has no influence, and no rank draws what another does.
-    seed = hashlib.sha256(f"{ranks.number}{rows[0]['generators']['cpu'].tolist()}".encode())
-    restore.append(lambda: torch.manual_seed(int.from_bytes(seed.digest()[:8], "little")))
-    return RunState(step, extra, "seeded", restore)
+    elif generators and rows:
+        # Whatever was drawn before has no influence, and no rank draws what another does.
+        done = "seeded"
+        seed = hashlib.sha256(f"{ranks.number}{rows[0]['generators']['cpu'].tolist()}".encode())
+        restore.append(lambda: torch.manual_seed(int.from_bytes(seed.digest()[:8], "little")))
+    return RunState(step, extra, done, then, restore)
 
 
 def progress(found: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
@@ -240,16 +291,12 @@ def progress(found: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
 
 def _generators(device: torch.device) -> dict[str, Tensor]:
     """Where the CPU's generator stands, and that of ``device`` if it is an accelerator."""
-    found = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        found[device.type] = generator_state(device)
-    return found
+    return {each.type: generator_state(each) for each in (torch.device("cpu"), device)}
 
 
 def _restore_generators(found: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(found["cpu"])
-    if device.type != "cpu":
-        set_generator_state(device, found[device.type])
+    for each in (torch.device("cpu"), device):
+        set_generator_state(each, found[each.type])
 
 
 def _scheduler(rows: Sequence[Any], groups: Groups, own: Mapping[str, Any]) -> Any:
@@ -266,7 +313,7 @@ def _scheduler(rows: Sequence[Any], groups: Groups, own: Mapping[str, Any]) -> A
     saved = [row for row in rows if "scheduler" in row]
     if not saved:
         raise CheckpointError("the checkpoint has no scheduler's state: leave out scheduler=")
-    if own.get("groups") == _names(groups):
+    if "scheduler" in own and own["groups"] == _names(groups):
         return own["scheduler"]
     # A state has lists with an element for each group.
     then = {place for row in saved for place in _places(row["groups"])}

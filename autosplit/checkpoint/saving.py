@@ -139,7 +139,7 @@ def save_checkpoint(
                 "forward_backward has added gradients that no step has taken, and a checkpoint has "
                 "none: save behind step(), or put None into every .grad"
             )
-        run = run_state.pack_run(ranks, naming.groups, scheduler=scheduler, step=step, extra=extra or {})
+        run = run_state.pack_run(ranks, naming.groups, scheduler=scheduler, step=step, extra=extra)
         found = {"autosplit": run, **_state(ranks, naming)}
         return _copied(found) if asynchronous else found
 

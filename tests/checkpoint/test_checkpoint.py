@@ -171,6 +171,114 @@ def test_an_optimizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_checkpoint(engine, tmp_path)
 
 
+def one_rate(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.2),
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.2, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.2),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.2),
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("then", ["adamw", "sgd"])
+def test_another_kind_of_optimizer_is_refused(then: str, scheduled: bool, tmp_path: Path) -> None:
+    """Before anything is loaded; Adam is of AdamW's kind, with names added by schedulers or not."""
+    optimizers = {"adamw": one_rate, **OPTIMIZERS}
+    with trainer(whole(0), 2, ranks=1, optimizer_fn=optimizers[then]) as engine:
+        if scheduled:
+            torch.optim.lr_scheduler.OneCycleLR(engine.optimizer, 0.1, total_steps=9)
+        train(engine, 0, 2)
+        save_checkpoint(engine, tmp_path)
+    alike = {"adamw", "adam", "amsgrad"} if then == "adamw" else {then}
+    for kind, build in optimizers.items():
+        with trainer(whole(1), 2, ranks=1, optimizer_fn=build) as engine:
+            before = named(engine)
+            if kind in alike:
+                load_checkpoint(engine, tmp_path, optimizer=True)
+            else:
+                said = "of another kind of optimizer: .* are no options of .* or optimizer=False"
+                with pytest.raises(CheckpointError, match=said):
+                    load_checkpoint(engine, tmp_path)
+                assert all(torch.equal(v, before[name]) for name, v in named(engine).items())
+                assert engine.optimizer.param_groups[0]["lr"] in (1e-2, 0.2)
+                load_checkpoint(engine, tmp_path, optimizer=False)
+            train(engine, 2, 3)
+
+
+def test_other_versions_of_torch_have_more_options_or_fewer(tmp_path: Path) -> None:
+    class Newer(torch.optim.AdamW):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters)
+            self.defaults["new"] = 1
+            for group in self.param_groups:
+                group["new"] = 1
+
+    for one, other in ((Newer, torch.optim.AdamW), (torch.optim.AdamW, Newer)):
+        with trainer(whole(0), 2, ranks=1, optimizer_fn=one) as engine:
+            train(engine, 0, 1)
+            save_checkpoint(engine, tmp_path)
+            expected = train(engine, 1, 2)
+        with trainer(whole(1), 2, ranks=1, optimizer_fn=other) as engine:
+            load_checkpoint(engine, tmp_path, optimizer=True)
+            assert torch.equal(train(engine, 1, 2), expected)
+
+
+def test_groups_of_an_optimizer_do_not_take_the_options_of_one(tmp_path: Path) -> None:
+    def in_more(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [each]} for each in parameters], lr=0.5)
+
+    with trainer(whole(0), 2, ranks=1, optimizer_fn=one_rate) as engine:
+        train(engine, 0, 1)
+        save_checkpoint(engine, tmp_path)
+        expected = train(engine, 1, 2)
+    with trainer(whole(1), 2, ranks=1) as engine:
+        with pytest.raises(CheckpointError, match=r"in one group with .*optimizer=False"):
+            load_checkpoint(engine, tmp_path)
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [1e-2, 3e-2]
+    with trainer(whole(1), 2, ranks=1, optimizer_fn=in_more) as engine:  # nothing is lost
+        load_checkpoint(engine, tmp_path)
+        assert torch.equal(train(engine, 1, 2), expected)
+
+
+def file_with_optimizer(folder: Path) -> Path:
+    model, optimizer = plain(3)
+    plain_step(model, optimizer, 0)
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    return forms.one_file(folder, content)
+
+
+def file_of_lightning(folder: Path) -> Path:
+    model, optimizer = plain(3)
+    state = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    return forms.one_file(folder, state)
+
+
+def folder_with_optim(folder: Path) -> Path:
+    model, optimizer = plain(3)
+    plain_step(model, optimizer, 0)
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    return distributed(folder, {"model": model.state_dict(), "optim": flat})
+
+
+@pytest.mark.parametrize("write", [file_with_optimizer, file_of_lightning, folder_with_optim])
+def test_the_state_of_an_optimizer_is_not_left_out_silently(write: Any, tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with trainer(whole(1), 2, ranks=1) as engine:
+        before = named(engine)
+        for given in (None, True):
+            with pytest.raises(CheckpointError, match=r"no optimizer state for .*optimizer=False"):
+                load_checkpoint(engine, path, optimizer=given)
+        assert all(torch.equal(value, before[name]) for name, value in named(engine).items())
+        load_checkpoint(engine, path, optimizer=False)
+        read = read_checkpoint(path)
+        assert all(torch.equal(value, read[name]) for name, value in named(engine).items())
+
+
 def test_stages_that_were_not_cut_from_one_model_need_names(tmp_path: Path) -> None:
     from autosplit.pipeline.trainer import PipelineTrainer
 

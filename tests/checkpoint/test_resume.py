@@ -99,6 +99,15 @@ def test_numpys_numbers_can_be_read_back(tmp_path: Path) -> None:
         assert torch.equal(steps(engine, scheduler, 2, 4), expected)
 
 
+@pytest.mark.parametrize("given", [{"step": "5"}, {"extra": 5}])
+def test_a_step_is_a_number_and_extra_a_dictionary(given: Any, tmp_path: Path) -> None:
+    with (
+        trainer(whole(0), 2, ranks=1) as engine,
+        pytest.raises(CheckpointError, match=r"^step is an integer and extra a dict"),
+    ):
+        save_checkpoint(engine, tmp_path, **given)
+
+
 def test_an_optimizer_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
     def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": parameters, "kind": nn.Linear(1, 1)}], lr=0.1)
