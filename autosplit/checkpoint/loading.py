@@ -69,7 +69,7 @@ def load_checkpoint(
     tensors and plain values are read.
 
     A run that is resumed on as many ranks with the same stages goes on bit for bit, dropout
-    included. On another number of ranks, or with the stages placed in another way, there is
+    included. On another number of ranks, or with the stages cut or placed in another way, there is
     nobody to go on with a rank's random numbers: there every rank's generators are seeded by the
     saved ones and its rank, so that resuming twice gives the same again.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,8 +27,8 @@ class Ranks:
     Attributes:
         number: this rank, of all.
         count: how many there are, of all replicas of the pipeline.
-        pipelines: for each replica its ranks.
         place: of its pipeline in the mesh.
+        layout: digests of which stages and layers each rank has; the same on every rank.
     """
 
     def __init__(self, trainer: PipelineTrainer, doing: str) -> None:
@@ -41,8 +42,15 @@ class Ranks:
         self.trainer, self.doing = trainer, doing
         with trainer.together(doing) as groups:
             self.number, self.count = groups.everybody.rank, groups.everybody.ranks
-            self.pipelines, self.place = groups.layout.pipelines, groups.layout.place
+            self.place = groups.layout.place
         trainer.finish()
+        held = [
+            # Cuts beside layers without parameters change no names.
+            [at, getattr(m, "cuts", ()), *dict(m.named_modules()), *dict(m.named_parameters())]
+            for at, m in trainer.modules.items()
+        ]
+        said = repr([groups.layout.pipelines, held]).encode()
+        self.layout = self.gather(hashlib.sha256(said).hexdigest())
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank.

@@ -214,7 +214,7 @@ def pack_run(
         own["scheduler"] = scheduler.state_dict()
     found = {f"{_RANK}{ranks.number}": packed(own, "the scheduler's state")}
     if ranks.number == 0:
-        run = {"step": step, "extra": dict(extra or {}), "layout": _layout(ranks)}
+        run = {"step": step, "extra": dict(extra or {}), "layout": ranks.layout}
         found[_ALL] = packed(run, "extra")
     return found
 
@@ -254,7 +254,7 @@ def unpack_run(
     """
     step, extra = progress(found)
     rows = [_value(found, f"{_RANK}{rank}") for rank in range(len(found) - 1)]
-    same = len(rows) == ranks.count and _value(found, _ALL)["layout"] == _layout(ranks)
+    same = len(rows) == ranks.count and _value(found, _ALL)["layout"] == ranks.layout
     own = rows[ranks.number] if same else {}
     then = [names for row in rows for names in row.get("groups", ())]
     restore: list[Callable[[], object]] = []
@@ -338,11 +338,6 @@ def _places(groups: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
 
 def _listed(value: object) -> object:
     return value.tolist() if isinstance(value, Tensor) else repr(value)
-
-
-def _layout(ranks: Ranks) -> list[Any]:
-    """Which rank has which stages; with another one, other ranks draw other random numbers."""
-    return [[*ranks.trainer.schedule.placement], *map(list, ranks.pipelines)]
 
 
 def _value(found: Mapping[str, Any], name: str) -> Any:

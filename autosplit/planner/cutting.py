@@ -195,6 +195,7 @@ class Partition:
         }
         names = [name for where in self._names.values() for name in where.get(index, ())]
         module = StageModule(index, programs, self.whole.model, names)
+        module.cuts = self.cuts
         module.tied_elsewhere = tuple(
             name for held in self.shared for at, name in held if at == index
         )

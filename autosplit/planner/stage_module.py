@@ -210,6 +210,7 @@ class StageModule(nn.Module):
 
     Attributes:
         tied_elsewhere: the names of its parameters that other stages hold, too.
+        cuts: the names of the first blocks of all stages of the model but the first.
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         self.tied_elsewhere: tuple[str, ...] = ()
+        self.cuts: tuple[str, ...] = ()
         self._index = index
         self._programs = dict(programs)
         hold_state(self, model, names)

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
-from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline import PipelineTrainer, StageOptions
 from tests.checkpoint import checkpoint_workers
 from tests.checkpoint.checkpoint_workers import batch, trainer, whole
 
@@ -106,6 +106,32 @@ def test_a_step_is_a_number_and_extra_a_dictionary(given: Any, tmp_path: Path) -
         pytest.raises(CheckpointError, match=r"^step is an integer and extra a dict"),
     ):
         save_checkpoint(engine, tmp_path, **given)
+
+
+def cut_at(block: str) -> PipelineTrainer:
+    """A model that its trainer cuts there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Linear(4, 4))
+    planning: Any = {"costs": "estimate", "cut_at": [block]}
+    return PipelineTrainer(
+        model,
+        nn.functional.mse_loss,
+        torch.optim.AdamW,
+        stages=2,
+        microbatches=2,
+        ranks=1,
+        example=(torch.ones(2, 4),),
+        stage_options=StageOptions(planning=planning),
+    )
+
+
+def test_generators_go_on_in_the_same_stages_only(tmp_path: Path) -> None:
+    """Cut at another layer, another stage draws: that is said, also where that has no tensors."""
+    with cut_at("2") as engine:
+        save_checkpoint(engine, tmp_path)
+    for block, expected in (("2", "continued"), ("1", "seeded"), ("3", "seeded")):
+        with cut_at(block) as engine:
+            assert load_checkpoint(engine, tmp_path).generators == expected
 
 
 def test_an_optimizer_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -> None:
