@@ -25,6 +25,7 @@ from autosplit.capture.workarounds.dynamo import (
     compiled_not_exported,
     function_modes_known,
     graph_put_aside,
+    guards_untimed,
     inline_compile_regions,
     masks_without_values,
     quantizers_traced,
@@ -87,6 +88,7 @@ def _export(
         with (
             get_metrics_context(),
             dynamo_timed("fullgraph_capture"),
+            guards_untimed(),
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
