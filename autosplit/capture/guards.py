@@ -27,7 +27,7 @@ from autosplit.capture.workarounds.operators import AS_IN_EAGER
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
 
-from .diagnosis import definition
+from .diagnosis import forward_of
 from .input_sizes import is_open
 from .side_effects import Setter
 
@@ -343,9 +343,9 @@ class Guards:
                 continue
             if getattr(value, "requires_grad", False):
                 raise CaptureError(
-                    f"{type(self.module).__name__}.forward (at {definition(self.module)}) reads "
-                    f"{name}, a tensor that requires a gradient but is neither an input nor a "
-                    "parameter; register it as nn.Parameter, or pass it in"
+                    f"{forward_of(self.module)} reads {name}, a tensor that requires a gradient "
+                    "but is neither an input nor a parameter; register it as nn.Parameter, or pass "
+                    "it in"
                 )
             found.append((code, value))
         return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -36,13 +37,22 @@ def alive(refs: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
     return [tensor for ref in refs if (tensor := ref()) is not None]
 
 
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """What dies inside died by itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def test_tensors_die_at_their_last_use() -> None:
     """What only I reads is gone after I, inputs and what W reads after W; without the collector."""
     split = autosplit.split(model())
     step(split)
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         first, second = (torch.randn(5, 6, requires_grad=True) for _ in range(2))
         outputs = [split(first), split(second)]
         inputs = watch([first, second])
@@ -64,8 +74,6 @@ def test_tensors_die_at_their_last_use() -> None:
         outputs.clear()
         assert alive(saved[1]) == []
         assert inputs[1]() is None
-    finally:
-        gc.enable()
 
 
 def test_nothing_grows_over_200_steps() -> None:
@@ -73,15 +81,11 @@ def test_nothing_grows_over_200_steps() -> None:
     split = autosplit.split(model())
     for _ in range(5):
         step(split)
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         before = len(gc.get_objects())
         for _ in range(200):
             step(split)
         assert len(gc.get_objects()) - before < 20
-    finally:
-        gc.enable()
 
 
 def blocks() -> nn.Module:
@@ -95,17 +99,13 @@ def test_a_model_dies_with_its_last_reference(build: Callable[[], nn.Module]) ->
     """
     whole = build()
     split = autosplit.split(whole)
-    gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         for count in (3, 4, 5):  # the last one's sizes are left open
             split(torch.randn(count, 6, requires_grad=True)).sum().backward()
             split.backward_weight()
         died = weakref.ref(whole)
         del whole, split
         assert died() is None
-    finally:
-        gc.enable()
 
 
 class Cycle:

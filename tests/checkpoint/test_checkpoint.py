@@ -24,6 +24,7 @@ from autosplit.planner.meta_model import initial_values, meta_model
 from tests.checkpoint import checkpoint_workers, forms
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
 from tests.checkpoint.forms import distributed, state
+from tests.pipeline.workers import equal
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -206,7 +207,7 @@ def test_another_kind_of_optimizer_is_refused(then: str, scheduled: bool, tmp_pa
                 said = "of another kind of optimizer: .* are no options of .* or optimizer=False"
                 with pytest.raises(CheckpointError, match=said):
                     load_checkpoint(engine, tmp_path)
-                assert all(torch.equal(v, before[name]) for name, v in named(engine).items())
+                assert equal(named(engine), before)
                 assert engine.optimizer.param_groups[0]["lr"] in (1e-2, 0.2)
                 load_checkpoint(engine, tmp_path, optimizer=False)
             train(engine, 2, 3)
@@ -269,10 +270,9 @@ def test_the_state_of_an_optimizer_is_not_left_out_silently(write: Any, tmp_path
         for given in (None, True):
             with pytest.raises(CheckpointError, match=r"no optimizer state for .*optimizer=False"):
                 load_checkpoint(engine, path, optimizer=given)
-        assert all(torch.equal(value, before[name]) for name, value in named(engine).items())
+        assert equal(named(engine), before)
         load_checkpoint(engine, path, optimizer=False)
-        read = read_checkpoint(path)
-        assert all(torch.equal(value, read[name]) for name, value in named(engine).items())
+        assert equal(named(engine), read_checkpoint(path))
 
 
 def test_stages_that_were_not_cut_from_one_model_need_names(tmp_path: Path) -> None:
