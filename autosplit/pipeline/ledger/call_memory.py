@@ -153,12 +153,14 @@ class CallMemory:
         self._known = WeakKeyDictionary()
 
     def again(self, stage: Stage) -> int:
-        """What is kept beside its inputs to run a forward again: buffers that it writes, and where
-        the random numbers of the CPU stand, which lies in the CPU's memory.
-        """
+        """Bytes of the buffers that a forward writes, which are kept to run it again."""
         updates = outputs(stage.source("forward").graph, Kind.UPDATE)
-        kept = sum(value_bytes(node.meta["val"]) for _, node in updates)
-        return kept + (generator_state(self._device).nbytes if self._device.type == "cpu" else 0)
+        return sum(value_bytes(node.meta["val"]) for _, node in updates)
+
+    @property
+    def generators(self) -> int:
+        """Bytes of one state of the CPU's random generator, where the CPU's memory counts."""
+        return generator_state(self._device).nbytes if self._device.type == "cpu" else 0
 
     def of(self, stage: Stage, call: str, *, adds: bool = False) -> LiveBytes:
         """What is alive while a call runs.

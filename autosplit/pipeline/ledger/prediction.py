@@ -93,6 +93,7 @@ class StageBytes:
             deferred,
             _bytes(inputs),
             again=calls.again(stage),
+            generators=calls.generators,
             workspace=(forward, backward_input, backward_weight, backward),
         )
 
@@ -111,17 +112,22 @@ class StageBytes:
         for role, each in taken.items():
             roles[each].add(role)
         dying = [(names, each.bytes) for each, names in roles.items()]
-        gradients: dict[int, int] = {}
+        borrowed = self._stage.functions.dependence.borrowed
+        gradients: dict[_Memory | int, int] = {}
         made: dict[Role, _Memory] = {}
         new: dict[int, _Memory] = {}
         for result in live.results:
-            if isinstance(result.memory, int):
-                if result.role.kind is Kind.PARAMETER_GRAD:
-                    gradients[result.memory] = result.bytes
+            role, memory = result.role, result.memory
+            if isinstance(memory, int):
+                if role.kind is Kind.PARAMETER_GRAD:
+                    gradients[memory] = result.bytes
                 else:
-                    made[result.role] = new.setdefault(result.memory, _Memory(result.bytes))
-            elif result.memory is not None and result.memory in taken:
-                made[result.role] = taken[result.memory]
+                    made[role] = new.setdefault(memory, _Memory(result.bytes))
+            elif memory is not None and memory in taken:
+                if role.kind is not Kind.PARAMETER_GRAD:
+                    made[role] = taken[memory]
+                elif role.name not in borrowed:  # made by I; the sum from now on
+                    gradients[taken[memory]] = result.bytes
         most = fresh = live.peak(dying) - sum(gradients.values())
         if gradients:
             most = max(most, self._calls.of(self._stage, name, adds=True).peak(dying))

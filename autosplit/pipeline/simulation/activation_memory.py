@@ -41,7 +41,8 @@ class StageMemory:
         deferred: from I to W.
         inputs: the stage's inputs, which are all that is kept of a microbatch whose F is to be run
             again.
-        again: what that needs besides: buffers that F writes, states of random generators.
+        again: what that needs besides: the buffers that F writes.
+        generators: likewise, the states of random generators.
         workspace: what F, I, W and B hold beside that while they run, messages with it.
 
     Raises:
@@ -52,11 +53,12 @@ class StageMemory:
     deferred: float
     inputs: float = 0.0
     again: float = field(default=0.0, kw_only=True)
+    generators: float = field(default=0.0, kw_only=True)
     workspace: tuple[float, float, float, float] = field(default=(0.0,) * 4, kw_only=True)
 
     def __post_init__(self) -> None:
         sizes = [("saved", self.saved), ("deferred", self.deferred), ("inputs", self.inputs)]
-        sizes += [("again", self.again)]
+        sizes += [("again", self.again), ("generators", self.generators)]
         sizes += [("workspace", size) for size in self.workspace]
         for what, size in sizes:
             if not (math.isfinite(size) and size >= 0.0):
@@ -67,9 +69,10 @@ class StageMemory:
         before, after = self._held(kind, again=again)
         beside = self.workspace[_WORKSPACES.get(kind, 0)]
         if kind.is_memory:
-            beside += 2 * self.again  # generators are put back to where they were before
+            # The generators' present states are kept as well, and restored after F.
+            beside += self.again + 2 * self.generators
         elif kind is ActionKind.FORWARD and again:
-            beside += self.again
+            beside += self.again + self.generators
         most = max(before, after, self.saved if kind is ActionKind.FORWARD else 0.0)
         return Change(most - before + beside, most - after + beside)
 
@@ -86,7 +89,7 @@ class StageMemory:
     @property
     def dropped(self) -> float:
         """What is kept of a microbatch whose F is to be run again."""
-        return self.inputs + self.again
+        return self.inputs + self.again + self.generators
 
     def moved(self, *, deferred: bool) -> float:
         """How much travels when a microbatch is away, between I and W or before."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -94,9 +95,10 @@ def leaking(kept: list[Tensor], size: int) -> Callable[..., Stage]:
     return Leaking
 
 
-def recorded(**options: Any) -> StepMemory:
-    """The memory of a step like any other: the first one makes state and buffers. Before any it was
-    predicted to be the same.
+@contextlib.contextmanager
+def recorded_step(**options: Any) -> Iterator[PipelineTrainer]:
+    """A trainer after a recorded step. Its first step, which makes state and buffers, is not
+    recorded; the prediction before it must be the same as the one after.
     """
     with trainer(**options) as engine:
         early = engine.predict_memory(batch())
@@ -110,11 +112,26 @@ def recorded(**options: Any) -> StepMemory:
             engine.step(batch())
         finally:
             gc.enable()
-        found = engine.memory()
-        same = (early.predicted, early.fixed) == (found.predicted, found.fixed)
-        if not (same or None in found.predicted):
-            raise AssertionError(f"predicted {early}, later {found.predicted} beside {found.fixed}")
-        return found
+        memory = engine.memory()
+        same = (early.predicted, early.fixed) == (memory.predicted, memory.fixed)
+        if not (same or None in memory.predicted):
+            raise AssertionError(f"predicted {early}, later {memory.predicted}, {memory.fixed}")
+        yield engine
+
+
+def recorded(**options: Any) -> StepMemory:
+    """The memory of such a step."""
+    with recorded_step(**options) as engine:
+        return engine.memory()
+
+
+def predicted_levels(engine: PipelineTrainer) -> dict[str, int]:
+    """Bytes that are predicted beside fixed ones, by action of a single rank."""
+    memory, (row,) = engine._runner.memory, engine.schedule.ranks
+    levels = memory.levels(engine.schedule)
+    if levels is None:
+        raise AssertionError("expected a prediction")
+    return {str(at): memory.batch_bytes + level for at, level in zip(row, levels, strict=True)}
 
 
 def early_and_late(steps: int) -> tuple[StepMemory, StepMemory]:
