@@ -17,7 +17,7 @@ from autosplit.dump import milliseconds
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipeline.schedule.schedule import Schedule, check_counts, check_size
-from autosplit.pipeline.search.measures import caps_of
+from autosplit.pipeline.search.bounding import caps_of
 from autosplit.pipeline.search.search import forms
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs, Timeline

@@ -4,7 +4,9 @@ from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
 from autosplit.pipeline.engine.default_group import process_group
 from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.schedule import Action, Schedule
-from autosplit.pipeline.search.measures import balance, offload, recompute
+from autosplit.pipeline.search.balance import balance
+from autosplit.pipeline.search.offload import offload
+from autosplit.pipeline.search.recompute import recompute
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory

@@ -326,7 +326,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
         ),
         (
             f"{PIPELINE} --microbatches 1000000000",
-            "more than the 200,000 that are taken: use fewer",
+            "more than the limit of 200,000: use fewer",
         ),
         (f"{PIPELINE} --chunks 1000000", "4,000,000 stages and 8 microbatches make a step"),
         (f"{PIPELINE} --cap nan", "a limit is a number >= 0"),
@@ -454,7 +454,7 @@ def test_check(tmp_path: pathlib.Path) -> None:
     for command, said in (
         (("check", crossed, "--mesh", "pp=3"), "has 2 ranks, not the 3 of the command"),
         (("check", crossed, "--microbatches", "3"), "has 2 microbatches, not the 3 of the"),
-        (("check", offloaded, "--torch", "pair"), "actions of memory such as 0OFFLOAD0, which"),
+        (("check", offloaded, "--torch", "pair"), "memory actions such as 0OFFLOAD0, which"),
         (("check", "zbv", "--mesh", "pp=4"), "did you mean 'zb-v'?"),
         (
             ("check", "1f1b", "--mesh", "pp=2,tensor=2"),

@@ -87,7 +87,7 @@ def test_what_no_planner_takes_is_refused() -> None:
             stage_options=StageOptions(planning={}),
         )
     other = build("1f1b", 2, 4)
-    with pytest.raises(ScheduleError, match=r"= \(2, 4\), but \(2, 2\) are asked for"):
+    with pytest.raises(ScheduleError, match=r"= \(2, 4\), but the request is for \(2, 2\)"):
         partition(net(), tokens(), stages=2, microbatches=2, schedule=other, costs=UNEVEN)
     with pytest.raises(ScheduleError, match="has 2 ranks, but ranks=1"):
         partition(net(), tokens(), stages=2, microbatches=4, schedule=other, ranks=1, costs=UNEVEN)

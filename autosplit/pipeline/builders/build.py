@@ -1,6 +1,6 @@
-"""The pipeline schedules by name. Each is a pure function from counts to a Schedule.
+"""Build a pipeline schedule by name: a pure function from counts to a ``Schedule``.
 
-With more stages than a schedule needs, a contiguous block of stages runs as one large stage.
+With more stages than a schedule needs, contiguous blocks of stages run as one large stage.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def build(
         stages: number of stages N >= 1.
         microbatches: number of microbatches M >= 1.
         split_backward: False for full backwards (B).
-        weights: where the Ws go, one of ``WEIGHTS``. ``"2bp"`` runs them at the end, but for a few
-            that fill the cool-down; ``"fill"`` runs one wherever a rank would wait, with F and I
-            in the order they had. None takes what suits the schedule.
-        times: durations of (F, I, W) that ``"fill"`` is to suit, or one triple per stage (the first
-            stage often has no input gradient: I = 0, and W is the whole backward); any unit. None
-            means F = I = W.
+        weights: the placement of the Ws, one of ``WEIGHTS``. ``"2bp"`` runs them at the end, except
+            a few in the cool-down. ``"fill"`` runs one wherever a rank would wait, and keeps the
+            order of F and I. None takes the schedule's default.
+        times: durations of (F, I, W) for which ``"fill"`` places the Ws, or one triple per stage
+            (the first stage often has no input gradient: I = 0, and W is the whole backward); any
+            unit. None means F = I = W.
         ranks: number of processes P from 1 to N. None means as many as the schedule can use: N, or
             half of that where each rank holds two stages apart. With fewer, contiguous blocks of
             stages run as one large stage, so bubble and activations (per stage) are those of a
@@ -65,8 +65,8 @@ def build(
     family = SCHEDULES[name]
     ranks, chunks = _layout(name, family, stages, ranks)
     weights = _check_weights(name, family, split_backward, weights, times)
-    given = {} if family.chunks else {"chunks": chunks}
-    template = family.make(ranks, microbatches, **given)
+    options = {} if family.chunks else {"chunks": chunks}
+    template = family.make(ranks, microbatches, **options)
     if ranks * chunks == stages:
         return placed(name, template, weights, times)
     sizes = block_sizes(stages, ranks * chunks)
@@ -82,43 +82,43 @@ _OF_TORCH = {
     "ZBVZeroBubble": "zb-v",
     "DualPipeV": "dualpipe-v",
 }
-"""What torch.distributed.pipelining calls a schedule, without ``Schedule`` in front, and what it is
-here; weight gradients are separate actions of all of ours."""
+"""Schedules of torch.distributed.pipelining, without ``Schedule`` in front, and our names for them.
+All of ours have weight gradients as separate actions."""
 
 
-def unknown_schedule(given: object, *others: str) -> ScheduleError:
-    """The error for what is no schedule of ours: the known names, and which is torch's.
+def unknown_schedule(schedule: object, *further: str) -> ScheduleError:
+    """The error for an unknown schedule. It lists the known names, and translates torch's.
 
     Args:
-        given: a name, or a class of torch's.
-        others: names that are known beside those of ``SCHEDULES``.
+        schedule: a name, or a schedule class of torch's.
+        further: known names beside those of ``SCHEDULES``.
     """
-    name = given if isinstance(given, str) else getattr(given, "__name__", repr(given))
+    name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", repr(schedule))
     ours = _OF_TORCH.get(name.removeprefix("Schedule"))
-    hint = nearest(name, (*SCHEDULES, *others))
+    hint = nearest(name, (*SCHEDULES, *further))
     if ours is not None:
-        hint = f"; what torch calls {name} is {ours!r}"
+        hint = f"; torch's {name} is {ours!r} here"
     return ScheduleError(
-        f"unknown schedule {name!r}; known: {', '.join((*SCHEDULES, *others))}{hint}"
+        f"unknown schedule {name!r}; known: {', '.join((*SCHEDULES, *further))}{hint}"
     )
 
 
 def _layout(name: str, family: Family, stages: int, ranks: int | None) -> tuple[int, int]:
-    """How many ranks there are and how many blocks of stages each holds."""
+    """The number of ranks, and of blocks of stages on each."""
     if ranks is None:
         ranks = max(stages // (family.chunks or 2), 1)
     check_counts(ranks=ranks)
     least = family.chunks or 2
     if ranks * least > stages:
-        each = "one stage" if least == 1 else f"{least} stages"
+        need = "one stage" if least == 1 else f"{least} stages"
         raise ScheduleError(
-            f"{stages} stages cannot fill {ranks} ranks: each rank needs at least {each} in "
+            f"{stages} stages cannot fill {ranks} ranks: each rank needs at least {need} in "
             f"{name!r}; use at most {stages // least} ranks or cut the model into more stages"
         )
     if family.chunks is None and stages % ranks:
         raise ScheduleError(
-            f"{name!r} deals its stages out in turns: expected a multiple of {ranks} stages for "
-            f"{ranks} ranks, got {stages}"
+            f"{name!r} assigns stages to ranks round-robin: expected a multiple of {ranks} stages "
+            f"for {ranks} ranks, got {stages}"
         )
     return ranks, family.chunks or stages // ranks
 
@@ -126,19 +126,19 @@ def _layout(name: str, family: Family, stages: int, ranks: int | None) -> tuple[
 def _check_weights(
     name: str, family: Family, split_backward: bool, weights: str | None, times: Times | None
 ) -> str | None:
-    """The placement to use, or None to leave the rows as they are."""
+    """The placement of W to use; None to keep the rows of the template."""
     if weights is not None and weights not in WEIGHTS:
         raise ScheduleError(f"unknown weights {weights!r}; known: {', '.join(WEIGHTS)}")
     if not split_backward:
         _refuse_without_split(name, family, weights, times)
         return None
     if weights is not None and weights not in family.weights:
-        known = ", ".join(map(repr, family.weights)) or "none, for it places its own"
-        raise ScheduleError(f"{name!r} has no weights={weights!r}; it knows: {known}")
+        choices = ", ".join(map(repr, family.weights)) or "none, because it places its own"
+        raise ScheduleError(f"{name!r} has no weights={weights!r}; known: {choices}")
     if times is not None and (weights == "2bp" or not family.weights):
-        what = "weights='2bp'" if weights else repr(name)
+        subject = "weights='2bp'" if weights else repr(name)
         raise ScheduleError(
-            f"times has no meaning with {what}, a fixed placement: leave times out or use "
+            f"times has no meaning with {subject}, a fixed placement: leave times out or use "
             "weights='fill'"
         )
     return weights or (family.weights[-1] if family.weights else None)
@@ -150,7 +150,8 @@ def _refuse_without_split(
     if not family.fused:
         raise ScheduleError(
             f"{name!r} exists only with a split backward: leave split_backward=False out, or use "
-            "one of " + ", ".join(repr(each) for each, family in SCHEDULES.items() if family.fused)
+            "one of "
+            + ", ".join(repr(fused) for fused, family in SCHEDULES.items() if family.fused)
         )
     for option, value in (("weights", weights), ("times", times)):
         if value is not None:
@@ -161,7 +162,7 @@ def _refuse_without_split(
 
 
 def block_sizes(stages: int, blocks: int) -> list[int]:
-    """How many stages each block holds; the first ``stages % blocks`` hold one more."""
+    """The number of stages in each block; the first ``stages % blocks`` blocks have one more."""
     size, larger = divmod(stages, blocks)
     return [size + 1 if block < larger else size for block in range(blocks)]
 
@@ -183,12 +184,12 @@ def block_times(times: Times, sizes: Sequence[int]) -> list[StageTimes]:
 def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
     """Replace each stage by a contiguous block of stages on the same rank.
 
-    An F becomes the block's Fs, first stage first; an I, W or B becomes those of the block, last
-    stage first. So the step keeps the shape it has with one stage a rank: as legal, with the same
-    messages, and with as many microbatches in flight on every stage of a block.
+    An F becomes the Fs of the block, first stage first. An I, W or B becomes those of the block,
+    last stage first. So the schedule stays legal, with the same messages, and every stage of a
+    block has as many microbatches in flight as the one large stage had.
 
     Args:
-        schedule: of as many stages as there are blocks.
+        schedule: its stages are the blocks.
         sizes: stages in each block, each >= 1.
     """
     first = [sum(sizes[:rank]) for rank in range(len(sizes))]
@@ -202,37 +203,37 @@ def expand(schedule: Schedule, sizes: Sequence[int]) -> Schedule:
         schedule,
         stages=sum(sizes),
         ranks=tuple(
-            tuple(each for action in row for each in members(action)) for row in schedule.ranks
+            tuple(member for action in row for member in members(action)) for row in schedule.ranks
         ),
         placement=spread(schedule.placement, sizes),
     )
 
 
 def spread(placement: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The rank of every stage, where blocks of stages lie on these ranks."""
+    """The rank of every stage, given the ranks of blocks of stages."""
     return tuple(rank for rank, size in zip(placement, sizes, strict=True) for _ in range(size))
 
 
-# --- asked for ------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 AUTO = "auto"
-"""The name for a schedule that is searched for the times of the stages."""
+"""The name of the schedule that is found by a search over the stages' times."""
 
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """A schedule and its options; ``pipeline.build`` says what each means.
+    """A schedule and its options, as for ``pipeline.build``.
 
     Attributes:
-        schedule: a name, or a schedule that is to be run as it is.
+        schedule: a name, or a ``Schedule`` to run as it is.
         microbatches: M.
-        ranks: processes; None: as many as it has, or can use.
+        ranks: processes; None: as many as the schedule has, or can use.
         split_backward: False for full backwards.
-        weights: where the weight gradients go.
+        weights: the placement of weight gradients.
 
     Raises:
-        ScheduleError: options without effect, or a schedule for another number of ranks.
+        ScheduleError: options without effect, or a ``Schedule`` for another number of ranks.
     """
 
     schedule: str | Schedule
@@ -242,32 +243,37 @@ class ScheduleRequest:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.schedule
-        if not isinstance(given, Schedule) and given != AUTO:
-            if given not in SCHEDULES:
-                raise unknown_schedule(given, AUTO)
+        schedule: object = self.schedule
+        if not isinstance(schedule, Schedule) and schedule != AUTO:
+            if schedule not in SCHEDULES:
+                raise unknown_schedule(schedule, AUTO)
             return
         if self.weights is not None or not self.split_backward:
             beside = f"schedule={AUTO!r}"
-            if isinstance(given, Schedule):
-                beside = f"the schedule {given.name!r}, which places every action itself"
+            if isinstance(schedule, Schedule):
+                beside = f"the schedule {schedule.name!r}, which places every action itself"
             raise ScheduleError(f"weights and split_backward have no effect beside {beside}")
-        if isinstance(given, Schedule) and self.ranks not in (None, len(given.ranks)):
+        if isinstance(schedule, Schedule) and self.ranks not in (None, len(schedule.ranks)):
             raise ScheduleError(
-                f"the schedule {given.name!r} has {len(given.ranks)} ranks, but ranks={self.ranks}"
+                f"the schedule {schedule.name!r} has {len(schedule.ranks)} ranks, "
+                f"but ranks={self.ranks}"
             )
 
     @property
     def name(self) -> str:
-        """What the schedule is called."""
+        """The schedule's name."""
         return self.schedule if isinstance(self.schedule, str) else self.schedule.name
 
     def build(self, stages: int, times: Sequence[StageTimes]) -> Schedule:
-        """The schedule for ``stages`` stages, which take ``times`` where it heeds them.
+        """Build the schedule.
+
+        Args:
+            stages: number of stages.
+            times: (F, I, W) of each; used by schedules that fill waits with Ws.
 
         Raises:
-            ScheduleError: what ``pipeline.build`` refuses; or a schedule that is there is illegal,
-                or for other counts.
+            ScheduleError: ``pipeline.build`` refuses the options; or the given ``Schedule`` is
+                illegal, or for other counts.
         """
         if isinstance(self.schedule, str):
             return build(
@@ -277,29 +283,29 @@ class ScheduleRequest:
                 ranks=self.ranks,
                 split_backward=self.split_backward,
                 weights=self.weights,
-                times=times if self._heeds_times else None,
+                times=times if self._uses_times else None,
             )
         self.check_fits(stages)
         validate(self.schedule)
         return self.schedule
 
     def check_fits(self, stages: int) -> None:
-        """Refuse a schedule that is there and is for other counts.
+        """Refuse a given ``Schedule`` for other counts.
 
         Raises:
-            ScheduleError: says for which.
+            ScheduleError: says both counts.
         """
-        given = self.schedule
-        if isinstance(given, str):
+        schedule = self.schedule
+        if isinstance(schedule, str):
             return
-        has, asked = (given.stages, given.microbatches), (stages, self.microbatches)
-        if has != asked:
+        has, requested = (schedule.stages, schedule.microbatches), (stages, self.microbatches)
+        if has != requested:
             raise ScheduleError(
-                f"the schedule {given.name!r} is for (stages, microbatches) = {has}, but {asked} "
-                "are asked for"
+                f"the schedule {schedule.name!r} is for (stages, microbatches) = {has}, "
+                f"but the request is for {requested}"
             )
 
     @property
-    def _heeds_times(self) -> bool:
-        known = SCHEDULES[self.name].weights if self.name in SCHEDULES else ()
-        return self.split_backward and "fill" in known and self.weights in (None, "fill")
+    def _uses_times(self) -> bool:
+        placements = SCHEDULES[self.name].weights if self.name in SCHEDULES else ()
+        return self.split_backward and "fill" in placements and self.weights in (None, "fill")

@@ -1,18 +1,15 @@
-"""The pipeline schedules by name, and which options each of them admits.
+"""The pipeline schedules by name, and the options that each admits.
 
-GPipe: all forwards, then all backwards.
+| name | order |
+|---|---|
+| naive | one microbatch at a time |
+| gpipe | all forwards, then all backwards |
+| 1f1b | one forward, one backward: few microbatches in flight |
+| interleaved | 1F1B with several small stages a rank, assigned round-robin |
+| zb-h1 | 1F1B with the weight gradients in its gaps |
+| zb-h2 | a deeper warm-up, and steps that overlap: hardly a gap |
 
-Naive model parallelism: one microbatch at a time.
-
-1F1B: one forward, one backward, so that few microbatches are in flight.
-
-Interleaved 1F1B: several small stages a rank, dealt out in turns.
-
-ZB-H1: 1F1B with the weight gradients in its gaps.
-
-ZB-H2: a deeper warm-up and steps that overlap, so that hardly a gap is left.
-
-Those in a V are in ``v_shape.py``.
+V-shaped schedules are in ``v_shape.py``.
 """
 
 from __future__ import annotations
@@ -26,10 +23,10 @@ from .v_shape import dual_pipe_v, v_half, v_min, zb_v
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:
-    """Rank r of P holds the stages r, P+r, 2P+r, ...; microbatches go round in groups of P.
+    """Rank r of P holds the stages r, P+r, 2P+r, ...; microbatches run in groups of P.
 
-    Source: Narayanan et al., arXiv 2104.04473, figure 4. Where P does not divide M, the groups are
-    larger than P and as even as can be.
+    Source: Narayanan et al., arXiv 2104.04473, figure 4. If P does not divide M, the groups are
+    larger than P and as even as possible.
 
     Bubble with full backwards for C like stages a rank and P dividing M: each rank idles
     (P-1)(F+I+W), where F, I and W are those of one stage: 1/C of 1F1B's, whose stages are C times
@@ -39,20 +36,20 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> ScheduleTemplate:
     microbatch, so on rank 0 (P-1)/C microbatches more than 1F1B. Split, the same on every rank as
     on rank 0.
     """
-    around = (chunks - 1) * _groups(ranks, microbatches)[0]
-    return _in_turn(ranks, microbatches, lambda behind: around + 2 * behind, chunks)
+    between_chunks = (chunks - 1) * _groups(ranks, microbatches)[0]
+    return _in_turn(ranks, microbatches, lambda later: between_chunks + 2 * later, chunks)
 
 
 def _in_turn(
     ranks: int, microbatches: int, warm_up: Callable[[int], int], chunks: int = 1
 ) -> ScheduleTemplate:
-    """Forwards to warm up, then one forward and one backward in turn, then what is left.
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 
     Args:
         ranks: P.
         microbatches: M.
-        warm_up: how many forwards a rank with so many behind it begins with.
-        chunks: stages a rank, dealt out in turns.
+        warm_up: maps the number of later ranks to a rank's number of warm-up forwards.
+        chunks: stages per rank, assigned round-robin.
     """
     rows = tuple(
         _row(rank, ranks, microbatches, warm_up(ranks - 1 - rank), chunks) for rank in range(ranks)
@@ -73,7 +70,7 @@ def _row(rank: int, ranks: int, microbatches: int, warm_up: int, chunks: int) ->
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
-    """Sizes of the groups, the larger ones first; a group of fewer than P would leave gaps."""
+    """Sizes of the groups, the larger ones first. A group smaller than P would leave gaps."""
     count = max(microbatches // ranks, 1)
     size, larger = divmod(microbatches, count)
     return [size + 1 if group < larger else size for group in range(count)]
@@ -105,8 +102,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> ScheduleTemplate:
     counts until its W: at most min(N, M) on every stage with ``"fill"``, 1F1B's maximum over the
     stages; up to M with ``"2bp"``.
     """
-    made = _in_turn(ranks, microbatches, lambda behind: behind)
-    return replace(made, paced=tuple(ranks - stage for stage in range(ranks)))
+    template = _in_turn(ranks, microbatches, lambda later: later)
+    return replace(template, weights_in_cooldown=tuple(ranks - stage for stage in range(ranks)))
 
 
 def naive(ranks: int, microbatches: int) -> ScheduleTemplate:
@@ -122,23 +119,23 @@ def naive(ranks: int, microbatches: int) -> ScheduleTemplate:
     Activation memory per stage: one microbatch with full backwards. Split, a microbatch counts
     until its W: all M with ``"2bp"``, at most two with ``"fill"`` for F = I = W and N >= 2.
     """
-    made = _in_turn(ranks, microbatches, lambda _: 0)
-    return replace(made, budget=microbatches, paced=(0,) * ranks)
+    template = _in_turn(ranks, microbatches, lambda _: 0)
+    return replace(template, budget=microbatches, weights_in_cooldown=(0,) * ranks)
 
 
 def zb_h2(ranks: int, microbatches: int) -> ScheduleTemplate:
-    """Stage r warms up with 2(N-r)-1 forwards; a rank that is done starts the next step.
+    """Stage r warms up with 2(N-r)-1 forwards; a finished rank starts the next step.
 
     Source: ZB-H2 of Zero Bubble (Qi et al., arXiv 2401.10241). Crossing the step needs an
-    optimizer that does not wait for all ranks: it steps at once and is undone should a check of
-    the whole gradient say so afterwards (the paper's post-validation).
+    optimizer that does not wait for all ranks: it steps at once, and is rolled back if a later
+    check of the whole gradient fails (the paper's post-validation).
 
     Bubble for like stages and M >= 2N-1: each rank idles (N-1)(F+I-2W) between its own first and
     last action, if no W is longer than an F or an I; nothing for F = I = W.
 
     Activation memory: at most min(2N-1, M) microbatches between F and W on every stage.
     """
-    return replace(_in_turn(ranks, microbatches, lambda behind: 2 * behind), crosses_step=True)
+    return replace(_in_turn(ranks, microbatches, lambda later: 2 * later), crosses_step=True)
 
 
 def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
@@ -153,7 +150,9 @@ def gpipe(ranks: int, microbatches: int) -> ScheduleTemplate:
 
     Activation memory per stage: all M microbatches. Split, what a W needs stays until the end.
     """
-    return replace(_in_turn(ranks, microbatches, lambda _: microbatches), paced=(0,) * ranks)
+    return replace(
+        _in_turn(ranks, microbatches, lambda _: microbatches), weights_in_cooldown=(0,) * ranks
+    )
 
 
 def zb_h1(ranks: int, microbatches: int) -> ScheduleTemplate:
@@ -176,9 +175,9 @@ class Family:
     """One kind of schedule.
 
     Attributes:
-        make: ``make(ranks, microbatches)`` gives the order of F and B; where ``chunks`` is None,
+        make: ``make(ranks, microbatches)`` returns the order of F and B; if ``chunks`` is None,
             ``make(ranks, microbatches, chunks)``.
-        chunks: how many stages each rank holds apart from each other; None: any number from 2 on.
+        chunks: separate stages on each rank; None: any number from 2 on.
         weights: the placements of W that it admits, the default last; () if it places its own.
         fused: whether it can also run with full backwards.
     """

@@ -1,9 +1,9 @@
-"""Where the backward weights go: shared by every schedule that can split its backward.
+"""Placement of the Ws, shared by every schedule that can split its backward.
 
-A schedule says in which order each rank runs F and B, as a ``ScheduleTemplate``. This file turns
-the Bs into Is and places the Ws, always oldest microbatch first: as 2BP does, or each where its
-rank would otherwise wait. The latter is greedy list scheduling under assumed durations: a rank that
-cannot start its next F or I runs a W instead. F and I keep the order they have.
+A builder gives the order of F and B on each rank, as a ``ScheduleTemplate``. This file turns every
+B into an I and places the Ws, oldest microbatch first: as 2BP does, or where a rank would otherwise
+wait. The latter is greedy list scheduling under assumed durations: a rank that cannot start its
+next F or I runs a W instead. F and I keep their order.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from autosplit.pipeline.simulation.playing import ListScheduler, play, rows_of
 from autosplit.pipeline.simulation.step_graph import StepGraph
 
 Row = tuple[Action, ...]
-"""What one rank runs, in order."""
+"""The actions of one rank, in order."""
 
 
 @dataclass(frozen=True)
 class ScheduleTemplate:
-    """The order of F and B that a builder gives; how the backward is split comes later.
+    """The order of F and B from a builder, before the backward is split.
 
     Attributes:
         rows: per rank, its F and B; a schedule that places its own Ws lists I and W as well.
         placement: ``placement[stage]`` is the rank that holds the stage.
-        budget: how many pairs of a stage and a microbatch may be between F and W on a rank at once
-            when ``weights="fill"`` places the Ws.
-        paced: for ``weights="2bp"``, per rank, how many of the last Is are each followed by one
-            W; the other Ws run at the end. None where 2BP describes no such schedule.
+        budget: for ``weights="fill"``, the most pairs of a stage and a microbatch between F and W
+            on a rank.
+        weights_in_cooldown: for ``weights="2bp"``, per rank, how many of the last Is are each
+            followed by one W; the other Ws run at the end. None if 2BP has no such schedule.
         crosses_step: see ``Schedule``.
     """
 
     rows: tuple[Row, ...]
     placement: tuple[int, ...]
     budget: int = 0
-    paced: tuple[int, ...] | None = None
+    weights_in_cooldown: tuple[int, ...] | None = None
     crosses_step: bool = False
 
 
@@ -77,16 +77,16 @@ _PLACE = {
 
 
 Numbers = list[list[int]]
-"""Rows with their Ws, as the numbers of a filler's actions."""
+"""Rows with their Ws, as the numbers of a ``WeightPlacer``'s actions."""
 
 
-class Filler:
+class WeightPlacer:
     """Adds each rank's Ws to its order of F and I, in the order of the Is.
 
     Args:
         schedule: F and I per rank.
-        budget: how many pairs of a stage and a microbatch may be between F and W on a rank: where
-            there is no room left for another F, a W goes before it.
+        budget: the most pairs of a stage and a microbatch between F and W on a rank. If another F
+            would exceed it, a W runs first.
     """
 
     def __init__(self, schedule: Schedule, budget: int) -> None:
@@ -95,21 +95,22 @@ class Filler:
         self._rows = rows_of(schedule)
         placed = [(rank, action) for rank, row in enumerate(schedule.ranks) for action in row]
         self._weights: dict[int, int] = {}
-        """Of every I, its W."""
+        """The W of every I."""
         for number, (rank, action) in enumerate([*placed]):
             if action.kind is ActionKind.BACKWARD_INPUT:
                 self._weights[number] = len(placed)
                 weight = Action(action.stage, ActionKind.BACKWARD_WEIGHT, action.microbatch)
                 placed.append((rank, weight))
         self._graph = StepGraph(schedule, placed)
-        self._forward = [each.kind is ActionKind.FORWARD for each in self._graph.actions]
+        self._forward = [action.kind is ActionKind.FORWARD for action in self._graph.actions]
 
     def fill(self, times: Sequence[StageTimes], *, patience: float = 0.0) -> Numbers:
         """The rows with their Ws.
 
         Args:
             times: per stage, the assumed durations.
-            patience: rather wait for an F or I that can start within this fraction of a W.
+            patience: wait for an F or I that can start within this fraction of a W's duration,
+                rather than start the W.
 
         Raises:
             ScheduleError: the orders deadlock, or cannot keep within the budget.
@@ -121,7 +122,7 @@ class Filler:
         in_flight = [0] * len(self._rows)
 
         def choose(rank: int, now: float) -> int | None:
-            """The next F or I if that can start, else the next W, else nothing."""
+            """The next F or I if it can start, else the next W, else None."""
             start = math.inf
             if orders[rank]:
                 action = orders[rank][0]
@@ -147,7 +148,7 @@ class Filler:
         return tuple(tuple(self._graph.actions[n] for n in row) for row in numbers)
 
     def step(self, numbers: Numbers, times: Sequence[StageTimes]) -> float:
-        """Seconds of a step of filled rows, as ``simulate`` has them where links cost nothing."""
+        """Seconds of a step of filled rows, as ``simulate`` returns them for free links."""
         seconds = self._seconds(times)
         begun = play(self._graph, numbers, seconds).starts
         starts = [begun[row[0]] if row else 0.0 for row in numbers]
@@ -181,33 +182,32 @@ def placed(
 ) -> Schedule:
     """The schedule of a template.
 
-    Ws that fill are placed under F = I = W and, given times, under those too; what they make
-    shortest is kept. The order for F = I = W is the first candidate because it is hard to beat: a
-    greedy choice under true times may start a W that no longer fits and pass the delay on to every
-    stage.
+    ``"fill"`` places the Ws for F = I = W and, given times, for these too, and keeps the shortest
+    step. The order for F = I = W is the first candidate because it is hard to beat: a greedy choice
+    under true times may start a W that does not fit, and delay every stage.
 
     Args:
         name: the schedule's name.
         template: the order of F and B.
-        weights: ``"2bp"``, ``"fill"``, or None to run the rows as they are.
-        times: of its stages, which ``"fill"`` is to suit; None means F = I = W.
+        weights: ``"2bp"``, ``"fill"``, or None to keep the rows.
+        times: of the stages, for ``"fill"``; None means F = I = W.
 
     Raises:
-        ScheduleError: nothing can be filled, or times that are none.
+        ScheduleError: the Ws have no place within the budget, or ``times`` is invalid.
     """
     rows = template.rows
     if weights == "fill":
         unfilled = with_rows(name, template, tuple(map(_inputs_only, rows)))
-        filler = Filler(unfilled, template.budget)
-        found = filler.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
+        placer = WeightPlacer(unfilled, template.budget)
+        best = placer.fill([(1.0, 1.0, 1.0)] * unfilled.stages)
         if times is not None:
             triples = per_stage(times, unfilled.stages)
-            greedy = (filler.fill(triples, patience=each) for each in _PATIENCE)
-            found = min((found, *greedy), key=lambda each: filler.step(each, triples))
-        rows = filler.rows(found)
-    elif weights == "2bp" and template.paced is not None:
-        pairs = zip(rows, template.paced, strict=True)
-        rows = tuple(_paper(_inputs_only(row), count) for row, count in pairs)
+            greedy = (placer.fill(triples, patience=patience) for patience in _PATIENCE)
+            best = min((best, *greedy), key=lambda numbers: placer.step(numbers, triples))
+        rows = placer.rows(best)
+    elif weights == "2bp" and template.weights_in_cooldown is not None:
+        pairs = zip(rows, template.weights_in_cooldown, strict=True)
+        rows = tuple(_paper_order(_inputs_only(row), count) for row, count in pairs)
     return with_rows(name, template, rows)
 
 
@@ -221,7 +221,7 @@ def _inputs_only(row: Sequence[Action]) -> Row:
     )
 
 
-def _paper(row: Row, count: int) -> Row:
+def _paper_order(row: Row, count: int) -> Row:
     """One W after each of the last ``count`` Is, and the rest at the end."""
     inputs = [action for action in row if action.kind is ActionKind.BACKWARD_INPUT]
     followed = set(inputs[max(len(inputs) - count, 0) :])
@@ -236,7 +236,7 @@ def _paper(row: Row, count: int) -> Row:
 
 
 def with_rows(name: str, template: ScheduleTemplate, ranks: tuple[Row, ...]) -> Schedule:
-    """The schedule that runs ``ranks`` where ``template`` places its stages."""
+    """The schedule with these rows and the placement of ``template``."""
     actions = [action for row in ranks for action in row]
     return Schedule(
         name,
@@ -270,6 +270,7 @@ def _is_triple(row: object) -> bool:
         isinstance(row, Sequence)
         and len(row) == 3
         and all(
-            isinstance(each, (int, float)) and math.isfinite(each) and each >= 0 for each in row
+            isinstance(number, (int, float)) and math.isfinite(number) and number >= 0
+            for number in row
         )
     )

@@ -1,17 +1,25 @@
-"""Schedules in a V: stages go down the ranks and up again.
+"""V-shaped schedules: stages go down the ranks and up again, so each rank holds two stages.
+
+        rank 0   stage 0     stage 7
+        rank 1   stage 1     stage 6        microbatches go down the left column,
+        rank 2   stage 2     stage 5        and up the right one
+        rank 3   stage 3  -> stage 4
 
 ZB-V, V-Half and V-Min repeat one block of passes. Source: Pipeline Parallelism with Controllable
-Memory (Qi et al., arXiv 2405.15362), section 3. A schedule is a building block, the passes of one
-microbatch, repeated at a fixed interval and then squeezed. The distances between neighbouring ranks
-in the block set how long activations live, and so the memory; the V-shape makes it the same on
-every rank. ZB-V: two stages a rank in a V, hardly a gap, and the activations of 1F1B. V-Half: half
-of 1F1B's activations for about half of its bubble. V-Min: the least activations, a third of 1F1B's.
+Memory (Qi et al., arXiv 2405.15362), section 3. The building block is the passes of one microbatch;
+it is repeated at a fixed interval and then squeezed. The distances between neighbouring ranks in
+the block set how long activations live, and so the memory. The V makes it equal on every rank.
 
-DualPipeV: microbatches enter a V of stages, and a rank runs one stage on the way down and one on
-the way up. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.1) and the eight phases of its
-published implementation (github.com/deepseek-ai/DualPipe), cut in half. A rank that meets a forward
-of one direction and a backward of the other in the same phase may overlap them; here the forward
-comes first.
+| name | activations, of 1F1B's | bubble |
+|---|---|---|
+| zb-v | as much | hardly any |
+| v-half | half | about half of 1F1B's |
+| v-min | a third, the least | two thirds of 1F1B's |
+
+DualPipeV is one half of DualPipe. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.1) and the
+eight phases of its published implementation (github.com/deepseek-ai/DualPipe). Where a phase has a
+forward of one direction and a backward of the other, DualPipe may overlap them; here the forward
+runs first.
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ Distances = tuple[int, int, int, int]
 """Slots from rank to rank in F on the way down, F up, B down and B up."""
 
 _Slots = tuple[int, int, int, int]
-"""When a rank runs F of its lower stage, F and B of its upper one, and B of its lower one."""
+"""The slots of a rank: F of its lower stage, F and B of its upper one, and B of its lower one."""
 
 
 def v_shape(ranks: int, microbatches: int, distances: Distances) -> ScheduleTemplate:
@@ -52,46 +60,55 @@ def _row(rank: int, ranks: int, microbatches: int, slots: _Slots) -> Row:
         for microbatch in range(microbatches)
         for slot, (make, stage) in zip(slots, makers, strict=True)
     ]
-    return tuple(action for _, action in sorted(passes, key=lambda each: each[0]))
+    return tuple(action for _, action in sorted(passes, key=lambda slotted: slotted[0]))
 
 
 def _block(ranks: int, distances: Distances) -> list[_Slots]:
-    """Per rank, its slots: of all turns that let blocks repeat, those that keep least alive."""
-    found: tuple[tuple[int, int, tuple[int, ...]], list[_Slots]] | None = None
+    """Per rank, its slots. Of all turns with which blocks can repeat, take those with the fewest
+    microbatches alive.
+    """
+    best: tuple[tuple[int, int, tuple[int, ...]], list[_Slots]] | None = None
     for turns in product(range(1, _INTERVAL + 1), repeat=3):
         block = [_slots(rank, ranks, distances, turns) for rank in range(ranks)]
         if any(len({slot % _INTERVAL for slot in slots}) < 4 for slots in block):
-            continue  # two passes of a rank fall on each other
+            continue  # two passes of a rank would have the same slot
         cost = max(map(_alive, block)), sum(turns), turns
-        if found is None or cost < found[0]:
-            found = cost, block
-    if found is None:
+        if best is None or cost < best[0]:
+            best = cost, block
+    if best is None:
         raise ScheduleError(
             f"no block of passes with the distances {distances} repeats every {_INTERVAL} slots on "
             f"{ranks} ranks"
         )
-    return found[1]
+    return best[1]
 
 
 def _slots(rank: int, ranks: int, distances: Distances, turns: tuple[int, ...]) -> _Slots:
-    """``turns`` are the slots between the passes of one rank where the way turns round."""
+    """The slots of one rank.
+
+    Args:
+        rank: the rank.
+        ranks: P.
+        distances: slots from rank to rank.
+        turns: slots between two passes of one rank at the three turns of the V.
+    """
     forward_down, forward_up, backward_down, backward_up = distances
     last = ranks - 1
     bottom = last * forward_down + turns[0]
     top = bottom + last * forward_up + turns[1]
-    back = top + last * backward_down + turns[2]
+    end = top + last * backward_down + turns[2]
     return (
         rank * forward_down,
         bottom + (last - rank) * forward_up,
         top + rank * backward_down,
-        back + (last - rank) * backward_up,
+        end + (last - rank) * backward_up,
     )
 
 
 def _alive(slots: _Slots) -> int:
     """The most pairs of a stage and a microbatch between F and W while blocks repeat.
 
-    The two slots that F and B leave free are for the Ws, and each W takes the first that comes.
+    F and B leave two slots of each interval free; each W takes the first free one.
     """
     forward_lower, forward_upper, backward_upper, backward_lower = slots
     free = sorted(set(range(_INTERVAL)) - {slot % _INTERVAL for slot in slots})
@@ -110,7 +127,7 @@ def _alive(slots: _Slots) -> int:
 
 
 def _next(slot: int, place: int) -> int:
-    """The first slot behind ``slot`` that is ``place`` within its interval."""
+    """The first slot after ``slot`` with the position ``place`` in its interval."""
     return slot + 1 + (place - slot - 1) % _INTERVAL
 
 
@@ -186,44 +203,69 @@ def dual_pipe_v(ranks: int, microbatches: int) -> ScheduleTemplate:
 
 
 def _phases(near: int, ranks: int, count: int) -> Row:
-    """The eight phases of the rank that is ``near`` steps into the V, of ``ranks``.
+    """The eight phases of one rank, with DualPipe's names for them.
 
-    Stage 0 of its two is the one on the way down, which it meets in the first half of the way.
+    In DualPipe's notation, stage 0 of the rank is the one on the way down, stage 1 the one on the
+    way up; nF0 is n forwards of stage 0.
+
+    Args:
+        near: the rank, which is the number of ranks before it.
+        ranks: P.
+        count: number of microbatches.
     """
-    rank = _RowWriter((near, 2 * ranks - 1 - near))
-    behind = ranks - 1 - near
-    for _ in range(2 * behind):
-        rank.forward(0)
+    row = _RowWriter((near, 2 * ranks - 1 - near))
+    later = ranks - 1 - near
+
+    # Phase 1: nF0
+    for _ in range(2 * later):
+        row.forward(0)
+
+    # Phase 2: nF0F1
     for _ in range(near + 1):
-        rank.forward(0)
-        rank.forward(1)
-    for _ in range(behind):
-        rank.inputs(1)
-        rank.weight()
-        rank.forward(1)
+        row.forward(0)
+        row.forward(1)
+
+    # Phase 3: nI1W1F1, the zero-bubble warm-up
+    for _ in range(later):
+        row.inputs(1)
+        row.weight()
+        row.forward(1)
+
+    # Phase 4, the main one: nF0B1F1B0
     for _ in range(count - 2 * ranks + near + 1):
-        rank.forward(0)
-        rank.backward(1)
-        rank.forward(1)
-        rank.backward(0)
-    for _ in range(behind):
-        rank.backward(1)
-        rank.forward(1)
-        rank.backward(0)
-    # From the middle of the next phase on, Ws are kept for the waits of the last two.
-    order = [which for _ in range(near + 1) for which in (1, 0)] + [0] * behind
-    whole = near + 1
-    for place, which in enumerate(order):
-        if place >= 2 * (near + 1):
-            rank.weight()
-        (rank.backward if place < whole else rank.inputs)(which)
-    while rank.pending:
-        rank.weight()
-    return tuple(rank.row)
+        row.forward(0)
+        row.backward(1)
+        row.forward(1)
+        row.backward(0)
+
+    # Phase 5: nB1F1B0
+    for _ in range(later):
+        row.backward(1)
+        row.forward(1)
+        row.backward(0)
+
+    # Phase 6: nB1B0. From its middle on, backwards are split, to keep Ws for the waits of 7 and 8.
+    full = near + 1
+    for position in range(2 * (near + 1)):
+        stage = 1 - position % 2
+        if position < full:
+            row.backward(stage)
+        else:
+            row.inputs(stage)
+
+    # Phase 7: nW0I0
+    for _ in range(later):
+        row.weight()
+        row.inputs(0)
+
+    # Phase 8: nW
+    while row.pending:
+        row.weight()
+    return tuple(row.row)
 
 
 class _RowWriter:
-    """A row being written: the next passes of both stages, and the Ws that wait."""
+    """Writes a row: tracks the next passes of both stages, and the pending Ws."""
 
     def __init__(self, stages: tuple[int, int]) -> None:
         self._forwards, self._backwards = (
@@ -240,12 +282,12 @@ class _RowWriter:
         self.row.append(backward(*next(self._backwards[which])))
 
     def inputs(self, which: int) -> None:
-        """The next backward as an I, whose W waits."""
+        """Append the next backward as an I; its W is pending."""
         stage, microbatch = next(self._backwards[which])
         self.row.append(Action(stage, ActionKind.BACKWARD_INPUT, microbatch))
         self.pending.append(Action(stage, ActionKind.BACKWARD_WEIGHT, microbatch))
 
     def weight(self) -> None:
-        """The oldest W that waits, if any does."""
+        """Append the oldest pending W, if there is one."""
         if self.pending:
             self.row.append(self.pending.popleft())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
-from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
+from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited_departures
 from autosplit.pipeline.schedule.schedule import LANES, Action, Schedule
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.torch_internals.allocations import sizes_known
@@ -180,7 +180,7 @@ class Moves:
         self._awaited = dict(waited_departures(self._row))
         self._lanes = {name: Lane(f"autosplit-{name}", device) for name in {*LANES.values()}}
         self._counting = False
-        journeys = journeys_of(schedule)
+        journeys = find_moves(schedule)
         ends = ((each.rank, each.partner) for each in journeys if each.partner is not None)
         groups.connect({(min(pair), max(pair)) for pair in ends}, LANE)
         self._partner = PartnerStore(groups, schedule.partner(groups.rank), device)
@@ -256,7 +256,7 @@ class Moves:
         self._begun.clear()
         return [Span(self._rank, self._row[at], *move.result()[1:]) for at, move in moves]
 
-    def _add(self, journey: Journey) -> None:
+    def _add(self, journey: ActivationMove) -> None:
         """The two moves of what a stage holds."""
         stage: Any = self._stages.get(journey.stage)
         what = f"{self._row[journey.leaves]}"
@@ -288,7 +288,7 @@ class Moves:
         )
         self._arrivals[journey.used] = stage, journey.microbatch, journey.comes
 
-    def _add_guest(self, journey: Journey) -> None:
+    def _add_guest(self, journey: ActivationMove) -> None:
         """The two moves of what the partner's stage holds."""
         partner, accepted = self._partner, journey.accepted
 
@@ -315,7 +315,7 @@ class Moves:
 
         return lambda: self._carry(place, work)
 
-    def _held_elsewhere(self, journey: Journey) -> Iterator[Tensor]:
+    def _held_elsewhere(self, journey: ActivationMove) -> Iterator[Tensor]:
         """What the rank's other stages hold of the microbatch: an output here is an input there."""
         for index, stage in self._stages.items():
             if index != journey.stage and hasattr(stage, "held"):

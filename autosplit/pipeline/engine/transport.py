@@ -198,9 +198,9 @@ class Transport:
         link: carries the messages.
         boundaries: what crosses; those that are not known yet are by the first tensors that do.
         device: where received tensors are made.
-        posts: from whom the next receives are posted before an action, see ``posts_of``: over NCCL,
-            each that is posted is a kernel that waits on the device, and may hold up what is
-            launched behind it.
+        posts: by action, the peers from which the next receives are posted before it, as
+            ``recv_posting_order`` returns them. Over NCCL, a posted receive is a kernel that waits
+            on the device, and may delay kernels that are launched after it.
 
     Attributes:
         feeds: who feeds whom.

@@ -1,1 +1,1 @@
-"""What each rank holds during a step, by owner: measured, and predicted before it runs."""
+"""Memory of each rank during a step, by owner: measured, and predicted before it runs."""

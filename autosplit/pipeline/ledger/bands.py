@@ -1,4 +1,4 @@
-"""Memory bands: what each rank holds over one step, and how that is recorded."""
+"""Memory bands: the bytes of each rank over one step, and how they are recorded."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """What a rank held at most during one action, or between two.
+    """The most bytes that a rank held during one action, or between two.
 
     Attributes:
         start: seconds, on the clock of the step's timeline.
         end: likewise.
         during: the action, as ``"0F1"``; empty between two.
-        fixed: bytes of parameters, buffers, gradients and optimizer state, which it holds whatever
-            its schedule. New gradients count from the beginning of the action that makes them.
-        activations: bytes of all else: the batch, microbatches, messages, what an action takes,
-            makes and needs in between.
+        fixed: bytes of parameters, buffers, gradients and optimizer state, which do not depend on
+            the schedule. New gradients count from the beginning of the action that computes them.
+        activations: bytes of everything else: the batch, microbatches, messages, and an action's
+            inputs, outputs and workspace.
     """
 
     start: float
@@ -51,14 +51,14 @@ class StepMemory:
     """The memory of the forward and backward of one step, in bytes by rank.
 
     A rank never held more than ``fixed`` and ``peak_activations`` together: gradients count as
-    whole in ``fixed``, though they come to be during the step. What an optimizer needs while it
-    moves is not in here.
+    whole in ``fixed``, though they are computed during the step. The workspace of the optimizer
+    step is not included.
 
     Attributes:
-        peak_activations: the most beside what is fixed at any time, what operators took for
-            themselves included. Empty for a step that has not run.
-        predicted: the same, as graphs, messages and schedule have it; None on a rank with a stage
-            of whose memory nothing is known.
+        peak_activations: the peak of all that is not fixed, kernel workspace included. Empty for
+            a step that has not run.
+        predicted: the same peak, computed from graphs, messages and schedule; None on a rank with a
+            stage whose memory cannot be predicted.
         fixed: parameters, buffers, gradients and optimizer state.
         bands: the rank's bands, in order of time; empty likewise.
     """
@@ -70,7 +70,7 @@ class StepMemory:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Sequence[Band], int | None]]) -> StepMemory:
-        """Of the bands of each rank and what was predicted for it."""
+        """From each rank's bands and its predicted peak."""
         return cls(
             tuple(max(band.activations for band in bands) for bands, _ in rows),
             tuple(predicted for _, predicted in rows),
@@ -79,15 +79,15 @@ class StepMemory:
         )
 
     def left(self, rank: int) -> int:
-        """By how many bytes activations did not come back to where they began: what the step leaks
-        on a rank, if it is there in every step.
+        """Bytes of activations at the end of the step minus those at its beginning. If they are
+        positive in every step, the step leaks.
         """
         bands = self.bands[rank]
         return bands[-1].activations - bands[0].activations
 
 
 Holdings = Callable[[], "tuple[int, int]"]
-"""What tensors hold now that is fixed, and all of them: bytes."""
+"""Returns the bytes that are fixed now, and the bytes of all tensors."""
 
 
 def state_of(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -98,25 +98,25 @@ def state_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 @dataclass(frozen=True)
 class _Moment:
     when: float
-    during: str  # what begins here
+    during: str  # the action that begins now
     fixed: int
     held: int
-    beside: int  # the most since the moment before, above what there was then
+    beside: int  # the most that other threads held since the moment before, above their start
 
 
 class MemoryRecorder(Recorder):
-    """A recorder of times that records memory as well; for one step.
+    """Records times and memory of one step.
 
     Args:
-        times: records when what ran.
-        holdings: tells what tensors hold at a moment.
+        times: records the times.
+        holdings: returns the bytes that tensors hold now.
         device: where the stages run. On an accelerator the peak statistics of its allocator are
             reset at every action.
-        beside: tells the most bytes that other threads had more, at any time since it was last
-            asked, than there were then; None where there are none. Moves allocate and release
-            tensors in threads of their own, which on the CPU is not seen in this one: what there
-            is at a mark then counts as its holders say, and only what comes and goes behind it as
-            the allocator and ``beside`` do.
+        beside: returns the most bytes that other threads have held since its last call, above those
+            at that call; None without such threads. Moves allocate and release tensors in threads
+            of their own, which the CPU's profiler does not see from this thread. So the level at a
+            mark is what ``holdings`` returns, and only changes after it come from the allocator and
+            from ``beside``.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class MemoryRecorder(Recorder):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the step, and whatever may be run again of it."""
+        """Record allocations: around the step, and around any part of it that runs again."""
         with self._allocations:
             yield
         self._stretches = self._allocations.stretches()[self._first :]
@@ -155,11 +155,11 @@ class MemoryRecorder(Recorder):
         return result
 
     def note(self, spans: Iterable[Span]) -> None:
-        """Add what ran beside computation."""
+        """Add the spans of moves, which ran beside computation."""
         self._times.note(spans)
 
     def finish(self, results: Iterable[Tensor]) -> None:
-        """The step is over; ``results`` of it are with the caller and nobody's burden."""
+        """End the step. Its ``results`` belong to the caller and do not count."""
         self._results = distinct_storage_bytes(results)
         self._look("")
 
@@ -167,25 +167,27 @@ class MemoryRecorder(Recorder):
         return self._times.spans()
 
     def bands(self) -> list[Band]:
-        """What was held in the step, from the instant before it to the one after it."""
+        """The bands of the step, from the instant before it to the one after it."""
         moments, stretches = self._moments, self._stretches
         first, last = moments[0], moments[-1]
         bases = [first.held] * len(moments)
         if self._elsewhere is not None:
-            before = [0, *(stretch.end for stretch in stretches)]
-            bases = [moment.held - level for moment, level in zip(moments, before, strict=False)]
-        found = [Band(first.when, first.when, "", first.fixed, first.held - first.fixed)]
-        for here, there, stretch, base in zip(moments, moments[1:], stretches, bases, strict=False):
-            fixed = max(here.fixed, there.fixed)
-            most = base + stretch.highest + there.beside - fixed
-            found.append(Band(here.when, there.when, here.during, fixed, max(most, 0)))
-        end = stretches[len(moments) - 2].end  # behind the last mark is not the step's
+            starts = [0, *(stretch.end for stretch in stretches)]
+            bases = [moment.held - level for moment, level in zip(moments, starts, strict=False)]
+        bands = [Band(first.when, first.when, "", first.fixed, first.held - first.fixed)]
+        for now, following, stretch, base in zip(
+            moments, moments[1:], stretches, bases, strict=False
+        ):
+            fixed = max(now.fixed, following.fixed)
+            most = base + stretch.highest + following.beside - fixed
+            bands.append(Band(now.when, following.when, now.during, fixed, max(most, 0)))
+        end = stretches[len(moments) - 2].end  # after the last mark, the step is over
         results = 0 if self._elsewhere is not None else self._results
         rest = max(bases[-1] + end - results - last.fixed, 0)
-        return [*found, Band(last.when, last.when, "", last.fixed, rest)]
+        return [*bands, Band(last.when, last.when, "", last.fixed, rest)]
 
     def _look(self, during: str) -> int:
-        # First what was there until now: what comes in between is rather counted twice than never.
+        # Read the past maximum first: an allocation in between is then counted twice, not never.
         beside = 0 if self._elsewhere is None else self._elsewhere()
         self._moments.append(_Moment(time.perf_counter(), during, *self._holdings(), beside))
         return self._allocations.mark()

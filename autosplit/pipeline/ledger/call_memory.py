@@ -1,10 +1,9 @@
-"""What calls of stages hold while they run: liveness of their graphs, kernel workspace included.
+"""Memory of a stage's calls while they run: liveness of their graphs, and kernel workspace.
 
-Kernel workspace: what operators take beyond their results while they run, measured.
-
-No graph tells of it: a kernel copies an operand that does not lie as it wants it, converts one to
-another dtype, or keeps partial sums for each thread. So each distinct operator is run once, on
-tensors of its own that lie in memory as those of the graph will.
+Kernel workspace is what an operator allocates beyond its results while it runs. No graph shows it:
+a kernel copies an operand whose layout it cannot use, converts one to another dtype, or keeps
+partial sums for each thread. So each distinct operator is run once and measured, on tensors with
+the layout of the graph's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from autosplit.stage import Stage
 from autosplit.torch_internals.allocations import allocations_on, countable
 from autosplit.torch_internals.pytree import tree_map
 
-# What takes a factorization trusts that its values are one.
+# These operators trust that their operand is a valid factorization, and may crash on others.
 _FACTORIZATIONS = ("aten::linalg_", "aten::_linalg_", "aten::lu_")
 
 
@@ -35,13 +34,12 @@ class KernelWorkspace:
     """Measures operators of graphs, each once.
 
     Args:
-        device: where they run. On the CPU nothing is measured, and nothing known, while another
-            profiler runs.
+        device: where they run. On the CPU nothing can be measured while another profiler runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[Hashable, int] = {}
+        self._measured: dict[Hashable, int] = {}
 
     @property
     def measurable(self) -> bool:
@@ -49,42 +47,42 @@ class KernelWorkspace:
         return countable(self._device)
 
     def of(self, graph: fx.Graph) -> dict[fx.Node, int]:
-        """Bytes by operator of a graph, of those that take some beside what the graph says.
+        """Workspace bytes of a graph's operators; those without workspace are left out.
 
-        What cannot be run by itself (a collective, a custom operator, one that refuses made-up
-        values) is not known and not in it.
+        Operators that cannot be run alone are left out as well: collectives, custom operators, and
+        operators that refuse made-up values.
         """
         signatures = {node: _signature(node) for node in graph.nodes if _is_measurable(node)}
         unknown = {
             signature: node
             for node, signature in signatures.items()
-            if signature not in self._known
+            if signature not in self._measured
         }
         if unknown and self.measurable:
-            self._known |= self._measure(unknown)
-        taken = {node: self._known.get(each, 0) for node, each in signatures.items()}
-        found = {node: size - _result_bytes(node) for node, size in taken.items()}
-        return {node: size for node, size in found.items() if size > 0}
+            self._measured |= self._measure(unknown)
+        peaks = {node: self._measured.get(signature, 0) for node, signature in signatures.items()}
+        workspace = {node: size - _result_bytes(node) for node, size in peaks.items()}
+        return {node: size for node, size in workspace.items() if size > 0}
 
     def _measure(self, nodes: Mapping[Hashable, fx.Node]) -> dict[Hashable, int]:
-        """The most bytes that each has at any time, its results included; 0 where it fails."""
+        """Peak bytes of each operator, its results included; 0 where it fails."""
         failed: set[Hashable] = set()
         with torch.no_grad(), generators_kept(), allocations_on(self._device) as allocations:
             for signature, node in nodes.items():
-                made = {each: _values(each, _made_up) for each in node.all_input_nodes}
-                args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+                values = {operand: _values(operand, _made_up) for operand in node.all_input_nodes}
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 allocations.mark()
                 try:
                     node.target(*args, **kwargs)  # type: ignore[operator]
-                except Exception:  # of values that mean nothing
+                except Exception:  # the values are made up
                     failed.add(signature)
                 allocations.mark()
-                del args, kwargs, made
+                del args, kwargs, values
         runs = allocations.stretches()[::2]
-        before = [0, *(each.end for each in allocations.stretches()[1::2])]
+        starts = [0, *(stretch.end for stretch in allocations.stretches()[1::2])]
         return {
             signature: 0 if signature in failed else run.highest - start
-            for signature, run, start in zip(nodes, runs, before, strict=False)
+            for signature, run, start in zip(nodes, runs, starts, strict=False)
         }
 
 
@@ -96,17 +94,17 @@ def _is_measurable(node: fx.Node) -> bool:
         is_effect(node) and not is_accumulation(node)
     ):
         return False
-    given = [tensor_of(each) for each in node.all_input_nodes]
-    return all(each is None or each.layout is torch.strided for each in given)
+    operands = [tensor_of(operand) for operand in node.all_input_nodes]
+    return all(operand is None or operand.layout is torch.strided for operand in operands)
 
 
 def _signature(node: fx.Node) -> Hashable:
-    """What the kernel and its sizes depend on."""
+    """A key on which the kernel and its sizes depend."""
     return node.target, repr(fx.map_arg((node.args, node.kwargs), lambda n: _values(n, _described)))
 
 
 def _values(node: fx.Node, change: Callable[[Any], Any]) -> Any:
-    """What a node yields, each of it changed."""
+    """A node's value with each leaf mapped."""
     return tree_map(change, node.meta.get("val"))
 
 
@@ -129,7 +127,7 @@ def _made_up(value: Any) -> Any:
 
 
 def _like(fake: Tensor) -> Tensor:
-    """A tensor that lies in memory as another: ones, but zeros for what may be a place."""
+    """A tensor with the layout of another: ones, but zeros for integers, which may be indices."""
     sizes, strides = [*map(concrete, fake.shape)], [*map(concrete, fake.stride())]
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     count = last + 1 if all(sizes) else 0
@@ -141,7 +139,7 @@ _Call = tuple[str, bool]
 
 
 class CallMemory:
-    """Works out each call of a stage once.
+    """The memory of stages' calls, each computed once.
 
     Args:
         device: where the stages run.
@@ -149,8 +147,8 @@ class CallMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._workspace = device, KernelWorkspace(device)
-        self._known: WeakKeyDictionary[SplitFunctions, dict[_Call, LiveBytes]]
-        self._known = WeakKeyDictionary()
+        self._calls: WeakKeyDictionary[SplitFunctions, dict[_Call, LiveBytes]]
+        self._calls = WeakKeyDictionary()
 
     def again(self, stage: Stage) -> int:
         """Bytes of the buffers that a forward writes, which are kept to run it again."""
@@ -163,19 +161,19 @@ class CallMemory:
         return generator_state(self._device).nbytes if self._device.type == "cpu" else 0
 
     def of(self, stage: Stage, call: str, *, adds: bool = False) -> LiveBytes:
-        """What is alive while a call runs.
+        """The tensors that are alive while a call runs, in bytes.
 
         Args:
-            stage: whose.
+            stage: the stage.
             call: the name of one of its methods; W counts as run whole.
-            adds: whether it adds to gradients that are there, rather than make them.
+            adds: whether the call adds to existing gradients, rather than create them.
         """
-        found = self._known.setdefault(stage.functions, {})
+        calls = self._calls.setdefault(stage.functions, {})
         key = call, adds
-        if key in found:
-            return found[key]
+        if key in calls:
+            return calls[key]
         module = stage.source(call, adds=adds)
-        made = LiveBytes(module, self._workspace.of(module.graph))
+        live = LiveBytes(module, self._workspace.of(module.graph))
         if self._workspace.measurable:
-            found[key] = made
-        return made
+            calls[key] = live
+        return live

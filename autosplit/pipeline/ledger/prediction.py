@@ -1,9 +1,8 @@
-"""Predicted peak of a rank: what its microbatches hold, what its calls take beside that while they
-run, and what its messages hold.
+"""Predicted memory peak of a rank: its microbatches, the workspace of its calls, and its messages.
 
-What each call takes, makes and lets go of is in its graph. So one microbatch of a stage is played
-by itself, with memory instead of tensors, and told as a ``StageMemory``; how much of that a rank
-has at once is counted from there as for any schedule.
+A call's graph shows its inputs, its results and what it frees. So one microbatch of a stage is
+played through the stage's calls, with byte counts instead of tensors. The result is a
+``StageMemory``, from which the peak of a rank follows as for any schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from autosplit.pipeline.schedule.routes import (
 )
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
-from autosplit.pipeline.simulation.playing import posts_of
+from autosplit.pipeline.simulation.playing import recv_posting_order
 from autosplit.stage import Stage
 
 from .call_memory import CallMemory
@@ -32,29 +31,29 @@ from .call_memory import CallMemory
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """A storage of a microbatch; of equal ones each is its own."""
+    """A storage of a microbatch; compared by identity."""
 
     bytes: int
 
 
-_Held = Mapping[Role, _Memory]
+_Memories = Mapping[Role, _Memory]
 
 
 class StageBytes:
-    """What one microbatch of a stage holds, played call by call.
+    """The bytes of one microbatch of a stage, played call by call.
 
     Args:
-        stage: whose.
-        calls: knows what calls hold.
-        received: bytes of each input that another stage sends, by name; the others lie in the
-            batch.
-        kinds: of the actions that run.
+        stage: the stage.
+        calls: the memory of its calls.
+        received: bytes of each input that another stage sends, by name; the other inputs are views
+            of the batch.
+        kinds: kinds of the actions that run.
 
     Attributes:
-        memory: of its calls, what they take of messages with them, and between them.
-        lent: places of outputs in memory that the stage keeps, or the batch's, for as long as a
-            message needs it.
-        fresh: by how much less a call takes that makes gradients, rather than adds to them.
+        memory: between the calls, and of each call with the messages that it uses.
+        borrowed_outputs: positions of outputs without memory of their own: it is saved by the
+            stage, or belongs to the batch, for as long as a message needs it.
+        fresh: by kind, by how much less a call takes that creates gradients than one that adds.
     """
 
     def __init__(
@@ -68,25 +67,29 @@ class StageBytes:
         self.fresh: dict[ActionKind, int] = {}
         functions = stage.functions
         inputs = {Role(Kind.INPUT, name): _Memory(size) for name, size in received.items()}
-        most, made = self._call(ActionKind.FORWARD, inputs)
-        saved = {role: each for role, each in made.items() if role.kind is Kind.SAVED}
-        outputs = [made.get(Role(Kind.OUTPUT, name)) for name in functions.capture.outputs]
-        self.lent = {at for at, o in enumerate(outputs) if o is None or o in saved.values()}
+        most, results = self._call(ActionKind.FORWARD, inputs)
+        saved = {role: memory for role, memory in results.items() if role.kind is Kind.SAVED}
+        outputs = [results.get(Role(Kind.OUTPUT, name)) for name in functions.capture.outputs]
+        self.borrowed_outputs = {
+            at for at, o in enumerate(outputs) if o is None or o in saved.values()
+        }
         kept, deferred = _bytes(saved), 0
         forward, backward_input, backward_weight, backward = _bytes(inputs) + most - kept, 0, 0, 0
         tangents = {
             Role(Kind.TANGENT, name): _Memory(spec.shape.numel() * spec.dtype.itemsize)
             for name, spec in functions.tangent_specs.items()
         }
-        taken, arrived = {**saved, **tangents}, _bytes(tangents)
+        arguments, arrived = {**saved, **tangents}, _bytes(tangents)
         if functions.has_backward and ActionKind.BACKWARD_INPUT in kinds:
-            most, made = self._call(ActionKind.BACKWARD_INPUT, taken)
-            left = {role: each for role, each in made.items() if role.kind is not Kind.INPUT_GRAD}
+            most, results = self._call(ActionKind.BACKWARD_INPUT, arguments)
+            left = {
+                role: memory for role, memory in results.items() if role.kind is not Kind.INPUT_GRAD
+            }
             deferred = _bytes(left)
             backward_input = kept + arrived + most - max(kept, deferred)
             backward_weight, _ = self._call(ActionKind.BACKWARD_WEIGHT, left)
         if functions.has_backward and ActionKind.BACKWARD in kinds:
-            most, _ = self._call(ActionKind.BACKWARD, taken)
+            most, _ = self._call(ActionKind.BACKWARD, arguments)
             backward = arrived + most
         self.memory = StageMemory(
             kept,
@@ -97,24 +100,24 @@ class StageBytes:
             workspace=(forward, backward_input, backward_weight, backward),
         )
 
-    def _call(self, kind: ActionKind, taken: _Held) -> tuple[int, dict[Role, _Memory]]:
-        """The most bytes that are alive in a call beside what there is before, and what it makes;
-        of gradients, which are fixed (see ``Band``), only what adding to them takes.
+    def _call(self, kind: ActionKind, arguments: _Memories) -> tuple[int, dict[Role, _Memory]]:
+        """The peak of a call above the bytes before it, and its results. Gradients are fixed memory
+        (see ``Band``): of them, only the workspace of adding counts.
         """
         name = BACKWARDS.get(kind, "forward")
         live = self._calls.of(self._stage, name)
-        if kind is ActionKind.BACKWARD and not live.takes.issuperset(taken):
-            # Where I passes on what it takes, B runs the graph of W.
+        if kind is ActionKind.BACKWARD and not live.takes.issuperset(arguments):
+            # If I only passes its inputs on to W, B runs the graph of W.
             passed = self._calls.of(self._stage, "backward_input").results
-            names = {each.memory: each.role for each in passed}
-            taken = {names.get(role, role): each for role, each in taken.items()}
+            names = {result.memory: result.role for result in passed}
+            arguments = {names.get(role, role): memory for role, memory in arguments.items()}
         roles: dict[_Memory, set[Role]] = defaultdict(set)
-        for role, each in taken.items():
-            roles[each].add(role)
-        dying = [(names, each.bytes) for each, names in roles.items()]
+        for role, argument in arguments.items():
+            roles[argument].add(role)
+        dying = [(names, memory.bytes) for memory, names in roles.items()]
         borrowed = self._stage.functions.dependence.borrowed
         gradients: dict[_Memory | int, int] = {}
-        made: dict[Role, _Memory] = {}
+        results: dict[Role, _Memory] = {}
         new: dict[int, _Memory] = {}
         for result in live.results:
             role, memory = result.role, result.memory
@@ -122,21 +125,21 @@ class StageBytes:
                 if role.kind is Kind.PARAMETER_GRAD:
                     gradients[memory] = result.bytes
                 else:
-                    made[role] = new.setdefault(memory, _Memory(result.bytes))
-            elif memory is not None and memory in taken:
+                    results[role] = new.setdefault(memory, _Memory(result.bytes))
+            elif memory is not None and memory in arguments:
                 if role.kind is not Kind.PARAMETER_GRAD:
-                    made[role] = taken[memory]
-                elif role.name not in borrowed:  # made by I; the sum from now on
-                    gradients[taken[memory]] = result.bytes
+                    results[role] = arguments[memory]
+                elif role.name not in borrowed:  # computed by I; from now on it is the sum
+                    gradients[arguments[memory]] = result.bytes
         most = fresh = live.peak(dying) - sum(gradients.values())
         if gradients:
             most = max(most, self._calls.of(self._stage, name, adds=True).peak(dying))
         self.fresh[kind] = most - fresh
-        return most, made
+        return most, results
 
 
-def _bytes(held: _Held) -> int:
-    return sum(each.bytes for each in {*held.values()})
+def _bytes(memories: _Memories) -> int:
+    return sum(memory.bytes for memory in {*memories.values()})
 
 
 def received_bytes(stage: Stage, feeds: Feeds, boundaries: Boundaries) -> dict[str, int]:
@@ -147,11 +150,11 @@ def received_bytes(stage: Stage, feeds: Feeds, boundaries: Boundaries) -> dict[s
         for source in sources
         for position, meta in enumerate(boundaries.known[source])
     }
-    names = stage.functions.capture.inputs  # behind these are the targets, of the batch
-    taken: list[tuple[int | None, int]] = [*metas]
+    names = stage.functions.capture.inputs  # after these come the targets, from the batch
+    keys: list[tuple[int | None, int]] = [*metas]
     if feeds.wiring is not None:
-        taken = [(each.stage, each.position) for each in feeds.wiring.inputs[stage.index]]
-    pairs = zip(names, taken, strict=False)
+        keys = [(source.stage, source.position) for source in feeds.wiring.inputs[stage.index]]
+    pairs = zip(names, keys, strict=False)
     return {name: _size(metas[key]) for name, key in pairs if key in metas}
 
 
@@ -160,24 +163,23 @@ def message_levels(
     rank: int,
     feeds: Feeds,
     boundaries: Boundaries,
-    lent: Mapping[int, Collection[int]],
+    borrowed: Mapping[int, Collection[int]],
 ) -> list[int]:
-    """What a rank's messages hold, as ``Transport`` has them: for each action of its row, while it
-    runs.
+    """Bytes of a rank's messages while each action of its row runs, as ``Transport`` keeps them.
 
     Args:
-        schedule: what is run.
-        rank: whose messages.
-        feeds: who feeds whom.
-        boundaries: what stages put out and get back.
-        lent: by stage of this rank, places of outputs whose memory counts elsewhere.
+        schedule: the schedule.
+        rank: the rank.
+        feeds: the dataflow between stages.
+        boundaries: shapes of the tensors between stages.
+        borrowed: by stage of this rank, positions of outputs whose memory counts elsewhere.
     """
-    posts, routes = posts_of(schedule, feeds)[rank], routes_of(schedule, feeds)[rank]
+    posts, routes = recv_posting_order(schedule, feeds)[rank], routes_of(schedule, feeds)[rank]
     coming = {peer: deque(parcels) for peer, parcels in routes.receives.items()}
-    source = {each: peer for peer, parcels in routes.receives.items() for each in parcels}
+    source = {parcel: peer for peer, parcels in routes.receives.items() for parcel in parcels}
     sent: dict[int, deque[Parcel]] = defaultdict(deque)
     retired: Counter[int] = Counter()
-    held: Counter[tuple[Action, int]] = Counter()  # how many messages have a tensor
+    messages: Counter[tuple[Action, int]] = Counter()  # how many messages have a tensor
     now = 0
 
     def change(parcel: Parcel, more: int) -> None:
@@ -185,11 +187,11 @@ def message_levels(
         metas = boundaries.crossing(parcel, feeds)
         places = feeds.positions(parcel.boundary, parcel.taker) or range(len(metas))
         for place, meta in zip(places, metas, strict=True):
-            if meta is None or (parcel.forward and place in lent.get(parcel.boundary, ())):
+            if meta is None or (parcel.forward and place in borrowed.get(parcel.boundary, ())):
                 continue
-            before = held[parcel.result, place]
-            held[parcel.result, place] += more
-            now += _size(meta) * ((before + more > 0) - (before > 0))
+            count = messages[parcel.result, place]
+            messages[parcel.result, place] += more
+            now += _size(meta) * ((count + more > 0) - (count > 0))
 
     def post(peer: int, until: Parcel | None = None) -> None:
         while coming[peer] and (until is None or until in coming[peer]):
@@ -197,10 +199,10 @@ def message_levels(
             if until is None:
                 return
 
-    found = []
+    levels = []
     for action in schedule.ranks[rank]:
         if not action.kind.is_compute:
-            found.append(now)
+            levels.append(now)
             continue
         for peer in posts.get(action, ()):
             post(peer)
@@ -208,19 +210,19 @@ def message_levels(
             if parcel in source:
                 peer = source[parcel]
                 post(peer, parcel)
-                tells = any(boundaries.crossing(parcel, feeds))  # else nothing travels
-                while tells and retired[peer] < routes.proven[parcel]:
+                is_sent = any(boundaries.crossing(parcel, feeds))
+                while is_sent and retired[peer] < routes.proven[parcel]:
                     change(sent[peer].popleft(), -1)
                     retired[peer] += 1
-            change(parcel, -1)  # it is the stage's now
-        found.append(now)
+            change(parcel, -1)  # now it counts as the stage's
+        levels.append(now)
         if action.kind is ActionKind.FORWARD and action.stage == schedule.stages - 1:
             now += sum(map(_size, boundaries.known[action.stage]))  # losses stay until the end
         for parcel in parcels_of(result_of(action), feeds):
             change(parcel, 1)
             if (target := schedule.placement[parcel.stage]) != rank:
                 sent[target].append(parcel)
-    return found
+    return levels
 
 
 def _size(meta: TensorMeta) -> int:

@@ -1,24 +1,26 @@
-"""Activations that are away for a while: which moves of a schedule belong together.
+"""Moves of activations between ranks, or to the host and back: which actions belong together.
 
-``EVICT`` stands where a rank begins to send what it holds of a microbatch to its partner, and
-``ACCEPT`` in the partner's row where that takes it in; ``RETURN`` where the partner begins to send
-it back, and ``LOAD`` where the owner takes that in. ``OFFLOAD`` and ``RELOAD`` are the same with
-the rank's own store on the host. A microbatch may be away twice: while it is saved, from F to the
-backward, and while it is deferred, from I to W.
+          rank      EVICT ----------------> ...  LOAD     OFFLOAD -> ... -> RELOAD
+          partner         '-> ACCEPT ... RETURN -'        (between the rank and its host)
 
-None of these keeps its rank from going on. What must wait, and for what:
+``EVICT`` stands where a rank begins to send a microbatch's activations to its partner, ``ACCEPT``
+in the partner's row where it receives them. ``RETURN`` stands where the partner begins to send them
+back, ``LOAD`` where the owner receives them. ``OFFLOAD`` and ``RELOAD`` do the same with the host's
+memory. A microbatch may move twice: its saved tensors between F and the backward, and its deferred
+tensors between I and W.
 
-- I, B or W of a microbatch that is away, until it is all there again;
-- a rank that is to hold more (F and RECOMPUTE by computing, ACCEPT, LOAD and RELOAD by their
-  buffers), until all has left that its row sends away before the compute action before. A transfer
-  so has at least one compute action to hide behind, and what a rank holds is bounded by the order
-  of its row alone;
-- the rank itself at an ``AWAIT``, until what its row sent away of that microbatch has left, be it
-  its own or its partner's: where there is no room for what comes next beside it, at the price of a
-  transfer that hides behind nothing.
+Moves run beside computation. Three rules say which actions wait:
 
-``LevelByOrder`` has the most that a rank holds as it goes through its row, whenever its transfers
-happen.
+- I, B and W wait until all activations of their microbatch are back.
+- Actions that allocate wait until the departures before the previous compute action have ended: F
+  and RECOMPUTE, which compute, and ACCEPT, LOAD and RELOAD, which need buffers. So a transfer has
+  at least one compute action to overlap with, and the memory of a rank is bounded by the order of
+  its row alone.
+- ``AWAIT`` waits until the activations of its microbatch have left the rank, whether they are the
+  rank's own or its partner's. It stands where the next action has no room beside them. Such a
+  transfer is exposed.
+
+``WorstCaseMemory`` has the most that a rank holds along its row, however long transfers take.
 """
 
 from __future__ import annotations
@@ -30,25 +32,25 @@ from itertools import repeat
 
 from .schedule import ARRIVALS, BACKWARDS, DEPARTURES, Action, ActionKind, Schedule
 
-TAKERS = ARRIVALS | {ActionKind.FORWARD, ActionKind.RECOMPUTE}
-"""After which a rank holds more, and which therefore wait for what was sent away."""
+ALLOCATING = ARRIVALS | {ActionKind.FORWARD, ActionKind.RECOMPUTE}
+"""Kinds that allocate activations, and therefore wait for departures."""
 
 
 @dataclass(frozen=True, slots=True)
-class Journey:
-    """One time that what a microbatch holds on a stage is away from its rank.
+class ActivationMove:
+    """One move of a microbatch's activations off their rank and back.
 
     Attributes:
-        stage: whose it is.
-        microbatch: of which microbatch.
+        stage: the stage that computed them.
+        microbatch: the microbatch.
         rank: the rank that runs the stage.
-        leaves: the place in that rank's row of EVICT or OFFLOAD.
-        comes: that of LOAD or RELOAD.
-        used: that of the I, B or W behind it, which needs it.
-        deferred: whether it is between I and W, rather than between F and the backward.
-        partner: the rank that has it meanwhile; None for the host's store.
-        accepted: the place in the partner's row of ACCEPT.
-        returned: that of RETURN.
+        leaves: the place of EVICT or OFFLOAD in that rank's row.
+        comes: the place of LOAD or RELOAD.
+        used: the place of the next I, B or W, which needs them.
+        deferred: True between I and W, False between F and the backward.
+        partner: the rank that keeps them meanwhile; None for the host.
+        accepted: the place of ACCEPT in the partner's row.
+        returned: the place of RETURN in the partner's row.
     """
 
     stage: int
@@ -64,84 +66,91 @@ class Journey:
 
 
 def has_moves(schedule: Schedule) -> bool:
-    """Whether anything of the step is away for a while."""
+    """Whether the schedule moves any activations."""
     return any(action.kind in DEPARTURES for row in schedule.ranks for action in row)
 
 
 def offloads(schedule: Schedule) -> bool:
-    """Whether any rank keeps anything in its store on the host."""
+    """Whether any rank offloads activations to the host."""
     kinds = {action.kind for row in schedule.ranks for action in row}
     return any(kind.is_move and not kind.is_shared for kind in kinds)
 
 
-def journeys_of(schedule: Schedule) -> tuple[Journey, ...]:
-    """All journeys, in the order of their departures, rank by rank.
+def find_moves(schedule: Schedule) -> tuple[ActivationMove, ...]:
+    """All moves, rank by rank, in the order of their departures.
 
-    Of moves with the same text the first in a row belong together, then the second. What does not
-    make a whole journey, as in an illegal schedule, is left out.
+    Among actions with the same text, the first ones of each row belong together, then the second
+    ones. An incomplete move, as in an illegal schedule, is left out.
     """
     if not has_moves(schedule):
         return ()
     places = [_places(row) for row in schedule.ranks]
-    found = (each for rank in range(len(places)) for each in _journeys(schedule, places, rank))
-    return tuple(sorted(found, key=lambda each: (each.rank, each.leaves)))
+    moves = (move for rank in range(len(places)) for move in _moves_of(schedule, places, rank))
+    return tuple(sorted(moves, key=lambda move: (move.rank, move.leaves)))
 
 
 def _places(row: Sequence[Action]) -> dict[Action, list[int]]:
-    found: dict[Action, list[int]] = defaultdict(list)
+    places: dict[Action, list[int]] = defaultdict(list)
     for place, action in enumerate(row):
-        found[action].append(place)
-    return found
+        places[action].append(place)
+    return places
 
 
-def _journeys(
+def _moves_of(
     schedule: Schedule, places: Sequence[Mapping[Action, Sequence[int]]], rank: int
-) -> Iterator[Journey]:
-    own, partner = places[rank], schedule.partner(rank)
+) -> Iterator[ActivationMove]:
+    rank_places, partner = places[rank], schedule.partner(rank)
 
     def at(action: Action, kind: ActionKind, rank: int = rank) -> Sequence[int]:
         return places[rank].get(replace(action, kind=kind), ())
 
-    for action, leaves in [*own.items()]:
+    for action, leaves in [*rank_places.items()]:
         ends: Iterable[tuple[int | None, int, int]] = repeat((None, -1, -1))
         if action.kind is ActionKind.EVICT and partner != rank:
-            taken = at(action, ActionKind.ACCEPT, partner), at(action, ActionKind.RETURN, partner)
-            ends = zip(repeat(partner), *taken, strict=False)
+            partner_places = (
+                at(action, ActionKind.ACCEPT, partner),
+                at(action, ActionKind.RETURN, partner),
+            )
+            ends = zip(repeat(partner), *partner_places, strict=False)
         elif action.kind is not ActionKind.OFFLOAD:
             continue
-        back = ActionKind.RELOAD if action.kind is ActionKind.OFFLOAD else ActionKind.LOAD
+        arrival = ActionKind.RELOAD if action.kind is ActionKind.OFFLOAD else ActionKind.LOAD
         inputs = at(action, ActionKind.BACKWARD_INPUT)
         uses = sorted(place for kind in BACKWARDS for place in at(action, kind))
-        for start, end, there in zip(leaves, at(action, back), ends, strict=False):
+        for start, end, partner_ends in zip(leaves, at(action, arrival), ends, strict=False):
             used = next((place for place in uses if place > end), None)
             if used is not None:
                 deferred = bool(inputs) and inputs[0] < start
-                yield Journey(
-                    action.stage, action.microbatch, rank, start, end, used, deferred, *there
+                yield ActivationMove(
+                    action.stage, action.microbatch, rank, start, end, used, deferred, *partner_ends
                 )
 
 
 def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
-    """Of every action of a row that is to hold more, its place, and those of what has to have left;
-    and of every AWAIT, with that of what it waits for.
+    """Yield the place of each action that waits for departures, and their places.
 
-    What an F, a RECOMPUTE or an AWAIT has waited for is not told again.
+    A departure that an F, a RECOMPUTE or an AWAIT has waited for is not yielded again.
     """
     fresh: list[int] = []
     passed: list[int] = []
     for place, action in enumerate(row):
         if action.kind is ActionKind.AWAIT:
-            awaited = [each for each in (*passed, *fresh) if awaits(action, row[each])]
-            passed = [each for each in passed if each not in awaited]
-            fresh = [each for each in fresh if each not in awaited]
+            awaited = [
+                departure for departure in (*passed, *fresh) if awaits(action, row[departure])
+            ]
+            passed = [departure for departure in passed if departure not in awaited]
+            fresh = [departure for departure in fresh if departure not in awaited]
             if awaited:
                 yield place, awaited
             continue
         if action.kind in ARRIVALS:
-            awaited = [*passed, *(each for each in fresh if not row[each].kind.is_shared)]
+            awaited = [
+                *passed,
+                *(departure for departure in fresh if not row[departure].kind.is_shared),
+            ]
             if awaited:
                 yield place, awaited
-        elif action.kind in TAKERS and passed:
+        elif action.kind in ALLOCATING and passed:
             yield place, [*passed]
             passed.clear()
         if action.kind.is_compute:
@@ -152,7 +161,7 @@ def waited_departures(row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
 
 
 def awaits(action: Action, departure: Action) -> bool:
-    """Whether an AWAIT is for a departure before it in its row."""
+    """Whether an AWAIT waits for this earlier departure of its row."""
     same = (action.stage, action.microbatch) == (departure.stage, departure.microbatch)
     return same and departure.kind in DEPARTURES
 
@@ -169,10 +178,12 @@ _LEAVES = (ActionKind.EVICT, ActionKind.OFFLOAD)
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """Attributes:
-    action: that starts it.
-    size: how much more the rank holds behind it; of a departure less than 0.
-    came: the arrival by which it had come, of a guest that leaves.
+    """A transfer that may or may not have happened yet.
+
+    Attributes:
+        action: the action that starts it.
+        size: by how much the rank's memory grows; negative for a departure.
+        came: for a RETURN, the arrival that brought the partner's activations.
     """
 
     action: Action
@@ -180,15 +191,15 @@ class _Transfer:
     came: _Transfer | None = None
 
 
-class LevelByOrder:
-    """What a rank may hold at most, by the order of its row alone; see ``moves``.
+class WorstCaseMemory:
+    """The most memory that a rank may hold, by the order of its row alone.
 
-    What leaves counts until the rank has waited for it. What arrives may be there from its place
-    in the row on, but then what it has waited for in its lane is not, though the rank went on
-    meanwhile: of both only what is more counts, until an action has used what arrived.
+    A departure counts until the rank has waited for it. An arrival may be resident from its place
+    in the row, but never together with the departures that it waits for in its lane: the larger of
+    the two counts, until an action uses the arrival.
 
     Args:
-        row: that of the rank; ``begin`` is called for each action of it in turn.
+        row: the rank's row; ``begin`` is called for each action of it in turn.
     """
 
     __slots__ = ("_latest", "_level", "_pending", "_place", "_unsure", "_waits")
@@ -197,15 +208,15 @@ class LevelByOrder:
         self._waits = dict(waited_departures(row))
         self._place = -1
         self._level = 0.0
-        # Arrivals, each behind the departures that it and none before it has waited for: so much
-        # of it as has happened by now is there from its beginning on.
+        # Arrivals that may have happened, each after the departures for which it was the first to
+        # wait. Any prefix of this list may have happened by now.
         self._unsure: list[_Transfer] = []
-        self._latest: dict[tuple[int, int], _Transfer] = {}  # what is here or comes here
+        self._latest: dict[tuple[int, int], _Transfer] = {}  # the last arrival of a microbatch
         self._pending: dict[int, _Transfer] = {}  # departures by place that may not have happened
 
     @property
     def most(self) -> float:
-        """The most that there may be now."""
+        """The most that the rank may hold now."""
         most = now = self._level
         for transfer in self._unsure:
             now += transfer.size
@@ -214,18 +225,21 @@ class LevelByOrder:
         return most
 
     def change(self, more: float) -> None:
-        """There is so much more from here on, or less, of what stays here."""
+        """Change the memory that does not move, from the present action on."""
         self._level += more
 
     def begin(self, action: Action, size: float = 0.0) -> None:
-        """Come to the next action, behind what it waits for; ``size`` is what a move carries."""
+        """Begin the next action, after its waits; ``size`` is what a move carries."""
         self._place += 1
         kind, key = action.kind, (action.stage, action.microbatch)
         waits = self._waits.get(self._place, ())
         waited = [self._pending[place] for place in waits if place in self._pending]
         if kind in ARRIVALS:
             arrival = self._latest[key] = _Transfer(action, size)
-            self._unsure += [*(each for each in waited if each not in self._unsure), arrival]
+            self._unsure += [
+                *(transfer for transfer in waited if transfer not in self._unsure),
+                arrival,
+            ]
         elif kind in DEPARTURES:
             came = self._latest.pop(key, None) if kind is ActionKind.RETURN else None
             self._pending[self._place] = _Transfer(action, -size, came)
@@ -235,17 +249,25 @@ class LevelByOrder:
             self._use(*key)
 
     def _use(self, stage: int, microbatch: int) -> None:
-        """A microbatch is used: what was away of it has left before, and is here again."""
+        """Record that a microbatch is used, so that its departure and arrival have happened."""
         arrival = self._latest.pop((stage, microbatch), None)
         if arrival is None:
             return
         self._come(arrival)
-        away = (each for each in self._pending.values() if each.action.kind in _LEAVES)
+        departures = (
+            transfer for transfer in self._pending.values() if transfer.action.kind in _LEAVES
+        )
         key = stage, microbatch
-        self._leave([each for each in away if (each.action.stage, each.action.microbatch) == key])
+        self._leave(
+            [
+                transfer
+                for transfer in departures
+                if (transfer.action.stage, transfer.action.microbatch) == key
+            ]
+        )
 
     def _leave(self, departures: Sequence[_Transfer]) -> None:
-        """These have left for sure, and those before them in their lanes."""
+        """Record that these departures, and all before them in their lanes, have happened."""
         lanes: set[bool] = set()
         gone = []
         for departure in reversed(self._pending.values()):
@@ -256,16 +278,18 @@ class LevelByOrder:
         for departure in reversed(gone):
             if departure.came is not None:
                 self._come(departure.came)
-            if departure in self._pending.values():  # not before what came
+            if departure in self._pending.values():  # the arrival may have settled it
                 self._settle([departure])
 
     def _come(self, arrival: _Transfer) -> None:
-        """An arrival is there for sure, and all that it has waited for is gone."""
+        """Record that an arrival, and all departures that it waited for, have happened."""
         if arrival in self._unsure:
             self._settle(self._unsure[: self._unsure.index(arrival) + 1])
 
     def _settle(self, transfers: Sequence[_Transfer]) -> None:
-        """These have happened."""
-        self._level += sum(each.size for each in transfers)
-        self._unsure = [each for each in self._unsure if each not in transfers]
-        self._pending = {at: each for at, each in self._pending.items() if each not in transfers}
+        """Record that these transfers have happened."""
+        self._level += sum(transfer.size for transfer in transfers)
+        self._unsure = [transfer for transfer in self._unsure if transfer not in transfers]
+        self._pending = {
+            at: transfer for at, transfer in self._pending.items() if transfer not in transfers
+        }

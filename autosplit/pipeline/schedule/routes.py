@@ -1,15 +1,13 @@
-"""Data flow between stages, as plain data: where the inputs of every stage come from, and the
-traffic between ranks that follows from that and a schedule, in order.
+"""Dataflow between stages, as plain data: the sources of every stage's inputs, and the messages
+between ranks that follow from them and a schedule, in order.
 
-A result is named by the action that makes it (see ``result_of``): ``0F1`` stands for the
-outputs of stage 0 for microbatch 1, ``1I1`` for the gradients of stage 1's inputs. Schedules order
-stages as a chain. Tensors may go past the next stage (see ``Wiring``), but never against that
-order, so a schedule that is legal for a chain is so for every wiring: what skips a stage arrives
-early and waits.
+A result is named by the action that computes it (see ``result_of``): ``0F1`` stands for the outputs
+of stage 0 for microbatch 1, ``1I1`` for the gradients of stage 1's inputs. A full backward B
+computes the same gradient for the previous stage as I does, so its result has the name of I.
 
-What an action needs before it can start, and what it makes, is the dependency model. Both are
-named by actions. A full backward B makes the same gradient for the previous stage as I does, so its
-result goes by the name of I. Which stages feed which is for ``Feeds`` to say.
+Schedules order stages as a chain. Tensors may skip stages (see ``Wiring``), but never go against
+that order. So a schedule that is legal for a chain is legal for every wiring: a tensor that skips a
+stage arrives early and waits.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, order=True, slots=True)
 class Source:
-    """Where one input of a stage comes from.
+    """The origin of one input of a stage.
 
     Attributes:
         stage: an earlier stage, or None for the batch.
@@ -46,11 +44,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The inputs of every stage. Stages are in order: each takes only from earlier ones.
+    """The inputs of every stage. Each stage takes inputs from earlier stages and the batch only.
 
-    An output may go to several stages; the gradients that come back are added up from the last
-    of them to the first, as autograd does. What the batch gives, any stage may take; the process
-    that holds it takes it from its own batch.
+    An output may go to several stages. Their gradients are added from the last stage to the first,
+    as autograd does. Any stage may take an input of the batch; its process reads it from its own
+    batch.
 
     Attributes:
         inputs: per stage, the sources of its module's arguments, in order.
@@ -59,8 +57,8 @@ class Wiring:
             gives them as a dictionary; empty where it gives a tensor or a tuple.
 
     Raises:
-        PipelineError: no stage; not one count of outputs for each stage but the last; a source
-            that is not there when the stage runs; or one name twice.
+        PipelineError: no stage; another number of output counts than stages but the last; a source
+            that does not exist when the stage runs; or a name twice.
     """
 
     inputs: tuple[tuple[Source, ...], ...]
@@ -88,16 +86,16 @@ class Wiring:
 
     def _problem(self, stage: int, source: Source) -> str | None:
         if source.stage is None:
-            count, what = len(self.names), "named inputs"
+            count, noun = len(self.names), "named inputs"
             if source.position >= 0 and not self.names:
                 return None
         elif not 0 <= source.stage < stage:
             return f"it can take from the batch and from stages before {stage}"
         else:
-            count, what = self.outputs[source.stage], "outputs"
+            count, noun = self.outputs[source.stage], "outputs"
         if 0 <= source.position < count:
             return None
-        return f"there are {count} {what}, counted from 0"
+        return f"there are {count} {noun}, counted from 0"
 
 
 class Feeds:
@@ -105,8 +103,8 @@ class Feeds:
 
     Args:
         stages: how many stages there are.
-        wiring: the data flow; None: each stage takes all outputs of the one before, and the first
-            all that the batch gives.
+        wiring: the dataflow; None: each stage takes all outputs of the one before, and the first
+            all inputs of the batch.
     """
 
     def __init__(self, stages: int, wiring: Wiring | None = None) -> None:
@@ -116,11 +114,11 @@ class Feeds:
         self._targets: list[list[int]] = [[] for _ in wiring.inputs] if wiring else []
         self._positions: dict[tuple[int, int], tuple[int, ...]] = {}
         for stage, inputs in enumerate(wiring.inputs if wiring else ()):
-            taken = sorted({(s.stage, s.position) for s in inputs if s.stage is not None})
-            self._sources.append(tuple(dict.fromkeys(source for source, _ in taken)))
+            stage_outputs = sorted({(s.stage, s.position) for s in inputs if s.stage is not None})
+            self._sources.append(tuple(dict.fromkeys(source for source, _ in stage_outputs)))
             for source in self._sources[-1]:
                 self._targets[source].append(stage)
-                self._positions[source, stage] = tuple(p for s, p in taken if s == source)
+                self._positions[source, stage] = tuple(p for s, p in stage_outputs if s == source)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """All pairs of stages between which tensors travel, source first."""
@@ -146,29 +144,29 @@ class Feeds:
         return None if self.wiring is None else self._positions[source, target]
 
     def select(self, outputs: Sequence[T], source: int, target: int) -> Sequence[T]:
-        """Of one value for each output of ``source``, the values of those that ``target`` takes."""
+        """Select from one value per output of ``source`` those of the outputs ``target`` takes."""
         positions = self.positions(source, target)
         return outputs if positions is None else [outputs[position] for position in positions]
 
     def places(self, source: int, target: int) -> list[list[int]] | None:
-        """For each output of ``source`` that goes to ``target``, its places among the inputs of
-        that; None where they are as they come.
+        """For each output of ``source`` that goes to ``target``, its positions among the inputs
+        of ``target``; None where they keep their order.
         """
         if self.wiring is None:
             return None
-        sources = [(each.stage, each.position) for each in self.wiring.inputs[target]]
+        sources = [(input.stage, input.position) for input in self.wiring.inputs[target]]
         return [
-            [place for place, each in enumerate(sources) if each == (source, position)]
+            [place for place, pair in enumerate(sources) if pair == (source, position)]
             for position in self._positions[source, target]
         ]
 
     def shared_places(self, stage: int) -> tuple[int, ...]:
-        """Which arguments of ``stage`` others may take as well; none in a chain."""
+        """Positions of the arguments of ``stage`` that other stages take as well."""
         if self.wiring is None:
             return ()
-        every = Counter(source for sources in self.wiring.inputs for source in sources)
-        own = self.wiring.inputs[stage]
-        return tuple(place for place, source in enumerate(own) if every[source] > 1)
+        takers = Counter(source for sources in self.wiring.inputs for source in sources)
+        stage_inputs = self.wiring.inputs[stage]
+        return tuple(place for place, source in enumerate(stage_inputs) if takers[source] > 1)
 
     def from_batch(self, stages: Iterable[int]) -> frozenset[int] | None:
         """Which of the batch's inputs these stages take; None for all."""
@@ -192,16 +190,18 @@ class Feeds:
         """
         if self.wiring is None or stage == self.wiring.stages - 1:
             return
-        said = self.wiring.outputs[stage]
-        if count != said:
-            raise PipelineError(f"stage {stage} puts out {count} tensors; the wiring says {said}")
+        expected = self.wiring.outputs[stage]
+        if count != expected:
+            raise PipelineError(
+                f"stage {stage} has {count} output tensors; the wiring says {expected}"
+            )
 
 
-# --- what travels ---------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 def result_of(action: Action) -> Action:
-    """The name of what ``action`` makes: the action itself, or I for a B."""
+    """The name of the result of ``action``: the action itself, or I for a B."""
     if action.kind is ActionKind.BACKWARD:
         return Action(action.stage, ActionKind.BACKWARD_INPUT, action.microbatch)
     return action
@@ -210,9 +210,8 @@ def result_of(action: Action) -> Action:
 def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
     """The results that must exist before ``action`` starts: its own stage's first.
 
-    F needs the outputs of the stages before it, I and B need their own F and the input gradients
-    of the stages behind it, W needs its own I, RECOMPUTE its own F. What
-    moves need of each other is in ``moves``.
+    F needs the outputs of earlier stages. I and B need their own F and the input gradients of later
+    stages. W needs its own I, RECOMPUTE its own F. The needs of moves are in ``moves``.
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.FORWARD:
@@ -221,17 +220,19 @@ def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
         return (Action(stage, ActionKind.BACKWARD_INPUT, microbatch),)
     if kind is ActionKind.BACKWARD_INPUT or kind is ActionKind.BACKWARD:
         inputs = ActionKind.BACKWARD_INPUT
-        behind = [Action(target, inputs, microbatch) for target in feeds.targets(stage)]
-        return (Action(stage, ActionKind.FORWARD, microbatch), *behind)
+        gradients = [Action(target, inputs, microbatch) for target in feeds.targets(stage)]
+        return (Action(stage, ActionKind.FORWARD, microbatch), *gradients)
     if kind.is_compute:  # the forward once more
         return (Action(stage, ActionKind.FORWARD, microbatch),)
     return ()
 
 
 class Parcel(NamedTuple):
-    """The tensors that one stage sends another for one microbatch: outputs, or gradients of such.
+    """The tensors that one stage sends another for one microbatch: outputs, or their gradients.
 
-    ``result`` names it, ``stage`` is where it goes.
+    Attributes:
+        result: the result that they are.
+        stage: the stage that receives them.
     """
 
     result: Action
@@ -242,28 +243,28 @@ class Parcel(NamedTuple):
 
     @property
     def forward(self) -> bool:
-        """Whether these are outputs, rather than gradients."""
+        """True for outputs, False for gradients."""
         return self.result.kind is ActionKind.FORWARD
 
     @property
     def boundary(self) -> int:
-        """The stage whose outputs these are, or the gradients of whose outputs."""
+        """The stage before the boundary that the message crosses."""
         return self.result.stage if self.forward else self.stage
 
     @property
     def taker(self) -> int:
-        """The stage at the other end of that boundary."""
+        """The stage after that boundary."""
         return self.stage if self.forward else self.result.stage
 
     @property
     def send(self) -> Action:
-        """What its sender does, as torch lists it."""
+        """The sender's action, as torch lists it."""
         kind = ActionKind.SEND_F if self.forward else ActionKind.SEND_B
         return Action(self.result.stage, kind, self.result.microbatch)
 
     @property
     def receive(self) -> Action:
-        """What its receiver does."""
+        """The receiver's action, as torch lists it."""
         kind = ActionKind.RECV_F if self.forward else ActionKind.RECV_B
         return Action(self.stage, kind, self.result.microbatch)
 
@@ -273,13 +274,13 @@ class Routes:
     """The sends and receives of one rank in one step.
 
     Attributes:
-        feeds: who feeds whom.
-        sends: per peer, what goes to it, in the order in which it is made; what one action makes
-            for several stages goes in their order.
-        receives: per peer, what comes from it, in the order in which it sends.
-        proven: for what comes, how many of the parcels sent to its maker (the first k of
-            ``sends``) that rank must have taken before it could make this one. Once it is here,
-            waiting for those sends to complete costs nothing.
+        feeds: the dataflow between stages.
+        sends: per peer, the messages to it, in the order in which they are computed; those of one
+            action in the order of the receiving stages.
+        receives: per peer, the messages from it, in its order.
+        proven: for each received message, how many earlier sends to its sender it acknowledges: the
+            sender must have used the first k of ``sends`` to compute it. So waiting for these k
+            sends to complete costs nothing.
     """
 
     feeds: Feeds
@@ -289,49 +290,54 @@ class Routes:
 
 
 def ends_of(parcel: Parcel, schedule: Schedule) -> tuple[int, int]:
-    """The rank that makes a parcel, and the one that it goes to."""
-    made = parcel.result
+    """The ranks that send and receive a message."""
+    result = parcel.result
     return (
-        schedule.placement[made.stage],
+        schedule.placement[result.stage],
         schedule.placement[parcel.stage],
     )
 
 
 def routes_of(schedule: Schedule, feeds: Feeds | None = None) -> list[Routes]:
-    """The traffic of every rank under a legal ``schedule``; without ``feeds``, that of a chain."""
+    """The sends and receives of every rank under a legal schedule.
+
+    Args:
+        schedule: a legal one.
+        feeds: the dataflow between stages; None: a chain.
+    """
     feeds = feeds or Feeds(schedule.stages)
     routes = [Routes(feeds, {}, {}, {}) for _ in schedule.ranks]
-    made: dict[tuple[int, int], dict[Parcel, int]] = defaultdict(dict)
+    traffic: dict[tuple[int, int], dict[Parcel, int]] = defaultdict(dict)
     for rank, row in enumerate(schedule.ranks):
         for place, action in enumerate(row):
             for parcel in parcels_of(result_of(action), feeds):
                 target = schedule.placement[parcel.stage]
                 if target != rank:
-                    made[rank, target][parcel] = place
-    taken = [_first_uses(row, feeds) for row in schedule.ranks]
-    for source, target in sorted(made):
-        sent, back = made[source, target], tuple(made.get((target, source), ()))
-        routes[source].sends[target] = routes[target].receives[source] = tuple(sent)
+                    traffic[rank, target][parcel] = place
+    first_uses = [_first_uses(row, feeds) for row in schedule.ranks]
+    for source, target in sorted(traffic):
+        outgoing, incoming = traffic[source, target], tuple(traffic.get((target, source), ()))
+        routes[source].sends[target] = routes[target].receives[source] = tuple(outgoing)
         count = 0
-        for parcel, made_at in sent.items():
-            while count < len(back) and taken[source][back[count]] <= made_at:
+        for parcel, sent_at in outgoing.items():
+            while count < len(incoming) and first_uses[source][incoming[count]] <= sent_at:
                 count += 1
             routes[target].proven[parcel] = count
     return routes
 
 
 def pairs_of(schedule: Schedule, feeds: Feeds) -> set[tuple[int, int]]:
-    """The pairs of ranks, the lower one first, between which something travels."""
-    found = set()
+    """The pairs of ranks that exchange messages, the lower one first."""
+    pairs = set()
     for stage in range(schedule.stages):
         for taker in feeds.targets(stage):
             ends = schedule.placement[stage], schedule.placement[taker]
-            found.add((min(ends), max(ends)))
-    return {(low, high) for low, high in found if low != high}
+            pairs.add((min(ends), max(ends)))
+    return {(low, high) for low, high in pairs if low != high}
 
 
 def parcels_of(result: Action, feeds: Feeds) -> tuple[Parcel, ...]:
-    """What becomes of a result: one parcel for each stage that it goes to."""
+    """The messages of a result: one for each stage that takes it."""
     if result.kind is ActionKind.FORWARD:
         return tuple(Parcel(result, stage) for stage in feeds.targets(result.stage))
     if result.kind is ActionKind.BACKWARD_INPUT:
@@ -340,13 +346,13 @@ def parcels_of(result: Action, feeds: Feeds) -> tuple[Parcel, ...]:
 
 
 def parcels_for(action: Action, feeds: Feeds) -> tuple[Parcel, ...]:
-    """What ``action`` needs of other stages: one parcel of each, in the order of the stages."""
+    """The messages that ``action`` needs: one per stage, in the order of the stages."""
     stage = action.stage
     return tuple(Parcel(need, stage) for need in needs_of(action, feeds) if need.stage != stage)
 
 
 def _first_uses(row: Sequence[Action], feeds: Feeds) -> dict[Parcel, int]:
-    """For what a rank needs, the place of the first action that needs it."""
+    """For each message that a rank needs, the place of the first action that needs it."""
     uses: dict[Parcel, int] = {}
     for place, action in enumerate(row):
         for parcel in parcels_for(action, feeds):

@@ -1,5 +1,5 @@
-"""A pipeline schedule as data: what each rank computes and moves, in order. Each action has a text
-form that can be read back.
+"""A pipeline schedule as data: the actions of each rank, in order. Each action has a reversible
+text form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autosplit.text.figures import nearest
 
 
 class ActionKind(enum.Enum):
-    """What an action does; the value is its text."""
+    """The kind of an action; the value is its text."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"
@@ -39,36 +39,36 @@ class ActionKind(enum.Enum):
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
 
-    # Members are one of a kind; Enum would hash their names in Python, for each action looked up.
+    # Members are singletons. Enum would hash their names in Python at every lookup of an action.
     __hash__ = object.__hash__
 
     @property
     def is_compute(self) -> bool:
-        """True for F, I, W, B and RECOMPUTE: the kinds that fill a rank's time."""
+        """True for F, I, W, B and RECOMPUTE: the kinds that occupy a rank."""
         return self in _COMPUTE
 
     @property
     def is_memory(self) -> bool:
-        """True for the kinds that change where a microbatch's state lies: EVICT, ACCEPT, LOAD and
-        RETURN (at a partner rank), OFFLOAD and RELOAD (in the host's store), AWAIT (which waits
-        until what was sent away has left), and RECOMPUTE.
+        """True for the kinds that move or recompute activations: EVICT, ACCEPT, LOAD and RETURN
+        (between partner ranks), OFFLOAD and RELOAD (to and from the host), AWAIT (which waits for
+        a departure), and RECOMPUTE.
         """
         return self in _MEMORY
 
     @property
     def is_move(self) -> bool:
-        """True for those of them that run beside computation: all but AWAIT and RECOMPUTE."""
+        """True for memory kinds that run beside computation: all but AWAIT and RECOMPUTE."""
         return self in LANES
 
     @property
     def is_shared(self) -> bool:
-        """True for those of them that partners do together, each one end of them."""
+        """True for moves between partner ranks, each of which runs one end."""
         return self in _SHARED
 
     @property
     def is_whole(self) -> bool:
-        """True for reductions of gradients, UNSHARD and RESHARD, which are of a whole stage and of
-        no microbatch: that is 0.
+        """True for reductions of gradients, UNSHARD and RESHARD. They concern a whole stage; their
+        microbatch is 0.
         """
         return self in _WHOLE
 
@@ -79,7 +79,7 @@ class ActionKind(enum.Enum):
 
     @property
     def is_scheduled(self) -> bool:
-        """True for all kinds that a schedule lists; what ranks communicate follows."""
+        """True for all kinds that a ``Schedule`` lists; messages follow from these."""
         return self in _COMPUTE or self in _MEMORY
 
 
@@ -88,7 +88,7 @@ BACKWARDS = {
     ActionKind.BACKWARD_WEIGHT: "backward_weight",
     ActionKind.BACKWARD: "backward",
 }
-"""The kinds that use what a microbatch holds, each with the method of a stage that runs it."""
+"""The kinds that use a microbatch's activations, with the method of a stage that runs each."""
 LANES = {
     ActionKind.EVICT: "evictions",
     ActionKind.RETURN: "evictions",
@@ -97,11 +97,11 @@ LANES = {
     ActionKind.OFFLOAD: "offloads",
     ActionKind.RELOAD: "reloads",
 }
-"""Where each move of a rank runs, one after another."""
+"""The lane of each move. The moves of a lane run one after another."""
 DEPARTURES = frozenset({ActionKind.EVICT, ActionKind.RETURN, ActionKind.OFFLOAD})
-"""Moves after which a rank holds less."""
+"""Moves that free memory of the rank."""
 ARRIVALS = LANES.keys() - DEPARTURES
-"""Moves with which a rank holds more."""
+"""Moves that allocate memory on the rank."""
 _SHARED = LANES.keys() - {ActionKind.OFFLOAD, ActionKind.RELOAD}
 _COMPUTE = frozenset(
     {
@@ -131,8 +131,8 @@ class Action:
     """``kind`` on one microbatch of one stage.
 
     The text form is that of ``torch.distributed.pipelining``: stage, kind, microbatch, as in
-    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``; and those of memory, ``3OFFLOAD2``. What is
-    of no microbatch has none there: ``2REDUCE_GRAD``.
+    ``0F1``, ``2I0``, ``1W3``, ``0B2`` or ``1SEND_F0``. Memory actions have the same form, as in
+    ``3OFFLOAD2``. Actions of a whole stage have no microbatch: ``2REDUCE_GRAD``.
     """
 
     stage: int
@@ -164,25 +164,25 @@ class Action:
 
 
 LARGEST = 1_000_000
-"""Actions of a step: beyond, a schedule takes minutes and gigabytes to make and to check."""
+"""Most actions of a step. More take minutes and gigabytes to build and to check."""
 
 
 def check_size(stages: int, microbatches: int, most: int = LARGEST) -> None:
-    """Refuse a step that is too large to be worked on, before anything is made of it.
+    """Refuse a step that is too large, before it is built.
 
     Args:
         stages: N.
         microbatches: M.
-        most: how many actions there may be.
+        most: the most actions.
 
     Raises:
-        ScheduleError: N x M times F, I and W are more.
+        ScheduleError: F, I and W of N stages and M microbatches are more than ``most``.
     """
     actions = 3 * stages * microbatches
     if actions > most:
         raise ScheduleError(
             f"{stages:,} stages and {microbatches:,} microbatches make a step of {actions:,} "
-            f"actions, more than the {most:,} that are taken: use fewer stages, or fewer and "
+            f"actions, more than the limit of {most:,}: use fewer stages, or fewer and "
             "larger microbatches"
         )
 
@@ -193,26 +193,26 @@ def check_counts(**counts: int) -> None:
     Raises:
         ScheduleError: names the argument and what came.
     """
-    for what, value in counts.items():
+    for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ScheduleError(f"{what} must be an integer >= 1, got {value!r}")
+            raise ScheduleError(f"{name} must be an integer >= 1, got {value!r}")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of one training step: what each rank computes, and what it moves elsewhere.
+    """The actions of one training step: computation and moves of activations, rank by rank.
 
     Attributes:
         name: the schedule's name, for messages and tables.
         stages: number of stages N.
         microbatches: number of microbatches M.
-        ranks: per rank, its actions in the order in which it runs them: F, I, W and B, and those
-            of memory where it starts them (see ``moves``). Sends and receives follow from these
-            and from ``placement``.
+        ranks: per rank, its actions in the order in which it runs them: F, I, W and B, and moves
+            where it starts them (see ``moves``). Sends and receives follow from these and from
+            ``placement``.
         placement: ``placement[stage]`` is the rank that holds the stage.
         split_backward: False when every backward is a full one (B).
-        crosses_step: True when ranks do not wait for each other between steps, so that a rank
-            that is done starts the next step while others still work on this one.
+        crosses_step: True when ranks do not wait for each other between steps: a rank that has
+            finished starts the next step while others still run this one.
     """
 
     name: str
@@ -224,7 +224,7 @@ class Schedule:
     crosses_step: bool = False
 
     def partner(self, rank: int) -> int:
-        """The rank that takes in what a rank evicts, in BPipe the one at the other end."""
+        """The rank that accepts what a rank evicts: in BPipe, the one at the other end."""
         return len(self.ranks) - 1 - rank
 
     def held(self, rank: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
-"""``schedule="auto"``: the shortest step for measured costs under a cap of memory, of all named
-schedules and of list scheduling with look-ahead, which defers every W for as long as memory allows,
-so that it is there to run in any wait.
+"""``schedule="auto"``: the shortest step for measured costs under a memory cap.
+
+Candidates are all named schedules, and list scheduling with look-ahead, which defers every W for as
+long as memory allows, so that a W is available in any wait.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from autosplit.pipeline.schedule.schedule import (
     check_counts,
     check_size,
 )
-from autosplit.pipeline.search.measures import caps_of
+from autosplit.pipeline.search.bounding import caps_of
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.playing import ListScheduler, replay
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import StepGraph
 
 _KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
-_PATIENCE = 0.5  # of a W: a free rank rather waits for an F or I that is known to come as soon
+_PATIENCE = 0.5  # of a W: how long a free rank waits for an F or I rather than start a W
 
 
 def search(
@@ -40,18 +41,18 @@ def search(
     placement: Sequence[int] | None = None,
     cap: float | Sequence[float] = math.inf,
 ) -> Schedule:
-    """The schedule with the shortest step that was found; deterministic.
+    """Find the schedule with the shortest step; deterministic.
 
-    Of every named one that the counts admit, in every form (fused, and with each placement of its
-    weight gradients, which ``"fill"`` suits to the costs), and of list scheduling on their
-    placements: never worse than the best named schedule under the same cap, with the links and the
-    wiring that ``costs`` tell of.
+    Candidates are every named schedule that the counts admit, in every form (fused, and with each
+    placement of its weight gradients), and list scheduling on their placements. So the result is
+    never worse than the best named schedule under the same cap, with the links and the wiring of
+    ``costs``.
 
     Args:
         costs: of every stage, and how the trainer runs them.
         microbatches: M >= 1.
         ranks: number of processes; None means one for each stage.
-        placement: the rank of every stage, where that is settled; None leaves it open.
+        placement: the rank of every stage; None leaves it open.
         cap: the most a rank may keep of its microbatches, in the unit of ``costs.memory``: one
             number, or one for each rank.
 
@@ -59,18 +60,19 @@ def search(
         A schedule named ``"auto"``. Ranks wait for each other between steps.
 
     Raises:
-        ScheduleError: a bad count, a step of more than ``schedule.LARGEST`` actions, or nothing
-            found under the cap.
+        ScheduleError: a bad count, a step of more than ``schedule.LARGEST`` actions, or no
+            schedule under the cap.
     """
     ranks = len(costs.times) if ranks is None else ranks
     caps = caps_of(cap, ranks)
-    found = named_schedules(costs.times, microbatches, ranks, placement)
-    found += constructed(costs, microbatches, dict.fromkeys(each.placement for each in found), caps)
-    peaks = [peak_memory(each, costs.memory) for each in found]
+    candidates = named_schedules(costs.times, microbatches, ranks, placement)
+    placements = dict.fromkeys(schedule.placement for schedule in candidates)
+    candidates += constructed(costs, microbatches, placements, caps)
+    peaks = [peak_memory(schedule, costs.memory) for schedule in candidates]
     fitting = [
-        each
-        for each, held in zip(found, peaks, strict=True)
-        if all(most <= cap * ROUNDING for most, cap in zip(held, caps, strict=True))
+        schedule
+        for schedule, rank_peaks in zip(candidates, peaks, strict=True)
+        if all(peak <= cap * ROUNDING for peak, cap in zip(rank_peaks, caps, strict=True))
     ]
     if not fitting:
         raise ScheduleError(
@@ -78,7 +80,7 @@ def search(
             f"{min(map(max, peaks)):g} on its fullest rank: raise the cap, or cut the batch into "
             "more microbatches"
         )
-    best = min(fitting, key=lambda each: costs.timeline(each).makespan)
+    best = min(fitting, key=lambda schedule: costs.timeline(schedule).makespan)
     return replace(best, name="auto")
 
 
@@ -101,26 +103,26 @@ def named_schedules(
     """
     check_counts(ranks=ranks, microbatches=microbatches)
     check_size(len(times), microbatches)
-    found = []
+    schedules = []
     for name in SCHEDULES:
         with contextlib.suppress(ScheduleError):
             for _, schedule in forms(name, times, microbatches, ranks):
                 if placement is None or schedule.placement == tuple(placement):
-                    found.append(replace(schedule, crosses_step=False))
-    if not found and placement is not None:
+                    schedules.append(replace(schedule, crosses_step=False))
+    if not schedules and placement is not None:
         raise ScheduleError(f"no named schedule places the stages on the ranks {list(placement)}")
-    if not found:
+    if not schedules:
         raise ScheduleError(
             f"{len(times)} stages cannot fill {ranks} ranks: each rank needs at least one stage"
         )
-    return found
+    return schedules
 
 
 def forms(
     name: str, times: Sequence[StageTimes], microbatches: int, ranks: int
 ) -> Iterator[tuple[str, Schedule]]:
-    """A named schedule fused, if it can be, and with each placement of W that it admits, each with
-    what that is called.
+    """Yield the forms of a named schedule with their names: fused, if it can be, and with each
+    placement of W that it admits.
 
     Raises:
         ScheduleError: it does not admit the counts.
@@ -147,25 +149,26 @@ def constructed(
     placements: Iterable[tuple[int, ...]],
     caps: Sequence[float],
 ) -> Iterator[Schedule]:
-    """What list scheduling makes: F before I while there is memory, and I before F.
+    """Yield the schedules of list scheduling: F before I while there is memory, and I before F.
 
     Args:
         costs: of every stage.
         microbatches: M.
-        placements: to make some for each.
+        placements: of the stages; each gets schedules of its own.
         caps: per rank, the most it may keep.
     """
     for placement, forward_first in itertools.product(placements, (True, False)):
-        made = _Construction(costs, microbatches, placement, caps, forward_first).schedule()
-        # It has to be legal for every wiring (see ``routes``): where a stage takes nothing of the
-        # one before, an order may be too free.
-        if made is not None and not replay(made).waits:
-            yield made
+        construction = _Construction(costs, microbatches, placement, caps, forward_first)
+        schedule = construction.schedule()
+        # A schedule must be legal for every wiring (see ``routes``). Where a stage takes nothing
+        # from the one before, the order may be too free.
+        if schedule is not None and not replay(schedule).waits:
+            yield schedule
 
 
 class _Construction:
-    """An order of F, I and W within caps, made action by action: what each rank keeps, and which
-    microbatch is next of each stage and kind.
+    """Builds an order of F, I and W within caps, action by action. It tracks what each rank keeps,
+    and the next microbatch of each stage and kind.
     """
 
     def __init__(
@@ -213,12 +216,12 @@ class _Construction:
         if chosen is not None:
             action = self._actions[chosen]
             change = self._costs.memory[action.stage].change(action.kind)
-            self._kept[rank] += change.before - change.after
+            self._kept[rank] += change.allocated - change.freed
             self._next[action.stage, action.kind] += 1
         return chosen
 
     def _coming(self, stages: Sequence[int], kinds: Sequence[ActionKind]) -> Iterator[int]:
-        """The numbers of what is next of each stage and kind."""
+        """The numbers of the next action of each stage and kind."""
         count = self._empty.microbatches
         for stage, kind in itertools.product(stages, kinds):
             if self._next[stage, kind] < count:
@@ -226,27 +229,27 @@ class _Construction:
                 yield place * count + self._next[stage, kind]
 
     def _order(self, number: int) -> tuple[bool, int]:
-        """Of two Fs the one nearest to the loss, of two Is the one nearest to the start."""
+        """Sort key: the F nearest to the loss, or the I nearest to the first stage, comes first."""
         action = self._actions[number]
         forward = action.kind is ActionKind.FORWARD
         return forward != self._forward_first, -action.stage if forward else action.stage
 
     def _weight(self, stages: Sequence[int], now: float, wait: float) -> int | None:
-        """The oldest W that can run; None where it is better to ``wait`` for something else."""
+        """The oldest W that can run; None if it is better to ``wait`` for an F or I."""
         able = (n for n in self._coming(stages, _KINDS[2:]) if self._scheduler.ready(n) <= now)
         weight = min(able, key=lambda n: self._actions[n].microbatch, default=None)
         return None if weight is None or wait < _PATIENCE * self._seconds[weight] else weight
 
     def _has_room(self, number: int) -> bool:
-        """Whether its rank may start an action, leaving room for the same microbatch further on.
+        """Whether its rank may start an action, leaving room for the same microbatch later on.
 
-        A rank that holds a later stage as well would otherwise fill up with what only that stage
-        can let go.
+        A rank with a later stage as well would otherwise fill up with activations that only that
+        stage can free.
         """
         action, memory = self._actions[number], self._costs.memory
         rank = self._empty.placement[action.stage]
-        needed = memory[action.stage].change(action.kind).before
+        needed = memory[action.stage].change(action.kind).allocated
         if action.kind is ActionKind.FORWARD:
-            later = (each for each in self._empty.held(rank) if each > action.stage)
+            later = (stage for stage in self._empty.held(rank) if stage > action.stage)
             needed += sum(memory[stage].saved for stage in later)
         return self._kept[rank] + needed <= self._caps[rank] * ROUNDING

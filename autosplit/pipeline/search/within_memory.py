@@ -1,8 +1,7 @@
-"""The shortest step within a limit of memory, by all measures together.
+"""The shortest step within a memory limit, by all remedies together.
 
-Where weight gradients go, what is kept at a partner, what in the host's store, what is made again,
-and how much the split itself saves: each costs time in another place, so they are chosen on one
-simulated step.
+The placement of weight gradients, balancing, offloading, recomputing, and how much the split itself
+saves: each costs time in another place, so they are chosen together on one simulated step.
 """
 
 from __future__ import annotations
@@ -14,40 +13,43 @@ from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
-from autosplit.pipeline.search.measures import Measure, balanced, caps_of, offloaded, recomputed
 from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 
+from .balance import balanced
+from .bounding import MemoryRemedy, caps_of
+from .offload import offloaded
+from .recompute import recomputed
 from .search import constructed, named_schedules
 
-MEASURES: Mapping[str, Measure] = {
+REMEDIES: Mapping[str, MemoryRemedy] = {
     "balance": balanced,
     "offload": offloaded,
     "recompute": recomputed,
 }
-"""What can be done to a schedule that holds too much, by name."""
+"""Remedies for a schedule that holds too much, by name."""
 
-_ALONE: list[tuple[Measure, ...]] = [(take,) for take in MEASURES.values()]
-# A partner takes only what is not sent to the host or run again: it comes first.
-_IN_PAIRS: list[tuple[Measure, ...]] = [
+_ALONE: list[tuple[MemoryRemedy, ...]] = [(remedy,) for remedy in REMEDIES.values()]
+# Balancing comes first: a partner takes only what is neither offloaded nor recomputed.
+_IN_PAIRS: list[tuple[MemoryRemedy, ...]] = [
     (first, second)
-    for first in MEASURES.values()
-    for second in MEASURES.values()
+    for first in REMEDIES.values()
+    for second in REMEDIES.values()
     if second not in (first, balanced)
 ]
-_WORK = 150_000  # actions that are simulated with measures
-_BASES = 3  # schedules without measures that several are tried on, the shortest first
+_WORK = 150_000  # actions that are simulated with remedies
+_BASES = 3  # schedules on which pairs of remedies are tried, the shortest first
 
 
 class LimitError(ScheduleError):
-    """Nothing was found within a limit.
+    """No schedule was found within a memory limit.
 
     Attributes:
-        least: the least limit that something was found for; infinite if nothing was.
-        schedule: what keeps ``least``.
+        least: the least limit for which one was found; infinite if none was.
+        schedule: the schedule that keeps ``least``.
     """
 
-    # Defaults, because an error on its way to another process is made from its message alone.
+    # With defaults, because an error that is sent to another process is rebuilt from its message.
     def __init__(
         self,
         message: str,
@@ -68,48 +70,48 @@ def search_within(
     placement: Sequence[int] | None = None,
     fixed: Sequence[float] = (),
 ) -> Schedule:
-    """The shortest step that was found in which no rank holds more than a limit; deterministic.
+    """Find the schedule with the shortest step in which no rank exceeds a limit; deterministic.
 
-    What a rank holds is counted by the order of its row (``peak_memory``), which the engine keeps
-    whatever transfers take. Measures are taken by their rules, alone and in pairs, on named
-    schedules and on those of list scheduling. How much is simulated is bounded.
+    The memory of a rank is counted by the order of its row (``peak_memory``), which the engine
+    keeps whatever transfers take. Remedies are tried alone and in pairs, on named schedules and on
+    those of list scheduling. The number of simulated actions is bounded.
 
     Args:
         costs: of every stage.
         microbatches: M >= 1.
         limit: bytes that a rank may hold: one number, or one for each rank.
         ranks: number of processes; None means one for each stage.
-        placement: the rank of every stage, where that is settled.
+        placement: the rank of every stage; None leaves it open.
         fixed: per rank, bytes of parameters, gradients and optimizer state, which count towards
-            the limit; none where the limit is of activations only.
+            the limit; empty if the limit is for activations only.
 
     Raises:
-        LimitError: a limit below what is fixed, or one that no measures keep; says the least for
-            which something was found.
+        LimitError: a limit below what is fixed, or one that no remedy keeps; says the least for
+            which a schedule was found.
         ScheduleError: a bad count.
     """
     count = ranks or len(costs.times)
     limits = caps_of(limit, count)
-    rests = [*fixed] if fixed else [0.0] * count
-    if len(rests) != count:
-        raise ScheduleError(f"expected what is fixed on each of {count} ranks, got {len(rests)}")
-    caps = [most - rest for most, rest in zip(limits, rests, strict=True)]
-    found = _LimitSearch(costs, microbatches, count, placement, caps).run()
-    if found.excess > 0.0:
-        least = max(limits) + found.excess
+    fixed = fixed or [0.0] * count
+    if len(fixed) != count:
+        raise ScheduleError(f"expected the fixed bytes of each of {count} ranks, got {len(fixed)}")
+    caps = [total - size for total, size in zip(limits, fixed, strict=True)]
+    best = _LimitSearch(costs, microbatches, count, placement, caps).run()
+    if best.excess > 0.0:
+        least = max(limits) + best.excess
         raise LimitError(
-            f"no schedule within a limit of {min(limits):,.0f} was found: the least that was needs "
+            f"no schedule within a limit of {min(limits):,.0f} was found: the most frugal needs "
             f"{least:,.0f}. Use a limit of {math.ceil(least):,}, more ranks, or more and smaller "
             "microbatches",
             least,
-            found.schedule,
+            best.schedule,
         )
-    return replace(found.schedule, name="auto")
+    return replace(best.schedule, name="auto")
 
 
-class _Tried(NamedTuple):
-    """What is less is better: seconds of a step, infinite above the limit, then the bytes by which
-    a rank exceeds it.
+class _Candidate(NamedTuple):
+    """A schedule with the seconds of its step, infinite above the limit, and the bytes by which a
+    rank exceeds the limit. The least of both, in this order, is the best.
     """
 
     step: float
@@ -122,7 +124,7 @@ class _Tried(NamedTuple):
 
 
 class _LimitSearch:
-    """One setting's search; arguments are those of ``search_within``."""
+    """The search for one setting; arguments as those of ``search_within``."""
 
     def __init__(
         self,
@@ -134,78 +136,80 @@ class _LimitSearch:
     ) -> None:
         self._costs, self._caps = costs, caps
         named = named_schedules(costs.times, microbatches, ranks, placement)
-        places = dict.fromkeys(each.placement for each in named)
+        placements = dict.fromkeys(schedule.placement for schedule in named)
         for most in ([math.inf] * ranks, [max(cap, 1.0) for cap in caps]):
-            named += constructed(costs, microbatches, places, most)
-        in_order = [each for each in named if adds_in_order(each)] or named
-        plain = {each.ranks: each for each in in_order}.values()
+            named += constructed(costs, microbatches, placements, most)
+        in_order = [schedule for schedule in named if adds_in_order(schedule)] or named
+        plain = {schedule.ranks: schedule for schedule in in_order}.values()
         self._bases = sorted(plain, key=self._step)
 
-    def run(self) -> _Tried:
-        """The shortest step within the limit, or what comes nearest to it."""
-        bound = self._bound()
-        # Without room on some rank for what every schedule needs there is nothing to look for.
-        found = [*self._measured()] if max(bound) <= 0.0 else []
-        if all(each.excess > 0.0 for each in found):
-            found += self._frugal(bound)
-        return min(found, key=lambda each: each.key)
+    def run(self) -> _Candidate:
+        """The candidate with the shortest step within the limit, or the nearest to it."""
+        excess = self._least_excess()
+        # If every schedule exceeds the limit on some rank, no remedy helps.
+        candidates = [*self._remedied()] if max(excess) <= 0.0 else []
+        if all(candidate.excess > 0.0 for candidate in candidates):
+            candidates += self._frugal(excess)
+        return min(candidates, key=lambda candidate: candidate.key)
 
-    def _bound(self) -> list[float]:
-        """Per rank, by how much what every schedule holds exceeds the limit: it must hold what one
-        microbatch holds on any of its stages. Of all placements the one with the least counts.
+    def _least_excess(self) -> list[float]:
+        """Per rank, by how much one microbatch on any of its stages, which every schedule holds,
+        exceeds the limit; under the placement for which that is least.
         """
-        found = []
-        for place in dict.fromkeys(base.placement for base in self._bases):
+        excesses = []
+        for placement in dict.fromkeys(base.placement for base in self._bases):
             least = [0.0] * len(self._caps)
-            for stage, rank in enumerate(place):
+            for stage, rank in enumerate(placement):
                 least[rank] = max(least[rank], self._costs.memory[stage].least)
-            found.append([a - cap * ROUNDING for a, cap in zip(least, self._caps, strict=True)])
-        return min(found, key=max)
+            pairs = zip(least, self._caps, strict=True)
+            excesses.append([size - cap * ROUNDING for size, cap in pairs])
+        return min(excesses, key=max)
 
-    def _measured(self) -> Iterator[_Tried]:
-        """Bases, the shortest first, with each measure; of some with a second one for what the
-        first leaves too much.
+    def _remedied(self) -> Iterator[_Candidate]:
+        """Bases, the shortest first, with each remedy; the first of them also with a second remedy
+        for what the first one leaves above the limit.
         """
-        left, shortest = _WORK, math.inf
-        for place, base in enumerate(self._bases):
-            plain = self._tried(base)
+        work, shortest = _WORK, math.inf
+        for number, base in enumerate(self._bases):
+            plain = self._candidate(base)
             yield plain
-            # All that are to come are longer, whatever is done to them.
+            # All later bases have longer steps, whatever the remedy.
             if plain.excess <= 0.0 or self._step(base) >= shortest:
                 return
-            for measures in [*_ALONE, *(_IN_PAIRS if place < _BASES else ())]:
-                made = base
-                for take in measures:
-                    made = take(made, self._costs, self._caps)
-                one = self._tried(made)
-                yield one
-                shortest = min(shortest, one.step)
-                left -= sum(map(len, made.ranks))
-                if left < 0:
+            for remedies in [*_ALONE, *(_IN_PAIRS if number < _BASES else ())]:
+                schedule = base
+                for remedy in remedies:
+                    schedule = remedy(schedule, self._costs, self._caps)
+                candidate = self._candidate(schedule)
+                yield candidate
+                shortest = min(shortest, candidate.step)
+                work -= sum(map(len, schedule.ranks))
+                if work < 0:
                     return
 
-    def _frugal(self, bound: Sequence[float]) -> Iterator[_Tried]:
-        """What each measure makes of the most frugal base for the least limit there may be, which
-        is the same whatever the limit is: one that a refusal advised finds it again.
+    def _frugal(self, excess: Sequence[float]) -> Iterator[_Candidate]:
+        """The most frugal base with each remedy, for the least limit that any schedule can have.
+        That limit does not depend on the one asked for: a search with the limit that a refusal
+        advised finds the same schedule.
         """
-        least = [max(cap + over, 1.0) for cap, over in zip(self._caps, bound, strict=True)]
-        base = min(map(self._tried, self._bases), key=lambda each: each.excess)
+        least = [max(cap + over, 1.0) for cap, over in zip(self._caps, excess, strict=True)]
+        base = min(map(self._candidate, self._bases), key=lambda candidate: candidate.excess)
         yield base
-        for take in MEASURES.values():
-            yield self._tried(take(base.schedule, self._costs, least))
+        for remedy in REMEDIES.values():
+            yield self._candidate(remedy(base.schedule, self._costs, least))
 
-    def _tried(self, schedule: Schedule) -> _Tried:
+    def _candidate(self, schedule: Schedule) -> _Candidate:
         peaks = peak_memory(schedule, self._costs.memory)
-        excess = max(p - cap * ROUNDING for p, cap in zip(peaks, self._caps, strict=True))
-        return _Tried(self._step(schedule) if excess <= 0.0 else math.inf, excess, schedule)
+        excess = max(peak - cap * ROUNDING for peak, cap in zip(peaks, self._caps, strict=True))
+        return _Candidate(self._step(schedule) if excess <= 0.0 else math.inf, excess, schedule)
 
     def _step(self, schedule: Schedule) -> float:
         return self._costs.timeline(schedule).step_time
 
 
 def adds_in_order(schedule: Schedule) -> bool:
-    """Whether every stage adds gradients up in the order of its microbatches, with the rounding of
-    any other schedule that does.
+    """Whether every stage adds gradients in the order of its microbatches. All such schedules round
+    alike.
     """
     last: dict[int, int] = {}
     for row in schedule.ranks:

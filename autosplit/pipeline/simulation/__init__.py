@@ -1,1 +1,1 @@
-"""What a step would take, without running it: when results are made, arrive, and are kept."""
+"""Simulated steps: when results are computed, when they arrive, and how long they are kept."""

@@ -1,4 +1,4 @@
-"""What a rank keeps of its microbatches while it runs its part of a schedule."""
+"""The activations that a rank keeps while it runs its row of a schedule."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.moves import LevelByOrder, journeys_of, recomputed
+from autosplit.pipeline.schedule.moves import WorstCaseMemory, find_moves, recomputed
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 
 ROUNDING = 1 + 1e-9
-"""Of a cap: by so much sums of what is kept may exceed it."""
+"""Tolerance when a sum of memory is compared with a limit."""
 
 
 _WORKSPACES = {
@@ -23,10 +23,10 @@ _WORKSPACES = {
 
 
 class Change(NamedTuple):
-    """By how much more is kept as soon as an action starts, and how much less once it has ended."""
+    """Memory that an action allocates at its start, and frees at its end."""
 
-    before: float
-    after: float
+    allocated: float
+    freed: float
 
 
 _NONE = Change(0.0, 0.0)
@@ -34,16 +34,15 @@ _NONE = Change(0.0, 0.0)
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one stage keeps of one microbatch, in bytes or any common unit.
+    """The memory of one microbatch on one stage, in bytes or any common unit.
 
     Attributes:
-        saved: from F to the backward.
-        deferred: from I to W.
-        inputs: the stage's inputs, which are all that is kept of a microbatch whose F is to be run
-            again.
-        again: what that needs besides: the buffers that F writes.
+        saved: kept from F to the backward.
+        deferred: kept from I to W.
+        inputs: the stage's inputs. A microbatch that will be recomputed keeps only these.
+        again: what recomputing needs besides: the buffers that F writes.
         generators: likewise, the states of random generators.
-        workspace: what F, I, W and B hold beside that while they run, messages with it.
+        workspace: additional memory of F, I, W and B while they run, messages included.
 
     Raises:
         ScheduleError: a number that is negative or not finite.
@@ -60,24 +59,29 @@ class StageMemory:
         sizes = [("saved", self.saved), ("deferred", self.deferred), ("inputs", self.inputs)]
         sizes += [("again", self.again), ("generators", self.generators)]
         sizes += [("workspace", size) for size in self.workspace]
-        for what, size in sizes:
+        for name, size in sizes:
             if not (math.isfinite(size) and size >= 0.0):
-                raise ScheduleError(f"{what} must be a finite number >= 0, got {size!r}")
+                raise ScheduleError(f"{name} must be a finite number >= 0, got {size!r}")
 
     def change(self, kind: ActionKind, *, again: bool = False) -> Change:
-        """What a compute action changes; ``again``: of a microbatch whose F is run again."""
-        before, after = self._held(kind, again=again)
+        """The memory that a compute action allocates and frees.
+
+        Args:
+            kind: of the action.
+            again: whether the microbatch will be, or is, recomputed.
+        """
+        at_start, at_end = self._kept(kind, again=again)
         beside = self.workspace[_WORKSPACES.get(kind, 0)]
         if kind.is_memory:
             # The generators' present states are kept as well, and restored after F.
             beside += self.again + 2 * self.generators
         elif kind is ActionKind.FORWARD and again:
             beside += self.again + self.generators
-        most = max(before, after, self.saved if kind is ActionKind.FORWARD else 0.0)
-        return Change(most - before + beside, most - after + beside)
+        most = max(at_start, at_end, self.saved if kind is ActionKind.FORWARD else 0.0)
+        return Change(most - at_start + beside, most - at_end + beside)
 
-    def _held(self, kind: ActionKind, *, again: bool) -> tuple[float, float]:
-        """What is kept of the microbatch before a compute action, and behind it."""
+    def _kept(self, kind: ActionKind, *, again: bool) -> tuple[float, float]:
+        """The memory that the microbatch keeps before and after a compute action."""
         if kind is ActionKind.FORWARD:
             return 0.0, self.dropped if again else self.saved
         if kind.is_memory:
@@ -88,16 +92,16 @@ class StageMemory:
 
     @property
     def dropped(self) -> float:
-        """What is kept of a microbatch whose F is to be run again."""
+        """The memory of a microbatch that will be recomputed."""
         return self.inputs + self.again + self.generators
 
     def moved(self, *, deferred: bool) -> float:
-        """How much travels when a microbatch is away, between I and W or before."""
+        """The memory that a move transfers: deferred tensors between I and W, else saved ones."""
         return self.deferred if deferred else self.saved
 
     @property
     def least(self) -> float:
-        """What a rank holds at least at some moment of the microbatch, wherever the rest is."""
+        """The least peak of a rank that runs the microbatch, whatever is moved or recomputed."""
         split = max(
             max(self.saved, self.deferred) + self.workspace[1], self.deferred + self.workspace[2]
         )
@@ -106,20 +110,20 @@ class StageMemory:
 
 
 def levels_of(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[Iterator[float]]:
-    """Per rank, what it keeps at most while it runs each action of its row, whenever transfers
-    happen.
+    """Per rank, the most memory that it keeps while each action of its row runs, however long
+    transfers take.
     """
     moves = _moves(schedule, sizes)
     return [
-        levels(row, _changes(row, sizes, own))
-        for row, own in zip(schedule.ranks, moves, strict=True)
+        levels(row, _changes(row, sizes, row_moves))
+        for row, row_moves in zip(schedule.ranks, moves, strict=True)
     ]
 
 
 def _changes(
     row: Sequence[Action], sizes: Sequence[StageMemory], moves: Mapping[int, Change]
 ) -> list[Change]:
-    """What each action of a row changes, as if moves took no time."""
+    """The memory that each action of a row allocates and frees, as if moves took no time."""
     again = recomputed(row)
     return [
         sizes[action.stage].change(
@@ -132,36 +136,36 @@ def _changes(
 
 
 def _moves(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[dict[int, Change]]:
-    """Per rank, by the place of a move what it changes."""
-    found: list[dict[int, Change]] = [{} for _ in schedule.ranks]
-    for journey in journeys_of(schedule):
-        size = sizes[journey.stage].moved(deferred=journey.deferred)
-        found[journey.rank][journey.leaves] = Change(0.0, size)
-        found[journey.rank][journey.comes] = Change(size, 0.0)
-        if journey.partner is not None:
-            found[journey.partner][journey.accepted] = Change(size, 0.0)
-            found[journey.partner][journey.returned] = Change(0.0, size)
-    return found
+    """Per rank, the memory that each move allocates and frees, by its place."""
+    changes: list[dict[int, Change]] = [{} for _ in schedule.ranks]
+    for move in find_moves(schedule):
+        size = sizes[move.stage].moved(deferred=move.deferred)
+        changes[move.rank][move.leaves] = Change(0.0, size)
+        changes[move.rank][move.comes] = Change(size, 0.0)
+        if move.partner is not None:
+            changes[move.partner][move.accepted] = Change(size, 0.0)
+            changes[move.partner][move.returned] = Change(0.0, size)
+    return changes
 
 
 def levels(row: Sequence[Action], changes: Sequence[Change]) -> Iterator[float]:
-    """As ``levels_of``, of one row from what its actions change."""
-    held = LevelByOrder(row)
+    """``levels_of`` for one row, given the changes of its actions."""
+    memory = WorstCaseMemory(row)
     for action, change in zip(row, changes, strict=True):
         if action.kind.is_move:
-            held.begin(action, change.before + change.after)  # one of them is nothing
-            yield held.most
+            memory.begin(action, change.allocated + change.freed)  # one of them is 0
+            yield memory.most
             continue
-        held.begin(action)
-        held.change(change.before)
-        yield held.most
-        held.change(-change.after)
+        memory.begin(action)
+        memory.change(change.allocated)
+        yield memory.most
+        memory.change(-change.freed)
 
 
 def peak_memory(schedule: Schedule, sizes: Sequence[StageMemory]) -> list[float]:
-    """Per rank, the most it keeps at once: a matter of order, not of time.
+    """Per rank, the peak of the memory that it keeps. It depends on order, not on time.
 
-    Of what moves this is a bound, whatever transfers take (``LevelByOrder``).
+    With moves it is an upper bound, however long transfers take (``WorstCaseMemory``).
 
     Raises:
         ScheduleError: not one size for each stage.

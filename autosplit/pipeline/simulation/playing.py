@@ -1,12 +1,12 @@
-"""The simulator's core: plays given orders through a step graph, makes orders, and says why one
-stands still; all that the ranks of a step do in one order, and where each posts its receives by it.
+"""The simulator's core: play orders of actions through a step graph, and find why one deadlocks.
 
 Every rank runs its row in order, each action as soon as the rank is free and its needs have
-arrived. Who waits for whom follows from the order alone, so no clock is needed: a rank runs as far
-as it can, then the next one does. The time is linear in the number of actions and messages.
+arrived. Which action waits for which follows from the orders alone, so ``play`` needs no clock: a
+rank runs as far as it can, then the next one does. The time is linear in the number of actions and
+messages. The simulator, the validator and the grid all use ``play``, so they agree on waits.
 
-The simulator, the validator and the grid all stand on ``play``, so they agree on what a schedule
-waits for.
+``ListScheduler`` builds orders instead of following them, and needs a clock. ``global_order`` puts
+the actions of all ranks in one order, from which ``recv_posting_order`` follows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .step_graph import StepGraph, Transfer, add_lanes
 
 
 class Play(NamedTuple):
-    """How an order ran.
+    """The result of ``play``.
 
     Attributes:
-        makespan: when the last action ended.
-        starts: per action, when it began; -1 for what did not run.
+        makespan: end of the last action.
+        starts: per action, its start; -1 if it did not run.
         places: per rank, how many actions of its row ran.
     """
 
@@ -93,10 +93,15 @@ def play(
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank that cannot go on: its next action needs a result that is not there.
+    """A rank that cannot go on, because its next action needs a result that does not exist.
 
-    ``maker`` is the rank that would make the result and the action it stands at itself, or None
-    when no rank makes it. Numbers from ``ranks`` on are lanes, which carry what moves.
+    Attributes:
+        rank: the rank; from ``ranks`` on, a lane of moves.
+        action: its next action.
+        needs: the missing result.
+        maker: the rank that would compute the result, and its own next action; None if no rank
+            computes it.
+        ranks: the number of ranks.
     """
 
     rank: int
@@ -114,25 +119,25 @@ class Wait:
             return text + "no rank runs"
         rank, standing = self.maker
         if rank >= self.ranks:
-            behind = "" if standing == self.needs else f", behind {standing}"
-            return text + f"has not been carried{behind}"
+            queued = "" if standing == self.needs else f", behind {standing}"
+            return text + f"has not been carried{queued}"
         return text + f"rank {rank} runs only after {standing}"
 
 
 @dataclass(frozen=True)
 class Replay:
-    """How far a schedule came.
+    """How far a schedule ran.
 
     Attributes:
         times: per rank, start and end of each action that ran, in order.
-        waits: what each rank that could not finish waits for, the lowest rank first.
+        waits: the wait of each rank that could not finish, the lowest rank first.
     """
 
     times: list[list[tuple[float, float]]]
     waits: dict[int, Wait]
 
     def cycles(self) -> Iterator[tuple[Wait, ...]]:
-        """The circles of ranks that wait for each other, each once, from its lowest rank on."""
+        """The cycles of ranks that wait for each other, each once, from its lowest rank on."""
         seen: set[int] = set()
         for first in self.waits:
             path: list[int] = []
@@ -145,22 +150,22 @@ class Replay:
             if rank in path:
                 circle = path[path.index(rank) :]
                 start = circle.index(min(circle))
-                yield tuple(self.waits[each] for each in circle[start:] + circle[:start])
+                yield tuple(self.waits[rank] for rank in circle[start:] + circle[:start])
 
 
 def replay(schedule: Schedule) -> Replay:
     """Run every rank's actions in order, each as soon as its rank is free and its needs are met.
 
     Args:
-        schedule: any schedule; an illegal one stops where it stops. Each action takes 1, links and
-            transfers take no time. What no rank makes is taken as there from the start.
+        schedule: any schedule; an illegal one may stop early. Each action takes 1 second, links and
+            transfers none. Results that no rank computes exist from the start.
 
     Returns:
-        The times of what ran and, for each rank that could not finish, what it waits for.
+        The times of the actions that ran, and the wait of each rank that could not finish.
     """
     graph = StepGraph(schedule)
     graph.needs = [
-        tuple([each for each in needs if graph.makers[each] >= 0]) for needs in graph.needs
+        tuple([parcel for parcel in needs if graph.makers[parcel] >= 0]) for needs in graph.needs
     ]
     seconds = [1.0] * len(graph.actions)
     rows = rows_of(schedule)
@@ -174,7 +179,7 @@ def replay(schedule: Schedule) -> Replay:
 
 
 def rows_of(schedule: Schedule) -> list[range]:
-    """Per rank, the numbers of its actions in the schedule's own step graph."""
+    """Per rank, the numbers of its actions in the schedule's step graph."""
     ends = [0, *accumulate(map(len, schedule.ranks))]
     return [range(first, last) for first, last in pairwise(ends)]
 
@@ -182,7 +187,7 @@ def rows_of(schedule: Schedule) -> list[range]:
 def waits_of(
     graph: StepGraph, rows: Sequence[Sequence[int]], run: Play, ranks: int
 ) -> dict[int, Wait]:
-    """Why each unfinished rank, or lane behind the last of the ``ranks``, stands still."""
+    """The wait of each unfinished rank, and of each lane; lanes are numbered after the ranks."""
     left = {
         rank: list(row[place:])
         for rank, (row, place) in enumerate(zip(rows, run.places, strict=True))
@@ -190,7 +195,7 @@ def waits_of(
     }
     if not left:
         return {}
-    there = {
+    arrived = {
         message.parcel
         for row, place in zip(rows, run.places, strict=True)
         for number in row[:place]
@@ -204,7 +209,7 @@ def waits_of(
     }
     waits = {}
     for rank, (standing, *_) in left.items():
-        parcel = next(each for each in graph.needs[standing] if each not in there)
+        parcel = next(number for number in graph.needs[standing] if number not in arrived)
         maker = makers.get(parcel)
         at = None if maker is None else (maker, graph.actions[left[maker][0]])
         need = graph.parcels[parcel].result
@@ -213,32 +218,32 @@ def waits_of(
 
 
 _COMPUTED, _TRAVELS = 10.0, Transfer(latency=1.0)
-"""How long an action and a message take; whole numbers, so that ranks that run them agree."""
+"""Durations of an action and of a message; whole numbers, so that all ranks agree exactly."""
 
 
-def in_one_order(schedule: Schedule, feeds: Feeds) -> list[tuple[int, Action]]:
-    """All actions of a step with their ranks, by when they start where every one takes as long:
-    each behind what it needs. What a deadlock keeps from running is left out.
+def global_order(schedule: Schedule, feeds: Feeds) -> list[tuple[int, Action]]:
+    """All actions of a step with their ranks, by their starts if all took equally long.
+
+    Every action comes after its needs. Actions that a deadlock blocks are left out.
     """
     graph, rows = StepGraph(schedule, feeds=feeds, transfer=_TRAVELS), rows_of(schedule)
     run = play(graph, rows, [_COMPUTED * action.kind.is_compute for action in graph.actions])
-    ran = [each for row, end in zip(rows, run.places, strict=True) for each in row[:end]]
+    ran = [number for row, end in zip(rows, run.places, strict=True) for number in row[:end]]
     ran.sort(key=run.starts.__getitem__)
-    return [(graph.ranks[each], graph.actions[each]) for each in ran]
+    return [(graph.ranks[number], graph.actions[number]) for number in ran]
 
 
-def posts_of(schedule: Schedule, feeds: Feeds) -> list[dict[Action, tuple[int, ...]]]:
-    """Per rank, for what it computes, from whom it is to have the next receives posted before it.
+def recv_posting_order(schedule: Schedule, feeds: Feeds) -> list[dict[Action, tuple[int, ...]]]:
+    """Per rank, the peers from which the next receives are posted, by the action that follows.
 
-    A send begins where its message is made. With the receive next to it in one order of all that
-    the ranks do, nothing stands in a queue behind what comes later in that order: whichever queues
-    messages share, down to a single one for all, none waits for another in a circle. And by the
-    time, so that a receive is posted while its message is made, not behind what its rank computes
-    after that.
+    A send starts when its message is computed. The receive is posted next to it in the global order
+    of all actions. So no queue holds an operation before one that is earlier in that order, and
+    messages cannot deadlock whichever queues they share, even a single one. The order is by time,
+    so a receive is posted while its message is computed, not after the next action of its rank.
     """
     posts: list[dict[Action, tuple[int, ...]]] = [{} for _ in schedule.ranks]
     coming: list[list[int]] = [[] for _ in schedule.ranks]
-    for maker, action in in_one_order(schedule, feeds):
+    for maker, action in global_order(schedule, feeds):
         if action.kind.is_compute:
             posts[maker][action] = tuple(coming[maker])
             coming[maker].clear()
@@ -250,15 +255,15 @@ def posts_of(schedule: Schedule, feeds: Feeds) -> list[dict[Action, tuple[int, .
 
 
 Choose = Callable[[int, float], int | None]
-"""The number of the action that a free rank starts now, from rank and time; None to wait."""
+"""Maps a free rank and the time to the number of the action to start; None to wait."""
 
 
 class ListScheduler:
-    """Makes an order by playing a step graph in time.
+    """Builds an order by playing a step graph in time.
 
-    A rank that is free starts what a policy chooses of what can start now, or waits. What comes of
-    it cannot deadlock: every action came after all that it needs. Policies depend on the time, so
-    this needs a clock. ``play`` does without, in a quarter of the time an action.
+    A free rank starts the action that a policy chooses among those that can start now, or waits.
+    The resulting order cannot deadlock, because every action came after its needs. Policies depend
+    on the time, so this needs a clock; ``play`` does not, and takes a quarter of the time.
 
     Args:
         graph: the actions.
@@ -266,8 +271,8 @@ class ListScheduler:
         ranks: how many there are.
 
     Attributes:
-        rows: per rank, the numbers of what it has started, in order.
-        ends: per rank, when it ends what it has started.
+        rows: per rank, the numbers of the actions that it has started, in order.
+        ends: per rank, the end of its last action.
     """
 
     def __init__(self, graph: StepGraph, seconds: Sequence[float], ranks: int) -> None:
@@ -278,7 +283,7 @@ class ListScheduler:
         self._arrivals = [math.inf] * len(graph.takers)
 
     def ready(self, action: int) -> float:
-        """When all that ``action`` needs is there; infinite while some of it has not begun."""
+        """When all needs of ``action`` have arrived; infinite while one has not started."""
         arrivals, latest = self._arrivals, 0.0
         for parcel in self._graph.needs[action]:
             if arrivals[parcel] > latest:

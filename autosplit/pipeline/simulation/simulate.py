@@ -1,7 +1,4 @@
-"""Timelines: who ran what when, measured by the executor or simulated, schedule and durations in.
-
-What a step of a pipeline costs, whatever its schedule: seconds, what is kept, the links.
-"""
+"""Timelines of a step, measured by the executor or simulated, and the costs of stages."""
 
 from __future__ import annotations
 
@@ -52,9 +49,8 @@ class Timeline:
     def step_time(self) -> float:
         """Seconds from one step to the next when step follows step without a pause.
 
-        The makespan; but where ranks do not wait for each other between steps, the longest time
-        from a rank's first start to its last end, for then each step fits into the last one's end
-        as it is.
+        If ranks wait for each other between steps, this is the makespan. Otherwise steps overlap,
+        and it is the longest time from a rank's first start to its last end.
         """
         if not self.crosses_step:
             return self.makespan
@@ -65,8 +61,8 @@ class Timeline:
         return max((end - start for start, end in ends.values()), default=0.0)
 
     def window(self, rank: int) -> tuple[float, float]:
-        """From when to when this step has ``rank``: of steps that overlap, each rank's begins with
-        its own first action.
+        """Start and end of the step on ``rank``. If steps overlap, it starts with the rank's first
+        action.
         """
         start = min((span.start for span in self.spans), default=0.0)
         if self.crosses_step:
@@ -97,7 +93,7 @@ class Timeline:
             ScheduleError: there is no such rank.
         """
         ranks = range(self.ranks) if rank is None else (rank,)
-        busy = sum(self.busy(each) for each in ranks)
+        busy = sum(self.busy(number) for number in ranks)
         total = self.step_time * len(ranks)
         return 1.0 - busy / total if total > 0.0 else 0.0
 
@@ -108,11 +104,11 @@ def median_durations(steps: Iterable[Iterable[Span]]) -> dict[tuple[int, ActionK
     Args:
         steps: the spans of each step.
     """
-    found: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    durations: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
     for spans in steps:
         for span in spans:
-            found[span.action.stage, span.action.kind].append(span.end - span.start)
-    return {key: statistics.median(values) for key, values in found.items()}
+            durations[span.action.stage, span.action.kind].append(span.end - span.start)
+    return {key: statistics.median(values) for key, values in durations.items()}
 
 
 # --- simulated ------------------------------------------------------------------------------------
@@ -141,14 +137,14 @@ def simulate(
             ``(stage, kind)``.
         transfer: the links between ranks, or the seconds from the end of an action to the arrival
             of its result on another rank.
-        wiring: who feeds whom, skip connections with it; None: each stage the next. Messages are
-            those of the engine: one for each stage that takes of a result.
-        memory: per stage, what it keeps of a microbatch, of which moves between ranks or to the
-            host take as much; needed where their links have a bandwidth.
+        wiring: the dataflow, skip connections included; None: a chain. Messages are those of the
+            engine: one for each stage that takes a result.
+        memory: per stage, the memory of a microbatch, which moves transfer; needed if the links of
+            moves have a bandwidth.
 
     Returns:
         The timeline, from time 0, spans sorted by start, then rank. The span of a move is the time
-        of its transfer, on the rank that the move is of.
+        of its transfer, on the rank whose row has the move.
 
     Raises:
         ScheduleError: the lists deadlock, a duration or the bytes of a message are missing, a time
@@ -178,7 +174,7 @@ def simulate(
         for number in row
         if (action := graph.actions[number]).kind.is_compute
     ]
-    spans += [Span(*each) for each in lanes.spans(run.starts)]
+    spans += [Span(*span) for span in lanes.spans(run.starts)]
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(len(schedule.ranks), tuple(spans), schedule.crosses_step)
 
@@ -192,9 +188,7 @@ def _check_seconds(actions: Sequence[Action], seconds: Sequence[float]) -> None:
 
 
 def _seconds(action: Action, duration: Durations) -> float:
-    """How long an action takes by itself, which is nothing where it does not compute; a missing
-    duration is refused.
-    """
+    """The duration of an action; 0 if it does not compute. A missing duration is refused."""
     if not action.kind.is_compute:
         return 0.0
     if not isinstance(duration, Mapping):
@@ -210,13 +204,13 @@ def _seconds(action: Action, duration: Durations) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of every stage, and how the trainer runs them.
+    """The costs of every stage, and of the messages between them.
 
     Attributes:
         times: per stage, seconds of F, I and W.
-        memory: per stage, what it keeps of a microbatch.
+        memory: per stage, the memory of a microbatch.
         transfer: the links between ranks.
-        wiring: who feeds whom; None: each stage the next.
+        wiring: the dataflow; None: a chain.
 
     Raises:
         ScheduleError: no stage; or times, memory and wiring of different numbers of stages.

@@ -1,11 +1,10 @@
-"""A step as a graph of numbered actions, with the messages between them, the links that these take,
-and the moves of memory: who waits for what, and what a lane carries when.
+"""A step as a graph of numbered actions, with its messages, the links that carry them, and moves.
 
-A lane is what carries moves from one rank to its partner, or between a rank and its store on the
-host, one after another, in the order of the sender's row. To the simulator's core it is a rank of
-its own, whose actions are the transfers. Ranks lose no time to them: on an accelerator copy engines
-carry them. On a CPU whose cores all compute, threads that copy take time from what is computed
-beside.
+A lane carries moves from one rank to its partner, or between a rank and the host, one after
+another, in the order of the sender's row. To the simulator's core a lane is a rank of its own,
+whose actions are the transfers. Transfers take no time from ranks: on an accelerator, copy engines
+carry them. On a CPU whose cores all compute, the copying threads do slow computation down, which is
+not simulated.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
+from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited_departures
 from autosplit.pipeline.schedule.routes import Feeds, Parcel, needs_of, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import ARRIVALS, Action, Schedule
 
@@ -29,17 +28,16 @@ from .activation_memory import StageMemory
 class Transfer:
     """Links between ranks: one in each direction, each carrying one message after the other.
 
-    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that. What moves
-    between partners (see ``Schedule.partner``) goes over the same links, in turns of its own: it
-    is not simulated that it slows messages down, or they it.
+    A message occupies its link for bytes / bandwidth and arrives ``latency`` after that. Moves
+    between partners (see ``Schedule.partner``) use links with the same figures. That moves and
+    messages slow each other down is not simulated.
 
     Attributes:
         latency: seconds.
         bandwidth: bytes in a second.
         message_bytes: bytes of one microbatch's activations, and of their gradients: one number for
             all boundaries, or by the stage before the boundary.
-        host: one link each way between every rank and its store on the host; None: they cost
-            nothing.
+        host: one link each way between every rank and the host; None: it costs nothing.
 
     Raises:
         ScheduleError: a negative number, or no bandwidth.
@@ -62,7 +60,7 @@ class Transfer:
                 raise ScheduleError(f"message_bytes must be finite numbers >= 0, got {size!r}")
 
     def seconds(self, boundary: int) -> float:
-        """For how long a message over the boundary after a stage keeps its link.
+        """Seconds for which a message over the boundary after a stage occupies its link.
 
         Raises:
             ScheduleError: its bytes are not known.
@@ -82,12 +80,12 @@ INSTANT = Transfer()
 
 
 class Message(NamedTuple):
-    """A parcel on its way from the action that makes it to one rank.
+    """The transfer of a numbered stage message to one rank.
 
     Attributes:
-        parcel: its number.
-        link: the ranks at both ends; None if the parcel takes no time, as on its own rank.
-        took: seconds for which it keeps the link.
+        parcel: the number of the stage message.
+        link: the ranks at both ends; None within a rank, where it takes no time.
+        took: seconds for which it occupies the link.
         latency: seconds from then to its arrival.
     """
 
@@ -98,25 +96,23 @@ class Message(NamedTuple):
 
 
 class StepGraph:
-    """Actions on their ranks, numbered in order, and what each needs and makes, numbered as well.
-
-    A parcel is a result on its way to one stage on one rank, which alone waits for it.
+    """Numbered actions of all ranks, and the numbered stage messages that they need and send.
 
     Args:
-        schedule: where stages lie; legal or not.
+        schedule: gives the placement of stages; legal or not.
         placed: rank and action of every node; None: those of the schedule, rank by rank.
-        feeds: who feeds whom; None: each stage the next.
+        feeds: the dataflow between stages; None: a chain.
         transfer: the links between ranks.
 
     Attributes:
         actions: by number.
         ranks: of every action, the rank that runs it.
-        needs: of every action, the parcels that it takes.
-        makes: of every action, the messages that it sends; of several actions that make the same,
-            such as an I and a B, only the first to run sends it.
-        parcels: by number.
-        takers: of every parcel, the rank that waits for it.
-        makers: of every parcel, the first action that makes it; -1 if none does.
+        needs: of every action, the messages that it waits for.
+        makes: of every action, the messages that it sends. If several actions compute the same
+            result, such as an I and a B, only the first to run sends it.
+        parcels: the stage messages by number.
+        takers: of every stage message, the rank that waits for it.
+        makers: of every stage message, the first action that computes it; -1 if none does.
     """
 
     def __init__(
@@ -151,7 +147,7 @@ class StepGraph:
                     self.makers[message.parcel] = number
 
     def add(self, rank: int, action: Action) -> int:
-        """One more action, which needs and makes nothing yet; its number."""
+        """Add an action without needs and messages; return its number."""
         number = len(self.actions)
         self.actions.append(action)
         self.ranks.append(rank)
@@ -160,7 +156,7 @@ class StepGraph:
         return number
 
     def _number(self, result: Action, stage: int, rank: int) -> int:
-        """The number of a result on its way to a stage on a rank."""
+        """The number of the message with a result for a stage on a rank; new if there is none."""
         numbers = self._of_result[result]
         for number in numbers:
             if self.takers[number] == rank and self.parcels[number].stage == stage:
@@ -178,7 +174,7 @@ class StepGraph:
         """The messages of a result, in the order in which links carry them."""
         messages: list[Message] = []
         for parcel in parcels_of(result, self._feeds):
-            if not 0 <= parcel.stage < self._schedule.stages:  # of an action that does not exist
+            if not 0 <= parcel.stage < self._schedule.stages:  # of an illegal action
                 continue
             home = self._schedule.placement[parcel.stage]
             if home == rank:
@@ -198,7 +194,7 @@ def _listed(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         yield from ((rank, action) for action in row)
 
 
-# --- moves of memory ------------------------------------------------------------------------------
+# --- moves ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -206,9 +202,9 @@ class Lanes:
     """The transfers of a step, as rows of further actions of its graph.
 
     Attributes:
-        rows: per rank, the numbers of its actions, then per lane those of its transfers, in order.
-        took: per transfer, the seconds for which it keeps its lane.
-        latency: per transfer, the seconds from then until all is there.
+        rows: per rank, the numbers of its actions; then per lane, those of its transfers, in order.
+        took: per transfer, the seconds for which it occupies its lane.
+        latency: per transfer, the seconds from then to its arrival.
         ends: of every move of a rank, its rank, its action and its transfer.
     """
 
@@ -218,7 +214,7 @@ class Lanes:
     ends: list[tuple[int, Action, int]] = field(default_factory=list)
 
     def spans(self, starts: Sequence[float]) -> Iterator[tuple[int, Action, float, float]]:
-        """Rank, action, start and end of every move, from when each transfer started."""
+        """Rank, action, start and end of every move, given the starts of the transfers."""
         for rank, action, number in self.ends:
             end = starts[number] + self.took[number]
             arrives = action.kind in ARRIVALS
@@ -233,25 +229,25 @@ def add_lanes(
     transfer: Transfer = INSTANT,
     memory: Sequence[StageMemory] | None = None,
 ) -> Lanes:
-    """Add the transfers of a schedule to its own step graph, with all that waits for them.
+    """Add the transfers of a schedule's moves to its step graph, with the waits for them.
 
     Args:
-        graph: of the schedule; gets further actions.
-        schedule: whose moves.
+        graph: of the schedule; gets the transfers as further actions.
+        schedule: the schedule.
         rows: per rank, the numbers of its actions.
-        seconds: per action; gets those of the transfers.
+        seconds: per action; gets the durations of the transfers.
         transfer: the links.
         memory: by stage.
 
     Raises:
-        ScheduleError: a link has a bandwidth, and what travels is not known.
+        ScheduleError: a link has a bandwidth, but the bytes of a move are not given.
     """
-    journeys = journeys_of(schedule)
-    if not journeys:
+    moves = find_moves(schedule)
+    if not moves:
         return Lanes([*rows])
     builder = _Builder(graph, rows)
-    for journey in journeys:
-        builder.add(journey, _took(schedule, transfer, memory, journey))
+    for move in moves:
+        builder.add(move, _took(schedule, transfer, memory, move))
     builder.close(schedule)
     seconds += builder.lanes.took.values()
     return builder.lanes
@@ -261,20 +257,20 @@ def _took(
     schedule: Schedule,
     transfer: Transfer,
     memory: Sequence[StageMemory] | None,
-    journey: Journey,
+    move: ActivationMove,
 ) -> tuple[float, float]:
-    """Seconds for which each way of a journey keeps its lane, and then to its arrival."""
+    """Seconds for which each way of a move occupies its lane, and then to its arrival."""
     link = transfer.host or Link()
-    if journey.partner is not None:
+    if move.partner is not None:
         link = Link(transfer.latency, transfer.bandwidth)
     if math.isinf(link.bandwidth):
         return 0.0, link.latency
     if memory is None:
         raise ScheduleError(
-            f"schedule {schedule.name!r} moves what stage {journey.stage} holds of microbatch "
-            f"{journey.microbatch}, and the link has a bandwidth: give the memory of every stage"
+            f"schedule {schedule.name!r} moves what stage {move.stage} holds of microbatch "
+            f"{move.microbatch}, and the link has a bandwidth: give the memory of every stage"
         )
-    size = memory[journey.stage].moved(deferred=journey.deferred)
+    size = memory[move.stage].moved(deferred=move.deferred)
     return size / link.bandwidth, link.latency
 
 
@@ -284,49 +280,52 @@ class _Builder:
         self._graph = graph
         self._rows = rows
         self._queues: dict[tuple[int, int | str], list[tuple[int, int]]] = {}
-        """By lane, its transfers, each behind the place of the move that starts it."""
+        """By lane, its transfers, each with the place of the move that starts it."""
         self._transfers: dict[tuple[int, int], int] = {}
-        """By rank and place, the transfer of a move."""
+        """The transfer of a move, by rank and place."""
         self._parcels: dict[tuple[int, int, float], int] = {}
-        """By an action and the row that waits for it, and for how long after it."""
+        """The wait for an action, by the action, the row that waits, and the latency."""
 
-    def add(self, journey: Journey, took: tuple[float, float]) -> None:
-        """The two transfers of a journey, and who starts and awaits them; ``took`` is how long each
-        keeps its lane, and then is on its way.
+    def add(self, move: ActivationMove, took: tuple[float, float]) -> None:
+        """Add the two transfers of a move, with the actions that start and await them.
+
+        Args:
+            move: the move.
+            took: seconds for which each transfer occupies its lane, and then to its arrival.
         """
-        owner, partner, rows = journey.rank, journey.partner, self._rows
-        ends = [(owner, journey.leaves), (owner, journey.comes)]
+        owner, partner, rows = move.rank, move.partner, self._rows
+        ends = [(owner, move.leaves), (owner, move.comes)]
         if partner is None:
-            out = self._transfer((owner, "out"), owner, journey.leaves, took)
-            back = self._transfer((owner, "in"), owner, journey.comes, took)
+            outward = self._transfer((owner, "out"), owner, move.leaves, took)
+            homeward = self._transfer((owner, "in"), owner, move.comes, took)
         else:
-            out = self._transfer((owner, partner), owner, journey.leaves, took)
-            back = self._transfer((partner, owner), partner, journey.returned, took)
-            ends += [(partner, journey.accepted), (partner, journey.returned)]
-        for (rank, place), transfer in zip(ends, (out, back, out, back), strict=False):
-            move = rows[rank][place]
-            self._edge(move, transfer)
-            self.lanes.ends.append((rank, self._graph.actions[move], transfer))
+            outward = self._transfer((owner, partner), owner, move.leaves, took)
+            homeward = self._transfer((partner, owner), partner, move.returned, took)
+            ends += [(partner, move.accepted), (partner, move.returned)]
+        for (rank, place), transfer in zip(ends, (outward, homeward) * 2, strict=False):
+            number = rows[rank][place]
+            self._edge(number, transfer)
+            self.lanes.ends.append((rank, self._graph.actions[number], transfer))
             self._transfers[rank, place] = transfer
-        self._edge(out, back, took[1])
-        self._edge(back, rows[owner][journey.used], took[1])
+        self._edge(outward, homeward, took[1])
+        self._edge(homeward, rows[owner][move.used], took[1])
 
     def close(self, schedule: Schedule) -> None:
-        """Put the lanes in order, and let ranks wait for what has to have left."""
+        """Order the lanes, and add the waits for departures."""
         self.lanes.rows += [[number for _, number in sorted(q)] for q in self._queues.values()]
-        # What one transfer of a lane waits for, those behind it need not.
-        told: set[tuple[int, int]] = set()
+        # Later transfers of a lane need not wait again for what an earlier one waited for.
+        waited: set[tuple[int, int]] = set()
         for rank, row in enumerate(schedule.ranks):
             for place, departures in waited_departures(row):
                 waiting: int | None = self._rows[rank][place]
                 if row[place].kind.is_move:
                     waiting = self._transfers.get((rank, place))
-                for each in departures:
-                    departure = self._transfers.get((rank, each))
+                for position in departures:
+                    departure = self._transfers.get((rank, position))
                     if waiting is None or departure is None:
                         continue
-                    if (self._graph.ranks[waiting], departure) not in told:
-                        told.add((self._graph.ranks[waiting], departure))
+                    if (self._graph.ranks[waiting], departure) not in waited:
+                        waited.add((self._graph.ranks[waiting], departure))
                         self._edge(departure, waiting)
 
     def _transfer(
@@ -344,11 +343,11 @@ class _Builder:
         return number
 
     def _edge(self, maker: int, taker: int, latency: float = 0.0) -> None:
-        """``taker`` waits for the end of ``maker``, and ``latency`` after that."""
+        """Let ``taker`` wait for the end of ``maker``, and ``latency`` seconds after that."""
         graph = self._graph
-        known = self._parcels.get((maker, graph.ranks[taker], latency))
-        if known is not None:
-            graph.needs[taker] += (known,)
+        existing = self._parcels.get((maker, graph.ranks[taker], latency))
+        if existing is not None:
+            graph.needs[taker] += (existing,)
             return
         parcel = len(graph.parcels)
         self._parcels[maker, graph.ranks[taker], latency] = parcel
@@ -356,6 +355,6 @@ class _Builder:
         graph.takers.append(graph.ranks[taker])
         graph.makers.append(maker)
         graph.needs[taker] += (parcel,)
-        # A link of its own: what is on its way here holds up nothing else.
+        # A link of its own, so that this latency delays no other message.
         link = (-1 - parcel, -1 - parcel) if latency else None
         graph.makes[maker] += (Message(parcel, link, 0.0, latency),)

@@ -110,7 +110,7 @@ class RankMemory:
                 sizes[index] = size
         if step is None or not known:
             return None
-        lent = {index: each.lent for index, each in known.items()}
+        lent = {index: each.borrowed_outputs for index, each in known.items()}
         messages = message_levels(schedule, rank, feeds, step.boundaries, lent)
         found = []
         for action, own, sent in zip(row, levels_of(schedule, sizes)[rank], messages, strict=True):

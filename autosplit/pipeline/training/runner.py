@@ -34,7 +34,7 @@ from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import Feeds, pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.simulation.playing import posts_of
+from autosplit.pipeline.simulation.playing import recv_posting_order
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.stage import Stage
 
@@ -264,7 +264,7 @@ class Runner:
         groups = self._groups
         groups.connect(pairs_of(schedule, self._feeds))
         routes = routes_of(schedule, self._feeds)[groups.rank]
-        posts = posts_of(schedule, self._feeds)[groups.rank]
+        posts = recv_posting_order(schedule, self._feeds)[groups.rank]
         moves = None
         if has_moves(schedule):
             moves = Moves(stages, schedule, groups, self._device, self._store)

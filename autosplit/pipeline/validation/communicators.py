@@ -1,18 +1,18 @@
-"""Whether what the ranks of a step enqueue comes to its end under NCCL's rules, whatever it takes.
+"""Decide whether a step ends under NCCL's rules, however long its operations take.
 
-A rank's host puts operations into queues. A communicator is a queue, for torch gives each a stream
-of its own; so is the stream that computes. The rules, with their sources, are in ``docs/nccl.md``:
+A rank's host puts operations into queues. Each communicator is a queue, because torch gives it a
+stream of its own; so is the compute stream. The rules, with their sources, are in ``docs/nccl.md``:
 
-- an operation starts when all before it in its queues have ended, and what it waits for besides
-  (events, and whatever has held the host before it was enqueued);
-- it ends when each of its parts has met its counterparts, and these meet when all of them have
-  started: the k-th send from one rank to another and the k-th receive there, the k-th collective
-  of all members. Parts of one operation, a coalesced group, do not wait for each other.
+- An operation starts when all earlier operations of its queues have ended, and all operations that
+  it waits for: through events, or because they held the host before it was enqueued.
+- An operation ends when each of its parts has met its counterparts. Counterparts meet when all of
+  them have started: the k-th send from one rank to another and the k-th receive there, or the k-th
+  collective of all members. Parts of one operation, a coalesced group, do not wait for each other.
 
-So "starts" and "ends" of operations are nodes, each with those that must come before it, and a step
-ends, in whatever time anything takes, if and only if no node comes before itself. A network that
-buffers a send lets it end before its receive starts: that takes needs away and adds none, so what
-ends without buffers ends with any.
+So the starts and ends of operations are the nodes of a graph, with an edge from each node to those
+that must come first. A step ends, in whatever time, if and only if the graph has no cycle. A
+network with buffers lets a send end before its receive starts. That removes edges and adds none, so
+a step that ends without buffers ends with any.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .grid import format_grid
 
 SEND, RECEIVE = "send", "receive"
 COMPUTE = "compute"
-"""The queue of the stream that computes."""
+"""The queue of the compute stream."""
 HOST = "host"
-"""That of waits of the host itself, which enqueues nothing more before they end."""
+"""The queue of waits that hold the host: it enqueues nothing before they end."""
 
 
 class Part(NamedTuple):
-    """What an operation does with other ranks, or one of several such things.
+    """One exchange of an operation with other ranks.
 
     Attributes:
-        communicator: over which.
+        communicator: its name.
         kind: a send, a receive, or the name of a collective.
         peers: the other rank of a message; all members of a collective.
     """
@@ -48,18 +48,18 @@ class Part(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Whether this is between two ranks."""
+        """Whether this is a send or a receive."""
         return self.kind in (SEND, RECEIVE)
 
 
 class Operation(NamedTuple):
-    """Something that a rank's host enqueues.
+    """An operation that a rank's host enqueues.
 
     Attributes:
-        text: for people.
-        queues: in which it stands.
-        parts: with other ranks.
-        after: places, among the rank's operations, of earlier ones whose ends it waits for.
+        text: shown in errors.
+        queues: the queues that it is in.
+        parts: its exchanges with other ranks.
+        after: earlier operations of the rank that it waits for, by their places in the program.
     """
 
     text: str
@@ -69,16 +69,16 @@ class Operation(NamedTuple):
 
 
 Programs: TypeAlias = Mapping[int, Sequence[Operation]]
-"""Per rank what its host enqueues, in order."""
+"""Per rank, the operations that its host enqueues, in order."""
 
 Sharing = Literal["streams", "launches", "kernels"]
-"""What queues of one device have in common: nothing; the one connection over which it is told what
-to start, in the host's order (``CUDA_DEVICE_MAX_CONNECTIONS=1``); or room for one kernel that
-communicates, in that order.
+"""What the queues of one device share: nothing; one connection, over which operations start in the
+host's order (``CUDA_DEVICE_MAX_CONNECTIONS=1``); or room for one communication kernel at a time, in
+that order.
 """
 
 Place = tuple[int, int]
-"""A rank, and the place of one of its operations."""
+"""A rank, and the place of an operation in its program."""
 
 _Node = tuple[object, ...]
 _WIDEST = 40
@@ -90,9 +90,9 @@ class Stuck:
 
     Attributes:
         programs: of all ranks.
-        circle: operations of which each waits for the next, and the last for the first; or one
-            that waits for what never comes.
-        lacks: that, in words.
+        circle: operations of which each waits for the next, and the last for the first; or a
+            single one whose counterpart never comes.
+        lacks: the missing counterpart, in words.
     """
 
     programs: Programs
@@ -103,13 +103,13 @@ class Stuck:
         marks: dict[Place, str] = {}
         notes: dict[int, str] = {}
         lines = []
-        for number, (here, there) in enumerate(pairwise((*self.circle, self.circle[0])), 1):
-            other = f" of rank {there[0]}" if there[0] != here[0] else ""
-            said = f"<-- waits for {self.lacks or self._text(there) + other}"
-            lines.append(f"{number}. rank {here[0]}: {self._text(here)} {said}")
-            marks[here] = f"^{number}"
+        for number, (waiting, blocking) in enumerate(pairwise((*self.circle, self.circle[0])), 1):
+            other = f" of rank {blocking[0]}" if blocking[0] != waiting[0] else ""
+            note = f"<-- waits for {self.lacks or self._text(blocking) + other}"
+            lines.append(f"{number}. rank {waiting[0]}: {self._text(waiting)} {note}")
+            marks[waiting] = f"^{number}"
             if other or self.lacks:
-                notes[here[0]] = said
+                notes[waiting[0]] = note
         rows = [
             dict(enumerate(operation.text for operation in program))
             for _, program in sorted(self.programs.items())
@@ -121,10 +121,10 @@ class Stuck:
 
 
 def stuck(programs: Programs, sharing: Sharing = "streams") -> Stuck | None:
-    """Why a step never ends; None: it ends, whatever anything takes.
+    """Return why a step never ends, or None if it always ends.
 
     Args:
-        programs: what each rank enqueues.
+        programs: the operations of each rank.
         sharing: what the queues of a device share.
     """
     graph: dict[_Node, list[_Node]] = {}
@@ -150,24 +150,28 @@ def _add_rank(
     graph: dict[_Node, list[_Node]], rank: int, program: Sequence[Operation], sharing: Sharing
 ) -> None:
     last: dict[str, int] = {}  # of each queue
-    held: list[int] = []
+    host_waits: list[int] = []
     for place, operation in enumerate(program):
         queues = operation.queues
         if sharing == "kernels" and any(part.communicator in queues for part in operation.parts):
             queues = (*queues, "kernels")
-        behind = {*operation.after, *held, *(last[each] for each in queues if each in last)}
-        before: list[_Node] = [(rank, each, "ends") for each in behind]
+        predecessors = {
+            *operation.after,
+            *host_waits,
+            *(last[queue] for queue in queues if queue in last),
+        }
+        required: list[_Node] = [(rank, predecessor, "ends") for predecessor in predecessors]
         if sharing == "launches" and place:
-            before.append((rank, place - 1, "starts"))
-        graph[rank, place, "starts"] = before
+            required.append((rank, place - 1, "starts"))
+        graph[rank, place, "starts"] = required
         graph[rank, place, "ends"] = [(rank, place, "starts")]
         last |= dict.fromkeys(queues, place)
-        held = [place] if HOST in queues else held
+        host_waits = [place] if HOST in queues else host_waits
 
 
 def _meetings(programs: Programs) -> dict[_Node, list[tuple[Place, Part]]]:
-    """What meets: of each message the send and the receive, of each collective all of it."""
-    found: dict[_Node, list[tuple[Place, Part]]] = defaultdict(list)
+    """The counterparts that meet: send and receive of a message, all parts of a collective."""
+    meetings: dict[_Node, list[tuple[Place, Part]]] = defaultdict(list)
     for rank, program in programs.items():
         counts: Counter[_Node] = Counter()
         for place, operation in enumerate(program):
@@ -176,12 +180,12 @@ def _meetings(programs: Programs) -> dict[_Node, list[tuple[Place, Part]]]:
                 ends = (rank, *part.peers) if sends else (*part.peers, rank)
                 way = part.communicator, *(ends if part.is_message else ())
                 counts[*way, sends] += 1
-                found[*way, counts[*way, sends], "meets"].append(((rank, place), part))
-    return found
+                meetings[*way, counts[*way, sends], "meets"].append(((rank, place), part))
+    return meetings
 
 
 def _lack(parts: Sequence[tuple[Place, Part]]) -> str:
-    """Of what is to meet, why it never does; empty if it may."""
+    """Why these counterparts never meet; empty if they may."""
     first = parts[0][1]
     if first.is_message:
         return "" if len(parts) == 2 else f"rank {first.peers[0]}, which never comes to it"

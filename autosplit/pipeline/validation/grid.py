@@ -1,4 +1,4 @@
-"""Schedules for people: ranks as rows, time slots as columns, faulty cells marked."""
+"""Draw schedules: ranks as rows, time slots as columns, faulty cells marked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.playing import replay
 
 Cell = tuple[int, int]
-"""A place in a grid: row and column."""
+"""Row and column of a grid."""
 
 IDLE = "."
 ERROR = "<-- ERROR HERE"
@@ -30,10 +30,10 @@ def format_grid(
 
     Args:
         rows: per rank, the text of each slot in which it is not idle.
-        marks: text to set under a cell, as ``"^1"``; its line ends with ``<-- ERROR HERE``, or
-            with the note on its row.
-        widest: a grid of more columns shows only those near a mark, or without marks only the
-            first ones; one of more rows only those with a mark, or the first ones. None shows all.
+        marks: text under a cell, such as ``"^1"``. Its line ends with ``<-- ERROR HERE``, or with
+            the note of its row.
+        widest: the most columns and rows to show: those near a mark, or without marks the first
+            ones. None shows all.
         notes: by row.
 
     Returns:
@@ -69,9 +69,9 @@ def format_grid(
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The schedule on a grid in which every action takes one slot, under a line of its sizes.
+    """The schedule on a grid in which every action takes one slot, below a line with its sizes.
 
-    Actions that can never run stand behind all that can.
+    Actions that can never run come after all others.
     """
     rows, _ = lay_out(schedule)
     return f"{describe(schedule)}\n{format_grid(rows)}"
@@ -88,8 +88,8 @@ def describe(schedule: Schedule) -> str:
 def lay_out(schedule: Schedule) -> tuple[list[dict[int, str]], list[list[int]]]:
     """The rows of a grid, and the column of every action of each rank.
 
-    Works for illegal schedules too: needs that nothing meets are taken as met, and what a deadlock
-    keeps from running is set behind the last action that runs.
+    Works for illegal schedules too: results that no action computes count as present, and actions
+    that a deadlock blocks come after the last one that runs.
     """
     run = replay(schedule)
     end = max((round(times[-1][1]) for times in run.times if times), default=0)
@@ -121,10 +121,10 @@ def _shown(count: int, under: Mapping[int, object], widest: int | None) -> list[
 
 
 def _with_gaps(wanted: Sequence[int], count: int) -> list[int | None]:
-    """These of ``count``, with None where others are left out."""
+    """The wanted numbers below ``count``, with None in place of each gap."""
     shown: list[int | None] = []
-    for before, each in pairwise([-1, *wanted]):
-        shown += [each] if each == before + 1 else [None, each]
+    for previous, number in pairwise([-1, *wanted]):
+        shown += [number] if number == previous + 1 else [None, number]
     return shown if wanted and wanted[-1] == count - 1 else [*shown, None]
 
 

@@ -1,10 +1,10 @@
-"""What the host of each rank enqueues in a step: under this engine, and under torch's runtime.
+"""The operations that each rank's host enqueues in a step, under this engine and torch's runtime.
 
-Ranks of one pipeline stand for all: those that differ only in their places along the other
-dimensions of a mesh enqueue the same, and what they do together meets at one place of it. Take the
-graph of a whole mesh (see ``communicators``), and every rank for the one at its place in the
-pipeline: each need there is one here, so that a circle there goes round one here; and each need
-here is there between ranks of one share of the mesh, so that a circle here is one there as well.
+The ranks of one pipeline stand for the whole mesh. Ranks that differ only along other dimensions
+enqueue the same operations, and their collectives meet at one place of the program. So map every
+rank of the mesh to the rank at its place in the pipeline: each edge of the mesh's graph (see
+``communicators``) maps to an edge here, so a cycle there is a cycle here. Conversely, each edge
+here exists there between ranks of one pipeline, so a cycle here is a cycle there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
-from autosplit.pipeline.schedule.moves import Journey, journeys_of, waited_departures
+from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited_departures
 from autosplit.pipeline.schedule.routes import (
     Feeds,
     Routes,
@@ -26,7 +26,7 @@ from autosplit.pipeline.schedule.routes import (
     routes_of,
 )
 from autosplit.pipeline.schedule.schedule import DEPARTURES, LANES, Action, ActionKind, Schedule
-from autosplit.pipeline.simulation.playing import posts_of
+from autosplit.pipeline.simulation.playing import recv_posting_order
 
 from .communicators import COMPUTE, HOST, RECEIVE, SEND, Operation, Part, Programs
 
@@ -36,9 +36,10 @@ COMMUNICATORS = {
     "direction": "all {way}",
     "edge": "{source} to {target}",
 }
-"""What messages have a communicator for, and its name: two ranks, as unbatched ones of torch have;
-all, as its batched ones have, and those of a group that is bound to a device; outputs and
-gradients; or each way between two ranks, as this engine has it. All are made before a step.
+"""Which messages share a communicator, and its name. ``pair``: those between two ranks, as torch's
+unbatched messages do. ``group``: all, as torch's batched messages and groups bound to a device do.
+``direction``: all outputs, and all gradients. ``edge``: those of each way between two ranks, as in
+this engine. All communicators are created before a step.
 """
 
 
@@ -48,9 +49,9 @@ _PEERS = {
     ActionKind.SEND_B: -1,
     ActionKind.RECV_B: 1,
 }
-"""How many stages further the other end of a message is."""
+"""Offset from a message's stage to the stage at its other end."""
 
-_TAKES = {
+_RECEIVES = {
     ActionKind.FORWARD: ActionKind.RECV_F,
     ActionKind.BACKWARD_INPUT: ActionKind.RECV_B,
     ActionKind.BACKWARD: ActionKind.RECV_B,
@@ -72,7 +73,7 @@ class Host:
         rank: of the pipeline.
         placement: the rank of each stage.
         communicators: one of ``COMMUNICATORS``.
-        dimensions: of the mesh, those that have several ranks.
+        dimensions: the mesh dimensions with several ranks.
 
     Attributes:
         operations: what it has enqueued.
@@ -91,53 +92,62 @@ class Host:
         self.sent: dict[tuple[str, int], list[Action]] = defaultdict(list)
         self.received: dict[tuple[str, int], list[Action]] = defaultdict(list)
         self._rank, self._placement, self._dimensions = rank, placement, dimensions
-        self._exchanges = [each for each in dimensions if each in (TENSOR, EXPERT, CONTEXT)]
+        self._exchanges = [
+            dimension for dimension in dimensions if dimension in (TENSOR, EXPERT, CONTEXT)
+        ]
         self._name = COMMUNICATORS[communicators]
-        self._posted: dict[Action, int] = {}  # messages that nothing has waited for
-        self._before: list[int] = []  # the last that was computed, and what is waited for behind it
+        self._posted: dict[Action, int] = {}  # messages without a wait so far
+        self._predecessors: list[int] = []  # the last computation, and the waits after it
 
     def put(self, text: str, queue: str, parts: Iterable[Part], after: Iterable[int] = ()) -> int:
-        """Enqueue something behind what was computed, and some places; gives its own."""
+        """Enqueue an operation after the last computation and other places; return its place."""
         parts = tuple(parts)
         queues = dict.fromkeys((queue, *(part.communicator for part in parts)))
-        self.operations.append(Operation(text, (*queues,), parts, (*self._before, *after)))
+        self.operations.append(Operation(text, (*queues,), parts, (*self._predecessors, *after)))
         return len(self.operations) - 1
 
-    def hold(self, what: str, places: Iterable[int], members: Iterable[int] = ()) -> None:
-        """Hold the host until all at these places have ended, or until other hosts are there."""
-        parts = (Part("hosts", what, tuple(members)),) if members else ()
-        self.operations.append(Operation(what, (HOST,), parts, tuple(places)))
+    def hold(self, text: str, places: Iterable[int], members: Iterable[int] = ()) -> None:
+        """Hold the host until the operations at these places end, or other hosts come as well."""
+        parts = (Part("hosts", text, tuple(members)),) if members else ()
+        self.operations.append(Operation(text, (HOST,), parts, tuple(places)))
 
     def settle(self) -> None:
-        """Hold the host until the stream that computes is done with all."""
-        self._before += self._posted.values()
-        self.hold("settled", self._before)
+        """Hold the host until the compute stream has ended all operations."""
+        self._predecessors += self._posted.values()
+        self.hold("settled", self._predecessors)
 
     def enqueue(self, action: Action) -> None:
-        """A message, the wait for one, or something that is computed, gathered or reduced."""
+        """Enqueue an action: a message, a wait, a computation, a gather or a reduction."""
         kind = action.kind
         if kind.is_message:
             self._message(action)
         elif kind in _SENDS:
             self._wait(replace(action, kind=_SENDS[kind]))
         elif kind is ActionKind.UNSHARD:
-            shards = [each for each in self._dimensions if each in (SHARD, EXPERT_SHARD)]
-            self.compute(str(action), *(f"{each} gathers" for each in shards))
+            shards = [
+                dimension for dimension in self._dimensions if dimension in (SHARD, EXPERT_SHARD)
+            ]
+            self.compute(str(action), *(f"{shard} gathers" for shard in shards))
         elif kind is ActionKind.REDUCE_GRAD:
-            self.compute(str(action), *(each for each in self._dimensions if each != TENSOR))
+            self.compute(
+                str(action), *(dimension for dimension in self._dimensions if dimension != TENSOR)
+            )
         elif not kind.is_whole:
-            if kind in _TAKES:
-                self._wait(replace(action, kind=_TAKES[kind]))
+            if kind in _RECEIVES:
+                self._wait(replace(action, kind=_RECEIVES[kind]))
             self.compute(str(action), *self._exchanges)
 
     def compute(self, text: str, *dimensions: str) -> None:
-        """Enqueue something that is computed, with collectives along some dimensions."""
-        parts = [Part(f"{each} of rank {self._rank}", text, (self._rank,)) for each in dimensions]
-        self._before = [self.put(text, COMPUTE, parts)]
+        """Enqueue a computation, with collectives along these dimensions."""
+        parts = [
+            Part(f"{dimension} of rank {self._rank}", text, (self._rank,))
+            for dimension in dimensions
+        ]
+        self._predecessors = [self.put(text, COMPUTE, parts)]
 
     def _wait(self, message: Action) -> None:
         if message in self._posted:
-            self._before.append(self._posted.pop(message))
+            self._predecessors.append(self._posted.pop(message))
 
     def _message(self, action: Action) -> None:
         sends = action.kind in _SENDS.values()
@@ -157,18 +167,20 @@ def of_torch(
     communicators: str = "pair",
     dimensions: Collection[str] = (),
 ) -> Programs:
-    """What torch's ``_PipelineScheduleRuntime`` enqueues: every message where it is listed, waits
-    for a receive before the action that takes it, for sends at the end or where that is listed.
+    """The operations that torch's ``_PipelineScheduleRuntime`` enqueues.
+
+    Messages are enqueued where they are listed. A receive is waited for before the action that uses
+    it, a send at the end of the step or where its wait is listed.
 
     Args:
-        rows: per rank its actions, with sends and receives, and waits for sends if it has any.
+        rows: per rank, its actions with sends, receives, and waits for sends if there are any.
         placement: the rank of each stage.
         communicators: one of ``COMMUNICATORS``.
-        dimensions: of the mesh, those that have several ranks.
+        dimensions: the mesh dimensions with several ranks.
 
     Raises:
-        ScheduleError: a receive would be given another message than its own, as NCCL matches them
-            by their order.
+        ScheduleError: a receive would get another message than its own, because NCCL matches
+            messages by their order.
     """
     hosts = [Host(rank, placement, communicators, dimensions) for rank in range(len(rows))]
     for host, row in zip(hosts, rows, strict=True):
@@ -180,9 +192,7 @@ def of_torch(
 
 
 def _check_order(hosts: Sequence[Host]) -> None:
-    """Every receive must be given its own message. One that never comes is found where all that is
-    enqueued is played.
-    """
+    """Check that every receive gets its own message. ``stuck`` finds messages that never come."""
     for rank, host in enumerate(hosts):
         for (name, target), sent in host.sent.items():
             received = hosts[target].received.get((name, rank), [])
@@ -197,7 +207,7 @@ def _check_order(hosts: Sequence[Host]) -> None:
 
 
 def _arrives(send: Action) -> Action:
-    """The receive of a message that is sent."""
+    """The receive that matches a send."""
     kind = ActionKind.RECV_F if send.kind is ActionKind.SEND_F else ActionKind.RECV_B
     return replace(send, kind=kind, stage=send.stage + _PEERS[send.kind])
 
@@ -206,24 +216,24 @@ def _arrives(send: Action) -> Action:
 
 
 def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
-    """What ``PipelineTrainer`` enqueues in a step over GPUs.
+    """The operations that ``PipelineTrainer`` enqueues in a step over GPUs.
 
     Args:
         schedule: a legal one.
-        dimensions: of the mesh, those that have several ranks.
+        dimensions: the mesh dimensions with several ranks.
     """
     feeds = Feeds(schedule.stages)
-    journeys = journeys_of(schedule)
+    moves = find_moves(schedule)
     return {
-        rank: _EngineRank(schedule, rank, routes, posts, journeys, dimensions).run()
+        rank: _EngineRank(schedule, rank, routes, posts, moves, dimensions).run()
         for rank, (routes, posts) in enumerate(
-            zip(routes_of(schedule, feeds), posts_of(schedule, feeds), strict=True)
+            zip(routes_of(schedule, feeds), recv_posting_order(schedule, feeds), strict=True)
         )
     }
 
 
 class _EngineRank(Host):
-    """One rank, as executor, transport and moves have it."""
+    """The operations of one rank, as executor, transport and moves enqueue them."""
 
     def __init__(
         self,
@@ -231,7 +241,7 @@ class _EngineRank(Host):
         rank: int,
         routes: Routes,
         posts: Mapping[Action, Sequence[int]],
-        journeys: Iterable[Journey],
+        moves: Iterable[ActivationMove],
         dimensions: Collection[str],
     ) -> None:
         super().__init__(rank, schedule.placement, "edge", dimensions)
@@ -240,12 +250,12 @@ class _EngineRank(Host):
         self._retired = Counter[int]()
         self._moves: dict[int, int] = {}
         self._needs = defaultdict(list, waited_departures(schedule.ranks[rank]))
-        for each in journeys:
-            if each.rank == rank:
-                self._needs[each.comes].append(each.leaves)
-                self._needs[each.used].append(each.comes)
-            if each.partner == rank:
-                self._needs[each.returned].append(each.accepted)
+        for move in moves:
+            if move.rank == rank:
+                self._needs[move.comes].append(move.leaves)
+                self._needs[move.used].append(move.comes)
+            if move.partner == rank:
+                self._needs[move.returned].append(move.accepted)
 
     def run(self) -> list[Operation]:
         everyone = range(len(self._schedule.ranks))
@@ -254,7 +264,7 @@ class _EngineRank(Host):
             for stage in self._schedule.held(self._rank):
                 self.enqueue(Action(stage, ActionKind.UNSHARD, 0))
         for place, action in enumerate(self._schedule.ranks[self._rank]):
-            over = [self._moves[each] for each in self._needs[place]]
+            over = [self._moves[need] for need in self._needs[place]]
             if action.kind.is_move:
                 self._moves[place] = self._move(action, over)
                 continue
@@ -277,8 +287,8 @@ class _EngineRank(Host):
             self.enqueue(self._receives[peer].popleft().receive)
         for parcel in parcels_for(action, routes.feeds):
             peer, proven = ends_of(parcel, schedule)[0], routes.proven.get(parcel, 0)
-            for each in routes.sends.get(peer, ())[self._retired[peer] : proven]:
-                self._wait(each.send)
+            for sent in routes.sends.get(peer, ())[self._retired[peer] : proven]:
+                self._wait(sent.send)
                 self._retired[peer] += 1
         self.enqueue(action)
         for parcel in parcels_of(result_of(action), routes.feeds):
@@ -286,7 +296,7 @@ class _EngineRank(Host):
                 self.enqueue(parcel.send)
 
     def _move(self, action: Action, over: Sequence[int]) -> int:
-        """A lane has a thread of its own, which waits for what is to be over."""
+        """Enqueue a move in its lane, whose own thread waits for the operations in ``over``."""
         kind, mine = action.kind, self._rank
         parts: list[Part] = []
         if kind.is_shared:

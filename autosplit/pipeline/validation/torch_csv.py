@@ -1,11 +1,11 @@
-"""Schedules as CSV files of torch.distributed.pipelining, in and out.
+"""Read and write the CSV files of torch.distributed.pipelining.
 
 A line is a rank, a cell an action in the text form of ``Action``; empty cells are waits. Torch's
-``_PipelineScheduleRuntime._load_csv(path, format="compute_only")`` reads what is written here, but
-for actions of memory, which it does not have. Its files may list sends and receives as well
-(``"compute_comms"``), and where sharded parameters are gathered and freed: all that follows from
-the other actions, and is for ``autosplit check`` to judge. The runtime of torch 2.11 runs no
-schedule over gloo in which neighbouring stages lie on one rank, whoever made it.
+``_PipelineScheduleRuntime._load_csv(path, format="compute_only")`` reads these files, except memory
+actions, which torch does not have. Torch's own files may list sends and receives as well
+(``"compute_comms"``), and where sharded parameters are gathered and freed. All of these follow from
+the other actions; ``autosplit check`` validates them. The runtime of torch 2.11 cannot run any
+schedule over gloo that places neighbouring stages on one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.schedule.routes import Feeds, ends_of, parcels_of, result_of
 from autosplit.pipeline.schedule.schedule import LARGEST, Action, ActionKind, Schedule
-from autosplit.pipeline.simulation.playing import in_one_order
+from autosplit.pipeline.simulation.playing import global_order
 from autosplit.text.figures import few
 from autosplit.text.files import read_text, writing
 
@@ -30,7 +30,7 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """Per rank, its actions with sends and receives between them.
 
     ``sSEND_Fm`` sends the outputs of stage s for microbatch m, ``sRECV_Fm`` receives what stage s
-    takes; likewise with B for gradients. All follow the order of ``in_one_order``.
+    takes; likewise with B for gradients. All follow the order of ``global_order``.
 
     Raises:
         ScheduleError: the schedule deadlocks.
@@ -38,7 +38,7 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     feeds = Feeds(schedule.stages)
     rows: list[list[Action]] = [[] for _ in schedule.ranks]
     done = [0] * len(rows)
-    for rank, action in in_one_order(schedule, feeds):
+    for rank, action in global_order(schedule, feeds):
         rows[rank].append(action)
         done[rank] += 1
         for parcel in parcels_of(result_of(action), feeds):
@@ -72,7 +72,7 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def check_memory(schedule: Schedule) -> None:
-    """Refuse what torch cannot run.
+    """Refuse a schedule that torch cannot run.
 
     Raises:
         ScheduleError: the schedule has actions of memory.
@@ -80,7 +80,7 @@ def check_memory(schedule: Schedule) -> None:
     memory = [action for row in schedule.ranks for action in row if action.kind.is_memory]
     if memory:
         raise ScheduleError(
-            f"{schedule.name!r} has actions of memory such as {memory[0]}, which torch does not "
+            f"{schedule.name!r} has memory actions such as {memory[0]}, which torch does not "
             "have: take the schedule without them, or run it with PipelineTrainer"
         )
 
@@ -88,16 +88,16 @@ def check_memory(schedule: Schedule) -> None:
 def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
     """Read a schedule that torch or ``write_csv`` has written.
 
-    A forward and a backward that torch may overlap run one after the other. Sends and receives, if
-    there are any, are left out, as are gathers and reductions, and waits for sends.
+    A forward and a backward that torch may overlap run one after the other. Sends, receives, waits
+    for sends, gathers and reductions are left out.
 
     Args:
         path: the file.
         name: the schedule's name; None takes the file's.
 
     Raises:
-        ScheduleError: a file that cannot be read or is no CSV file, text that is no action, more
-            than ``schedule.LARGEST`` actions, or an illegal schedule.
+        ScheduleError: the file cannot be read or is not CSV, a cell is not an action, more than
+             ``schedule.LARGEST`` actions, or an illegal schedule.
     """
     return read_actions(path, name)[0]
 
@@ -105,7 +105,7 @@ def read_csv(path: str | Path, *, name: str | None = None) -> Schedule:
 def read_actions(
     path: str | Path, name: str | None = None
 ) -> tuple[Schedule, Sequence[Sequence[Action]] | None]:
-    """As ``read_csv``, with all that a file lists for each rank, if it lists sends and receives."""
+    """``read_csv``, and every listed action of each rank if the file lists sends and receives."""
     path = Path(path)
     rows = _rows(path)
     schedule = _schedule(path.stem if name is None else name, rows)
@@ -125,8 +125,7 @@ def _rows(path: Path) -> list[list[Action]]:
             count += rows[-1][-1].kind.is_scheduled
             if count > LARGEST:
                 raise ScheduleError(
-                    f"{str(path)!r} holds more than {LARGEST:,} actions, which are all that a "
-                    "schedule may have"
+                    f"{str(path)!r} has more than {LARGEST:,} actions, the limit of a schedule"
                 )
     return rows
 
@@ -149,12 +148,12 @@ def _texts(cell: str) -> list[str]:
 
 
 def _schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
-    """What ``rows`` schedule; a stage is placed where it first runs."""
+    """The schedule with these rows; a stage is placed on the rank that first runs it."""
     ranks = tuple(tuple(action for action in row if action.kind.is_scheduled) for row in rows)
-    every = ((rank, action) for rank, row in enumerate(ranks) for action in row)
-    actions = [(rank, action) for rank, action in every if action.kind.is_compute]
+    pairs = ((rank, action) for rank, row in enumerate(ranks) for action in row)
+    actions = [(rank, action) for rank, action in pairs if action.kind.is_compute]
     if not actions:
-        raise ScheduleError(f"{name!r} holds no F, I, W or B")
+        raise ScheduleError(f"{name!r} has no F, I, W or B")
     homes: dict[int, int] = {}
     for rank, action in actions:
         homes.setdefault(action.stage, rank)

@@ -1,4 +1,4 @@
-"""Is a schedule legal? All faults at once, shown on the grid."""
+"""Check that a schedule is legal. All faults are reported at once, on the grid."""
 
 from __future__ import annotations
 
@@ -14,38 +14,43 @@ from autosplit.pipeline.simulation.playing import Wait, replay
 
 from .grid import Cell, describe, format_grid, lay_out
 
-_WIDEST = 60  # slots and ranks in an error's grid; of more only those near a fault are shown
+_WIDEST = 60  # slots and ranks in an error's grid; a larger one shows those near a fault
 _CIRCLE = "deadlock: "
-_MOST = 50  # faults that are looked for; where there are more, none of the rest tells anything new
+_MOST = 50  # faults to report; more of them would add nothing new
 
 
 @dataclass(frozen=True)
 class _Fault:
-    """``cells`` are (rank, position in its list); the position after the last marks a lack."""
+    """A fault, and its cells (rank, position in the row). The position after the last action marks
+    a missing one.
+    """
 
     text: str
     cells: tuple[Cell, ...] = ()
 
 
 def validate(schedule: Schedule) -> None:
-    """Refuse a schedule that cannot run or would compute something else than one step.
+    """Refuse a schedule that cannot run, or would not compute one training step.
 
-    Legal means: every stage runs every F once, and for every microbatch either one B or one I and
-    one W, on the rank that holds the stage; and running the lists in order cannot deadlock, F
-    before I (or B) before W. What a microbatch holds is moved away at most once at a time and is
-    back before it is used; partners list the transfers between them in one order; and a microbatch
-    is run again at most once, before its backward, and is not moved before that.
+    In a legal schedule,
+
+    - every stage runs every F once, and for every microbatch either one B, or one I and one W, on
+      the rank that holds the stage;
+    - running the rows in order cannot deadlock, with F before I (or B) before W;
+    - activations are moved once at a time and are back before they are used, and partners list the
+      transfers between them in one order;
+    - a microbatch is recomputed at most once, before its backward, and not moved before that.
 
     Raises:
-        ScheduleError: lists the faults (of more than 50 the first) and shows them on the grid; a
-            DeadlockError where there are none but circles.
+        ScheduleError: lists at most 50 faults and shows them on the grid; a DeadlockError if all
+            are deadlocks.
     """
     count = sum(map(len, schedule.ranks))
     if count > LARGEST:
         raise ScheduleError(
-            f"{describe(schedule)}, {count:,} actions: more than the {LARGEST:,} that are taken"
+            f"{describe(schedule)}, {count:,} actions: more than the limit of {LARGEST:,}"
         )
-    # Lazily: a schedule may name a billion microbatches of which it runs none.
+    # Lazily, because a schedule may name a billion microbatches and run none of them.
     faults = list(islice(_sizes(schedule), _MOST + 1))
     if not faults:  # the other checks index by stage and rank
         checks = [
@@ -62,9 +67,9 @@ def validate(schedule: Schedule) -> None:
 
 def _sizes(schedule: Schedule) -> Iterator[_Fault]:
     """Counts and placement."""
-    for what, count in (("stages", schedule.stages), ("microbatches", schedule.microbatches)):
+    for noun, count in (("stages", schedule.stages), ("microbatches", schedule.microbatches)):
         if count < 1:
-            yield _Fault(f"{what} must be at least 1, got {count}")
+            yield _Fault(f"{noun} must be at least 1, got {count}")
     ranks = len(schedule.ranks)
     placement = schedule.placement
     if len(placement) != schedule.stages:
@@ -82,21 +87,18 @@ def _sizes(schedule: Schedule) -> Iterator[_Fault]:
 def _misfit(action: Action, schedule: Schedule) -> str | None:
     """Why ``action`` does not exist in this pipeline, or None when it does."""
     if not action.kind.is_scheduled:
-        return (
-            f"{action} is none of the actions that a schedule lists: F, I, W, B, and those of "
-            "memory"
-        )
-    for what, value, count in (
+        return f"{action} is not an action that a schedule lists: F, I, W, B, and memory actions"
+    for noun, value, count in (
         ("stage", action.stage, schedule.stages),
         ("microbatch", action.microbatch, schedule.microbatches),
     ):
         if not 0 <= value < count:
-            return f"{action}: no {what} {value}; expected 0 to {count - 1}"
+            return f"{action}: no {noun} {value}; expected 0 to {count - 1}"
     return None
 
 
 def _strays(schedule: Schedule) -> Iterator[_Fault]:
-    """Actions that do not belong in this pipeline, or not on their rank."""
+    """Yield actions that do not exist in this pipeline, or stand on a wrong rank."""
     unsplit = []
     for rank, row in enumerate(schedule.ranks):
         for position, action in enumerate(row):
@@ -118,10 +120,10 @@ def _strays(schedule: Schedule) -> Iterator[_Fault]:
 
 def _counts(schedule: Schedule) -> Iterator[_Fault]:
     """Every F once, and per microbatch one B or one I and one W."""
-    found: dict[Action, list[Cell]] = defaultdict(list)
+    cells_of: dict[Action, list[Cell]] = defaultdict(list)
     for rank, row in enumerate(schedule.ranks):
         for position, action in enumerate(row):
-            found[action].append((rank, position))
+            cells_of[action].append((rank, position))
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             forward, inputs, weights, full = (
@@ -134,10 +136,11 @@ def _counts(schedule: Schedule) -> Iterator[_Fault]:
                 )
             )
             cells = {
-                action: tuple(found.get(action, ())) for action in (forward, inputs, weights, full)
+                action: tuple(cells_of.get(action, ()))
+                for action in (forward, inputs, weights, full)
             }
             home = schedule.placement[stage]
-            end = ((home, len(schedule.ranks[home])),)  # behind the last action
+            end = ((home, len(schedule.ranks[home])),)  # after the last action
             split = cells[inputs] + cells[weights]
             if cells[full] and split:
                 yield _Fault(
@@ -151,16 +154,16 @@ def _counts(schedule: Schedule) -> Iterator[_Fault]:
             for action in required:
                 if not cells[action]:
                     yield _Fault(f"stage {stage} never runs {action}", end)
-            for action, where in cells.items():
-                if len(where) > 1:
-                    yield _Fault(f"{action} runs {len(where)} times, expected once", where)
+            for action, places in cells.items():
+                if len(places) > 1:
+                    yield _Fault(f"{action} runs {len(places)} times, expected once", places)
 
 
 def _deadlocks(schedule: Schedule) -> Iterator[_Fault]:
-    """Circles of ranks that wait for each other. What is never made is another check's fault."""
+    """Yield cycles of ranks that wait for each other. Missing actions are found by ``_counts``."""
     run = replay(schedule)
     for circle in run.cycles():
-        cells = tuple(_standing(each, run.times) for each in circle if each.rank < each.ranks)
+        cells = tuple(_standing(wait, run.times) for wait in circle if wait.rank < wait.ranks)
         yield _Fault(f"{_CIRCLE}{'; '.join(map(str, circle))}", cells)
 
 
@@ -168,39 +171,39 @@ def _standing(wait: Wait, times: list[list[tuple[float, float]]]) -> Cell:
     return wait.rank, len(times[wait.rank])
 
 
-# --- what is moved away, and run again -----------------------------------------------------------
+# --- moves and recomputation ----------------------------------------------------------------------
 
-_NOT_YET, _HELD, _LET_GO = "not there yet", "held", "let go"
+_NOT_YET, _RESIDENT, _FREED = "not there yet", "held", "let go"
 _UNMADE = "not there before its RECOMPUTE"
 _EVICTED, _OFFLOADED = "evicted", "offloaded"
-_BACK = "back and not used"
+_RELOADED = "back and not used"
 _NOT_HERE, _GUEST, _RETURNED = "not here", "here", "given back"
 
 _RULES: dict[ActionKind, tuple[tuple[str, ...], str]] = {
-    ActionKind.FORWARD: ((_NOT_YET,), _HELD),
-    ActionKind.RECOMPUTE: ((_UNMADE,), _HELD),
-    ActionKind.BACKWARD_INPUT: ((_HELD, _BACK), _HELD),
-    ActionKind.BACKWARD_WEIGHT: ((_HELD, _BACK), _LET_GO),
-    ActionKind.BACKWARD: ((_HELD, _BACK), _LET_GO),
-    ActionKind.EVICT: ((_HELD,), _EVICTED),
-    ActionKind.OFFLOAD: ((_HELD,), _OFFLOADED),
-    ActionKind.LOAD: ((_EVICTED,), _BACK),
-    ActionKind.RELOAD: ((_OFFLOADED,), _BACK),
+    ActionKind.FORWARD: ((_NOT_YET,), _RESIDENT),
+    ActionKind.RECOMPUTE: ((_UNMADE,), _RESIDENT),
+    ActionKind.BACKWARD_INPUT: ((_RESIDENT, _RELOADED), _RESIDENT),
+    ActionKind.BACKWARD_WEIGHT: ((_RESIDENT, _RELOADED), _FREED),
+    ActionKind.BACKWARD: ((_RESIDENT, _RELOADED), _FREED),
+    ActionKind.EVICT: ((_RESIDENT,), _EVICTED),
+    ActionKind.OFFLOAD: ((_RESIDENT,), _OFFLOADED),
+    ActionKind.LOAD: ((_EVICTED,), _RELOADED),
+    ActionKind.RELOAD: ((_OFFLOADED,), _RELOADED),
     ActionKind.ACCEPT: ((_NOT_HERE, _RETURNED), _GUEST),
     ActionKind.RETURN: ((_GUEST,), _RETURNED),
     ActionKind.AWAIT: ((_EVICTED, _OFFLOADED, _RETURNED), ""),
 }
-"""In which states an action may find a microbatch of a stage on its rank, and how it leaves that;
-an AWAIT as it was. The rank that runs the stage begins with one that is not there yet, its partner
-with one that is not here.
+"""By kind, the states of a microbatch in which an action may run, and the state after it. An AWAIT
+leaves the state as it is. A microbatch begins as "not there yet" on the rank of its stage, and as
+"not here" on the partner.
 """
 
 _OUT = (ActionKind.EVICT, ActionKind.ACCEPT)
-"""Both ends of what goes from the rank that runs a stage to its partner."""
+"""Both ends of a move from the rank of a stage to its partner."""
 
 
 def _right_ranks(action: Action, schedule: Schedule) -> tuple[int, ...]:
-    """The ranks in whose rows an action may stand."""
+    """The ranks whose rows may have an action."""
     home = schedule.placement[action.stage]
     if action.kind in (ActionKind.ACCEPT, ActionKind.RETURN):
         return (schedule.partner(home),)
@@ -208,7 +211,7 @@ def _right_ranks(action: Action, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _move_faults(schedule: Schedule) -> Iterator[_Fault]:
-    """Whatever is wrong with moves and recomputation, of actions that are on their ranks."""
+    """Yield the faults of moves and recomputation, for actions that are on their ranks."""
     rows: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     moved = set()
     for rank, row in enumerate(schedule.ranks):
@@ -228,12 +231,12 @@ def _move_faults(schedule: Schedule) -> Iterator[_Fault]:
 def _state_faults(
     schedule: Schedule, rank: int, stage: int, microbatch: int, places: Sequence[int]
 ) -> Iterator[_Fault]:
-    """What happens to a microbatch of a stage on a rank, action by action."""
+    """Yield the faults of one microbatch of a stage on a rank, action by action."""
     actions = [schedule.ranks[rank][place] for place in places]
     again = any(action.kind is ActionKind.RECOMPUTE for action in actions)
     alone = schedule.partner(rank) == rank
     state = _NOT_YET if schedule.placement[stage] == rank else _NOT_HERE
-    before: tuple[Cell, ...] = ()
+    previous: tuple[Cell, ...] = ()
     for place, action in zip(places, actions, strict=True):
         here = rank, place
         expected, after = _RULES[action.kind]
@@ -241,17 +244,17 @@ def _state_faults(
             yield _Fault(f"{action}: rank {rank} has no partner to send it to", (here,))
         if state not in expected:
             wanted = " or ".join(expected)
-            found = f"{action} finds what is {state}, expected {wanted}"
-            yield _Fault(found, (*before, here))
+            text = f"{action} finds what is {state}, expected {wanted}"
+            yield _Fault(text, (*previous, here))
         state = _UNMADE if again and action.kind is ActionKind.FORWARD else after or state
-        before = (here,)
+        previous = (here,)
     if state in (_EVICTED, _OFFLOADED):
         left = f"{actions[-1]} leaves what is {state}, and nothing brings it back"
-        yield _Fault(left, before)
+        yield _Fault(left, previous)
 
 
 def _order_faults(schedule: Schedule, low: int, high: int) -> Iterator[_Fault]:
-    """Two partners begin every transfer between them in one order, or one waits for ever."""
+    """Yield the first transfer that two partners list in different orders: it would deadlock."""
     ends = [
         [
             ((action.stage, action.microbatch, action.kind in _OUT), place)
@@ -263,23 +266,23 @@ def _order_faults(schedule: Schedule, low: int, high: int) -> Iterator[_Fault]:
     for mine, theirs in zip_longest(*ends, fillvalue=(None, -1)):
         if mine[0] != theirs[0]:
             one, other = (
-                str(schedule.ranks[rank][place]) if what is not None else "its end"
-                for rank, (what, place) in ((low, mine), (high, theirs))
+                str(schedule.ranks[rank][place]) if transfer is not None else "its end"
+                for rank, (transfer, place) in ((low, mine), (high, theirs))
             )
             cells = ((low, mine[1]), (high, theirs[1]))
             yield _Fault(
-                f"rank {low} comes to {one} where its partner, rank {high}, comes to {other}; two "
-                "ranks list the transfers between them in one order",
+                f"rank {low} has {one} where its partner, rank {high}, has {other}; partners must "
+                "list the transfers between them in one order",
                 tuple(cell for cell in cells if cell[1] >= 0),
             )
             return
 
 
-# --- as people see them ---------------------------------------------------------------------------
+# --- report ---------------------------------------------------------------------------------------
 
 
 def _report(schedule: Schedule, faults: list[_Fault]) -> str:
-    """The faults, numbered, above the grid on which the numbers stand under the faulty cells."""
+    """The numbered faults, above a grid with their numbers under the faulty cells."""
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     if len(faults) > _MOST:
         count, faults = f"more than {_MOST} faults", faults[:_MOST]
@@ -290,8 +293,8 @@ def _report(schedule: Schedule, faults: list[_Fault]) -> str:
     for number, fault in enumerate(faults, 1):
         for rank, position in fault.cells:
             places = columns[rank]
-            behind = places[-1] + 1 if places else 0
-            column = places[position] if position < len(places) else behind
+            beyond = places[-1] + 1 if places else 0
+            column = places[position] if position < len(places) else beyond
             numbers[rank, column].append(number)
-    marks = {cell: "^" + ",".join(map(str, found)) for cell, found in numbers.items()}
+    marks = {cell: "^" + ",".join(map(str, faults_here)) for cell, faults_here in numbers.items()}
     return "\n".join([head, *lines, format_grid(rows, marks, widest=_WIDEST)])

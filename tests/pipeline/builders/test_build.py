@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
-from autosplit.pipeline.builders.placement import Filler
+from autosplit.pipeline.builders.placement import WeightPlacer
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.simulation.simulate import simulate
 from autosplit.pipeline.validation.validate import validate
@@ -187,7 +187,7 @@ def test_more_ranks_than_stages() -> None:
 
 def test_interleaved_stages_are_dealt_out_evenly() -> None:
     assert refusal(name="interleaved", stages=5, ranks=2) == (
-        "'interleaved' deals its stages out in turns: expected a multiple of 2 stages for 2 "
+        "'interleaved' assigns stages to ranks round-robin: expected a multiple of 2 stages for 2 "
         "ranks, got 5"
     )
     assert build("interleaved", 9, 3, ranks=3).placement == (0, 1, 2) * 3
@@ -200,7 +200,7 @@ def test_what_exists_only_split(name: str) -> None:
         "of 'naive', 'gpipe', '1f1b', 'interleaved'"
     )
     assert refusal(name=name, stages=4, weights="2bp") == (
-        f"{name!r} has no weights='2bp'; it knows: 'fill'"
+        f"{name!r} has no weights='2bp'; known: 'fill'"
     )
 
 
@@ -232,7 +232,7 @@ def test_bad_times_are_refused(times: Any) -> None:
 def test_an_order_that_deadlocks_cannot_be_filled() -> None:
     stuck = schedule_of("0F0 0I0 0F1 0I1", "1F0 1F1 1I0 1I1")
     with pytest.raises(ScheduleError) as caught:
-        Filler(stuck, 2).fill([(1.0, 1.0, 1.0)] * 2)
+        WeightPlacer(stuck, 2).fill([(1.0, 1.0, 1.0)] * 2)
     assert str(caught.value) == (
         "no place for the backward weights within 2 microbatches in flight: nothing can run while "
         "0I0, 1F1 wait"

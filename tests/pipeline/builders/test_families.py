@@ -113,7 +113,7 @@ def test_interleaved_bubble_and_memory(chunks: int, ranks: int, rounds: int) -> 
 def test_counts_that_do_not_fit() -> None:
     with pytest.raises(ScheduleError, match="expected 4 or more for 2 ranks, got 3"):
         build("dualpipe-v", 4, 3)
-    with pytest.raises(ScheduleError, match="it knows: none, for it places its own"):
+    with pytest.raises(ScheduleError, match="known: none, because it places its own"):
         build("dualpipe-v", 4, 4, weights="fill")
     with pytest.raises(ScheduleError, match="times has no meaning with 'dualpipe-v'"):
         build("dualpipe-v", 4, 4, times=(1, 1, 1))

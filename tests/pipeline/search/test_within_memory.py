@@ -8,7 +8,7 @@ import pytest
 
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.search.search import named_schedules
-from autosplit.pipeline.search.within_memory import MEASURES, LimitError, search_within
+from autosplit.pipeline.search.within_memory import REMEDIES, LimitError, search_within
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Transfer
@@ -37,7 +37,7 @@ def test_never_longer_than_by_a_single_measure(seed: int) -> None:
     validate(found)
     step = costs.timeline(found).step_time
     assert max(peak_memory(found, costs.memory)) <= limit * 1.0001
-    for name, measure in MEASURES.items():
+    for name, measure in REMEDIES.items():
         for each in named_schedules(costs.times, microbatches, stages):
             if each.placement != tuple(range(stages)):
                 continue
@@ -78,7 +78,7 @@ def test_what_is_fixed_counts() -> None:
 def test_a_limit_too_low_says_the_least_that_would_do_and_it_does(chunks: int) -> None:
     memory = [StageMemory(6.0, 3.0, 1.0, workspace=(0.0, 1.0, 0.5, 0.0))] * 2 * chunks
     costs = Costs([(2.0, 2.0, 2.0)] * 2 * chunks, memory)
-    with pytest.raises(LimitError, match="the least that was needs") as caught:
+    with pytest.raises(LimitError, match="the most frugal needs") as caught:
         search_within(costs, 4, 2.0, ranks=2, fixed=[1.0, 0.0])
     error = caught.value
     # A backward needs all of a microbatch, and what it takes for itself, beside what is fixed.

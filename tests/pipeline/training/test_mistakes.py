@@ -98,10 +98,10 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         ),
         (
             lambda: trainer(schedule=ScheduleZBVZeroBubble),
-            r"unknown schedule 'ScheduleZBVZeroBubble'; known: .*, auto; what torch calls "
-            "ScheduleZBVZeroBubble is 'zb-v'",
+            r"unknown schedule 'ScheduleZBVZeroBubble'; known: .*, auto; torch's "
+            "ScheduleZBVZeroBubble is 'zb-v' here",
         ),
-        (lambda: trainer(schedule="1F1B"), "what torch calls 1F1B is '1f1b'"),
+        (lambda: trainer(schedule="1F1B"), "torch's 1F1B is '1f1b' here"),
         (
             lambda: trainer(model=[nn.Linear(8, 8), nn.Linear(4, 4)]).step((X, Y)),
             r"stage 1 cannot take what it is given, .*float32\[2, 8\].*: Linear cannot be "

@@ -389,7 +389,7 @@ def test_training_without_gradients_is_refused() -> None:
         (
             {"schedule": WHOLE, "ranks": 1},
             PipelineError,
-            "is for (stages, microbatches) = (2, 1), but (2, 4) are asked for",
+            "is for (stages, microbatches) = (2, 1), but the request is for (2, 4)",
         ),
         ({"max_grad_norm": 0.0}, PipelineError, "positive number or None; got 0.0"),
         ({"max_grad_norm": True}, PipelineError, "positive number or None; got True"),

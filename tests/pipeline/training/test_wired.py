@@ -22,7 +22,7 @@ from autosplit.pipeline.engine.stages import dependence_of
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import Feeds, Source, Wiring, routes_of
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
-from autosplit.pipeline.simulation.playing import posts_of
+from autosplit.pipeline.simulation.playing import recv_posting_order
 from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.pipeline.training import tuning
 from tests.pipeline import workers
@@ -125,7 +125,7 @@ def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
     boundaries.settle_gradients([dependence_of(each, len(out)) for each, out in pairs], feeds)
 
     wire: Wire = {}
-    posts = posts_of(schedule, feeds)
+    posts = recv_posting_order(schedule, feeds)
 
     def run(rank: int) -> None:
         routes, port = routes_of(schedule, feeds)[rank], Port(wire, rank)
@@ -197,7 +197,7 @@ def test_a_stage_that_puts_out_something_else_than_the_wiring_says() -> None:
     wiring = chain_of((1,))
     with (
         workers.trainer(Wrong(wiring), ranks=1) as engine,
-        pytest.raises(PipelineError, match="stage 0 puts out 2 tensors; the wiring says 1"),
+        pytest.raises(PipelineError, match="stage 0 has 2 output tensors; the wiring says 1"),
     ):
         engine.step(workers.data(8))
 

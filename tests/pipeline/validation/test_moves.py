@@ -63,7 +63,7 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
         (
             OWNER,
             "0ACCEPT0 1F0 1B0 1F1 1B1",
-            "comes to 0LOAD0 where its partner, rank 1, comes to its end",
+            "has 0LOAD0 where its partner, rank 1, has its end",
         ),
         (
             OWNER,
@@ -73,7 +73,7 @@ def test_a_journey_to_the_partner_and_one_to_the_host_are_legal() -> None:
         (
             "0F0 0EVICT0 0F1 0EVICT1 0LOAD0 0LOAD1 0B0 0B1",
             "0ACCEPT1 0ACCEPT0 0RETURN0 0RETURN1 1F0 1B0 1F1 1B1",
-            "rank 0 comes to 0EVICT0 where its partner, rank 1, comes to 0ACCEPT1",
+            "rank 0 has 0EVICT0 where its partner, rank 1, has 0ACCEPT1",
         ),
         (
             "0F0 0F1 0RECOMPUTE0 0RECOMPUTE0 0B0 0B1",

@@ -19,7 +19,7 @@ from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import Feeds, routes_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
-from autosplit.pipeline.simulation.playing import posts_of
+from autosplit.pipeline.simulation.playing import recv_posting_order
 from autosplit.pipeline.validation.communicators import COMPUTE
 from autosplit.pipeline.validation.programs import of_engine
 from tests.pipeline.schedule.random_schedules import random_schedule
@@ -77,7 +77,7 @@ def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     boundaries = Boundaries()
     boundaries.known |= dict.fromkeys(range(schedule.stages), (META,))
     link: Any = log
-    posts = posts_of(schedule, feeds)[rank]
+    posts = recv_posting_order(schedule, feeds)[rank]
     transport = Transport(routes_of(schedule)[rank], link, boundaries, device=CPU, posts=posts)
     stages: Any = dict.fromkeys(schedule.held(rank), Stage())
     executor = Executor(stages, schedule, rank, transport, loss_grad=torch.ones(1))

@@ -109,7 +109,7 @@ def test_dual_pipe_v_is_torchs(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("0F0,0X0", "expected an action such as '0F1'"),
-        ("", "'file' holds no F, I, W or B"),
+        ("", "'file' has no F, I, W or B"),
         ("0F0,2F0", "has stages up to 2, but never runs 1$"),
         ("0F0,0I0", "stage 0 never runs 0W0"),
     ],
@@ -157,5 +157,5 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_more_actions_than_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_csv(build("1f1b", 2, 2), tmp_path / "file.csv")
     monkeypatch.setattr(torch_csv, "LARGEST", 10)
-    with pytest.raises(ScheduleError, match="holds more than 10 actions, which are all that a"):
+    with pytest.raises(ScheduleError, match="has more than 10 actions, the limit of a schedule"):
         read_csv(tmp_path / "file.csv")

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.schedule.moves import journeys_of
+from autosplit.pipeline.schedule.moves import find_moves
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
-from autosplit.pipeline.search import measures
-from autosplit.pipeline.search.measures import balance
+from autosplit.pipeline.search.balance import balance, balanced
+from autosplit.pipeline.search.offload import offload, offloaded
+from autosplit.pipeline.search.recompute import recompute, recomputed
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Transfer
@@ -82,7 +83,7 @@ def test_deferred_tensors_travel_too() -> None:
     peaks = peak_memory(plain, costs.memory)
     balanced = balance(plain, [0.9 * peaks[0], 0.9 * peaks[1], 1e8, 1e8], costs=costs)
     validate(balanced)
-    assert any(journey.deferred for journey in journeys_of(balanced))
+    assert any(move.deferred for move in find_moves(balanced))
 
 
 def test_what_evicts_is_not_balanced_again() -> None:
@@ -95,9 +96,9 @@ def test_what_evicts_is_not_balanced_again() -> None:
 
 
 NEAREST = {
-    "balance": measures.balanced,
-    "offload": measures.offloaded,
-    "recompute": measures.recomputed,
+    "balance": balanced,
+    "offload": offloaded,
+    "recompute": recomputed,
 }
 
 
@@ -121,7 +122,7 @@ def test_any_schedule_stays_legal_after_any_passes(
     schedule = schedule_of(form, ranks, microbatches)
     costs = costs_of(schedule.stages, took=took)
     for name in order:
-        if name == "balance" and journeys_of(schedule):
+        if name == "balance" and find_moves(schedule):
             continue
         peaks = peak_memory(schedule, costs.memory)
         bounds = [share * max(peaks)] * ranks
@@ -135,18 +136,18 @@ def test_half_is_offloaded_for_nothing_where_bandwidth_allows() -> None:
     plain = build("gpipe", 2, 6)
     fast, slow = costs_of(2, took=0.2), costs_of(2, took=40.0)
     before = fast.timeline(plain)
-    free = measures.offload(plain, fast)
+    free = offload(plain, fast)
     after = fast.timeline(free)
     assert after.step_time <= 1.003 * before.step_time
     assert max(peak_memory(free, fast.memory)) <= 0.5 * max(peak_memory(plain, fast.memory))
-    stuck = measures.offload(plain, slow)
+    stuck = offload(plain, slow)
     assert max(peak_memory(stuck, slow.memory)) > 0.9 * max(peak_memory(plain, slow.memory))
 
 
 def test_recomputation_runs_while_its_rank_waits() -> None:
     """Before the backward that it is for, not behind the gradients for which that waits."""
     plain, costs = build("1f1b", 4, 4, split_backward=False), costs_of(4)
-    found = measures.recompute(plain, costs, 3.2e6)
+    found = recompute(plain, costs, 3.2e6)
     row = [str(action) for action in found.ranks[0]]
     again = [action for action in found.ranks[0] if action.kind is ActionKind.RECOMPUTE]
     assert again
@@ -156,19 +157,21 @@ def test_recomputation_runs_while_its_rank_waits() -> None:
     assert added < len(again) * 1.0
 
 
-@pytest.mark.parametrize("each", [False, True])
-@pytest.mark.parametrize("name", ["balance", "offload", "recompute"])
-def test_a_limit_that_cannot_be_kept_says_what_can(name: str, each: bool) -> None:
-    """And following that advice works."""
+LIMITED = {"balance": balance, "offload": offload, "recompute": recompute}
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+@pytest.mark.parametrize("name", LIMITED)
+def test_an_unkeepable_limit_names_one_that_can_be_kept(name: str, per_rank: bool) -> None:
     plain, costs = build("zb-h2", 4, 6), costs_of(4, deferred=0.87654321)
     option = "bound" if name == "balance" else "limit"
-    limit = [1.0, 1.0, 1e9, 1e9] if each else 1.0
+    limit = [1.0, 1.0, 1e9, 1e9] if per_rank else 1.0
     with pytest.raises(ScheduleError, match="more than its bound of 1: raise it to") as caught:
-        getattr(measures, name)(plain, costs=costs, **{option: limit})
+        LIMITED[name](plain, costs=costs, **{option: limit})
     (least,) = re.findall("raise it to (.*), take", str(caught.value))
-    validate(getattr(measures, name)(plain, costs=costs, **{option: json.loads(least)}))
+    validate(LIMITED[name](plain, costs=costs, **{option: json.loads(least)}))
 
 
 def test_limits_are_as_many_as_ranks() -> None:
     with pytest.raises(ScheduleError, match="one for each of 2 ranks"):
-        measures.offload(build("gpipe", 2, 2), costs_of(2), [1.0])
+        offload(build("gpipe", 2, 2), costs_of(2), [1.0])

@@ -159,10 +159,10 @@ def _held(rank: Rank, moment: Moment) -> float:
     for place, change in enumerate(rank.changes[: moment.place + 1]):
         move = rank.row[place].kind.is_move
         if move:
-            held += (change.before - change.after) * (place in moment.over)
+            held += (change.allocated - change.freed) * (place in moment.over)
         else:
             ended = place < moment.place or not moment.running
-            held += change.before - ended * change.after
+            held += change.allocated - ended * change.freed
     return held
 
 

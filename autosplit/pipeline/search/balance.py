@@ -1,0 +1,120 @@
+"""Balancing: activations beyond a bound are kept at a partner rank until they are needed.
+
+Source: BPipe (Kim et al., ICML 2023). Rank r of P has rank P-1-r as its partner, which takes in
+whole microbatches. The rank evicts the activations that it uses last of all, which in 1F1B are
+those of its latest microbatch. The paper's bound is ceil((N+2)/2) microbatches: 1F1B holds N+1 on
+both partners together, and one is in transit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from operator import itemgetter
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.moves import ALLOCATING
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
+from autosplit.pipeline.simulation.simulate import Costs
+
+from .bounding import (
+    Insertions,
+    OffloadWindow,
+    PlacementRule,
+    bring_below,
+    insert,
+    keep_limit,
+    necessary,
+    offload_windows,
+)
+from .rank_timeline import RankTimeline
+
+_RULES = [PlacementRule(lead, True, slack) for lead, slack in product((0, 1), (0.0, 0.5, 1.0))]
+
+
+def balance(
+    schedule: Schedule,
+    bound: float | Sequence[float] | None = None,
+    *,
+    costs: Costs | None = None,
+) -> Schedule:
+    """The schedule in which no rank holds more than ``bound``; the excess is kept at its partner.
+
+    Ranks that keep the bound anyway are left as they are.
+
+    Args:
+        schedule: a legal one that evicts nothing yet.
+        bound: the most a rank may hold of its microbatches at once, whatever transfers take, in the
+            unit of ``costs.memory``: one number, or one for each rank. None: the paper's, which for
+            1F1B is ceil((N+2)/2) microbatches; for other schedules, half of what a rank and its
+            partner hold and one microbatch more.
+        costs: of every stage; None: all stages take and hold the same, and both saved and deferred
+            tensors of a microbatch count as 1.
+
+    Raises:
+        ScheduleError: the schedule evicts already, or the bound cannot be kept; says what could.
+    """
+    if any(action.kind is ActionKind.EVICT for row in schedule.ranks for action in row):
+        raise ScheduleError(
+            f"{schedule.name!r} evicts already: balance the schedule that it was made from"
+        )
+    if costs is None:
+        count = schedule.stages
+        costs = Costs([(1.0, 1.0, 1.0)] * count, [StageMemory(1.0, 1.0)] * count)
+    bounds = _paper_bounds(schedule, costs) if bound is None else bound
+    return keep_limit("balancing", balanced, schedule, costs, bounds)
+
+
+def balanced(schedule: Schedule, costs: Costs, bounds: Sequence[float]) -> Schedule:
+    """The schedule that evicts until bounds are kept, or that comes as near to that as it can."""
+    pairs = [(low, schedule.partner(low)) for low in range(len(schedule.ranks) // 2)]
+
+    def propose(schedule: Schedule, sides: Sequence[RankTimeline]) -> Iterator[Schedule]:
+        partner, donor = sorted(sides, key=lambda side: max(side.level) - bounds[side.rank])
+        spans = zip(donor.starts, donor.reached[1:], strict=False)
+        shortest = min((end - start for start, end in spans), default=0.0)
+        for rule in _RULES:
+            windows = offload_windows(donor, rule, 1)
+            windows = necessary(donor.level, bounds[donor.rank], windows)
+            yield insert(schedule, _exchanges(donor, partner, windows, rule.slack * shortest))
+
+    return bring_below(schedule, costs, bounds, pairs, propose)
+
+
+def _paper_bounds(schedule: Schedule, costs: Costs) -> list[float]:
+    peaks = peak_memory(schedule, costs.memory)
+    unit = max(max(size.saved, size.deferred) for size in costs.memory) or 1.0
+    pair = max(map(sum, zip(peaks, reversed(peaks), strict=True)))
+    return [unit * math.ceil((pair / unit + 1) / 2 - 1e-9)] * len(peaks)
+
+
+def _exchanges(
+    donor: RankTimeline, partner: RankTimeline, windows: Sequence[OffloadWindow], late: float
+) -> Insertions:
+    """The moves of both ranks, in one order on both.
+
+    The partner's moves stand where it reaches them, by the times so far, at most ``late`` seconds
+    after the donor. If the partner is to hold more afterwards, it first waits until the activations
+    that it returns have left.
+    """
+    events = [(donor.starts[window.out], False, window) for window in windows]
+    events += [(donor.starts[window.back], True, window) for window in windows]
+    events.sort(key=itemgetter(0, 1))
+    donor_moves: list[tuple[int, Action]] = []
+    partner_moves: list[tuple[int, Action]] = []
+    latest = 0
+    for moment, returns, window in events:
+        latest = max(latest, partner.slot_at(moment + late))
+        kind = ActionKind.RETURN if returns else ActionKind.ACCEPT
+        partner_moves.append((latest, window.action(kind)))
+        if returns:
+            donor_moves.append((window.back, window.action(ActionKind.LOAD)))
+            if not ALLOCATING.isdisjoint(partner.kinds[latest:]):
+                partner_moves.append((latest, window.action(ActionKind.AWAIT)))
+        else:
+            donor_moves.append((window.out, window.action(ActionKind.EVICT)))
+            if window.awaited:
+                donor_moves.append((window.out, window.action(ActionKind.AWAIT)))
+    return [(donor, donor_moves), (partner, partner_moves)]

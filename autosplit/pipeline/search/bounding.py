@@ -1,0 +1,241 @@
+"""How a memory remedy is applied: to one rank (or pair of ranks) after another, until no rank holds
+more than its bound.
+
+A remedy is one of balancing, offloading and recomputing (``REMEDIES`` in ``within_memory``). It
+proposes schedules with further actions. The order of their rows alone decides what a rank holds
+(``peak_memory``), however long transfers take. Of the proposals that keep the bound, the one with
+the shortest step is taken.
+
+Where activations leave and come back is decided by a few placement rules (``PlacementRule``), which
+are all tried. A rank may also wait until a departure has ended; then the departing tensors never
+count beside the next computation, but the transfer is exposed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
+
+from autosplit.errors import ScheduleError
+from autosplit.pipeline.schedule.moves import ALLOCATING
+from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.pipeline.simulation.activation_memory import ROUNDING, peak_memory
+from autosplit.pipeline.simulation.simulate import Costs, Timeline
+
+from .rank_timeline import RankTimeline, Residency
+
+MemoryRemedy = Callable[[Schedule, Costs, Sequence[float]], Schedule]
+"""Brings the ranks of a schedule below their bounds, or as near to that as it can."""
+
+Insertions = Sequence[tuple[RankTimeline, Sequence[tuple[int, Action]]]]
+"""Per rank, further actions of its row, each with the slot directly before which it stands."""
+
+
+class PlacementRule(NamedTuple):
+    """Where activations leave a rank and come back.
+
+    Attributes:
+        lead: compute actions between the arrival and the use.
+        waits: whether the rank waits until the departure has ended.
+        slack: how late a partner may be, as a fraction of the shortest action.
+    """
+
+    lead: int
+    waits: bool = False
+    slack: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadWindow:
+    """The slots during which one microbatch's activations are not on their rank.
+
+    Attributes:
+        residency: the activations.
+        out: the slot that the departure stands before.
+        gone: the slot before which the departure has ended by the order of the row alone, because
+            the next allocation waits for it.
+        back: the slot that the arrival stands before.
+        awaited: whether the rank waits until the departure has ended.
+    """
+
+    residency: Residency
+    out: int
+    gone: int
+    back: int
+    awaited: bool = False
+
+    @property
+    def slots(self) -> range:
+        """The slots during which the activations do not count on their rank."""
+        return range(self.out if self.awaited else self.gone, self.back)
+
+    def action(self, kind: ActionKind) -> Action:
+        """An action of this kind for the window's stage and microbatch."""
+        return Action(self.residency.stage, kind, self.residency.microbatch)
+
+
+def offload_windows(
+    timeline: RankTimeline, rule: PlacementRule, overlap: int
+) -> list[OffloadWindow]:
+    """The windows that a placement rule gives all activations of a rank.
+
+    Args:
+        timeline: the rank.
+        rule: where activations leave and come back.
+        overlap: compute actions that run beside a departure before an arrival waits for it.
+    """
+    placements = [(r, r.first + 1, r.last - rule.lead) for r in timeline.residencies]
+    arrivals = {back for _, _, back in placements}
+    windows = []
+    for residency, out, back in placements:
+        gone = (
+            slot
+            for slot in range(out, back)
+            if (slot > out and timeline.kinds[slot] in ALLOCATING)
+            or (slot >= out + overlap and slot in arrivals)
+        )
+        window = OffloadWindow(residency, out, next(gone, back), back, rule.waits)
+        windows += [window] if window.slots else []
+    return windows
+
+
+def necessary(
+    level: Sequence[float],
+    bound: float,
+    windows: Sequence[OffloadWindow],
+    size: Callable[[Residency], float] = attrgetter("size"),
+) -> list[OffloadWindow]:
+    """The windows, and their waits, without which a rank would exceed its bound.
+
+    Args:
+        level: per slot, what the rank holds without any window.
+        bound: the most that it may hold.
+        windows: candidates; an earlier one is dropped before a later one.
+        size: what a window frees.
+    """
+    remaining, needed = [*level], []
+    for window in windows:
+        for slot in window.slots:
+            remaining[slot] -= size(window.residency)
+    for window in windows:
+        more = size(window.residency)
+        relaxations: list[tuple[range, OffloadWindow | None]] = [(window.slots, None)]
+        if window.awaited:
+            unawaited = replace(window, awaited=False)
+            relaxations.append((range(window.out, window.gone), unawaited))
+        for span, relaxed in relaxations:
+            if all(remaining[slot] + more <= bound * ROUNDING for slot in span):
+                for slot in span:
+                    remaining[slot] += more
+                needed += [relaxed] if relaxed else []
+                break
+        else:
+            needed.append(window)
+    return needed
+
+
+def insert(schedule: Schedule, insertions: Insertions) -> Schedule:
+    """The schedule with further actions."""
+    rows = list(schedule.ranks)
+    for timeline, actions in insertions:
+        inserted: dict[int, list[Action]] = defaultdict(list)
+        for slot, action in actions:
+            inserted[timeline.places[slot]].append(action)
+        row: list[Action] = []
+        for place, action in enumerate(rows[timeline.rank]):
+            row += [*inserted[place], action]
+        rows[timeline.rank] = tuple(row)
+    return replace(schedule, ranks=tuple(rows))
+
+
+def bring_below(
+    schedule: Schedule,
+    costs: Costs,
+    bounds: Sequence[float],
+    groups: Iterable[Sequence[int]],
+    propose: Callable[[Schedule, Sequence[RankTimeline]], Iterator[Schedule]],
+) -> Schedule:
+    """The schedule with one group of ranks after another brought below its bounds, or near them.
+
+    Args:
+        schedule: a legal one.
+        costs: of every stage.
+        bounds: by rank.
+        groups: ranks that are changed together.
+        propose: schedules to try for a group of which one rank is above its bound. Proposals that
+            deadlock are skipped; the smallest excess wins, then the shortest step.
+    """
+    timeline = costs.timeline(schedule)
+
+    def scored(proposal: Schedule) -> Iterator[tuple[float, float, Schedule, Timeline]]:
+        with contextlib.suppress(ScheduleError):
+            proposed = costs.timeline(proposal)
+            peaks = peak_memory(proposal, costs.memory)
+            excess = max(0.0, *(peaks[rank] - bounds[rank] * ROUNDING for rank in ranks))
+            yield excess, proposed.step_time, proposal, proposed
+
+    for ranks in groups:
+        sides = [RankTimeline(schedule, costs, timeline, rank) for rank in ranks]
+        if any(max(side.level) > bounds[side.rank] * ROUNDING for side in sides):
+            scores = (score for p in propose(schedule, sides) for score in scored(p))
+            best = min(scores, key=itemgetter(0, 1), default=None)
+            if best is not None:
+                *_, schedule, timeline = best
+    return schedule
+
+
+def single_ranks(schedule: Schedule) -> list[tuple[int]]:
+    """Every rank as a group of its own."""
+    return [(rank,) for rank in range(len(schedule.ranks))]
+
+
+def caps_of(cap: float | Sequence[float], ranks: int) -> tuple[float, ...]:
+    """One cap for each rank.
+
+    Raises:
+        ScheduleError: another number of caps than of ranks, or one below 0.
+    """
+    caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * ranks
+    if len(caps) != ranks or not all(number >= 0 for number in caps):
+        raise ScheduleError(
+            f"a limit is a number >= 0, or one for each of {ranks} ranks; got {cap!r}"
+        )
+    return caps
+
+
+def keep_limit(
+    doing: str,
+    remedy: MemoryRemedy,
+    schedule: Schedule,
+    costs: Costs,
+    limit: float | Sequence[float],
+) -> Schedule:
+    """The schedule that a remedy makes of another, within the limit.
+
+    Raises:
+        ScheduleError: a rank stays above the limit; says which, and what the remedy could keep.
+    """
+    bounds = caps_of(limit, len(schedule.ranks))
+    least: Sequence[float] = bounds
+    remedied = remedy(schedule, costs, bounds)
+    first = peaks = peak_memory(remedied, costs.memory)
+    while any(peak > bound * ROUNDING for peak, bound in zip(peaks, least, strict=True)):
+        # With another bound, another schedule may hold more.
+        least = [*map(max, least, peaks)]
+        if not isinstance(limit, Sequence):
+            least = [max(least)] * len(least)
+        peaks = peak_memory(remedy(schedule, costs, least), costs.memory)
+    for rank, (peak, bound) in enumerate(zip(first, bounds, strict=True)):
+        if peak > bound * ROUNDING:
+            advised = [float(f"{bound:.12g}") for bound in least]
+            raise ScheduleError(
+                f"{doing} leaves rank {rank} of {schedule.name!r} with {peak:g}, more than its "
+                f"bound of {bound:g}: raise it to "
+                f"{advised if isinstance(limit, Sequence) else advised[0]}, take another remedy as "
+                "well (balance, offload, recompute), or cut the batch into smaller microbatches"
+            )
+    return remedied
