@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 _SHAPE = attrgetter("shape")
 _MAX_SIZES = 1024  # combinations of sizes whose inputs need no second look
 
+# Of tensors without dimensions on the CPU, as fake tensors read them.
+_READ = {torch.int64, torch.int32, torch.int16, torch.int8, torch.float64}
+
 OutputSpec = tuple[torch.Size, torch.dtype, bool]
 
 
@@ -37,11 +41,28 @@ class _Inputs:
         specs: as its graphs are captured for them.
         blanks: tensors like them without memory, as guards look only at an input's metadata.
         outputs: what came of them first; empty before.
+        valued: places of inputs whose value a capture reads, and its guards may ask for.
     """
 
     specs: tuple[TensorSpec, ...]
     blanks: tuple[Tensor, ...]
     outputs: list[OutputSpec] = dataclasses.field(default_factory=list)
+
+    @functools.cached_property
+    def valued(self) -> tuple[int, ...]:
+        specs = enumerate(self.specs)
+        return tuple(
+            at
+            for at, spec in specs
+            if not spec.shape and spec.device.type == "cpu" and spec.dtype in _READ
+        )
+
+    def with_values(self, inputs: Sequence[Tensor]) -> _Inputs:
+        """The same, with the values of these inputs, which are of these sizes."""
+        blanks = [*self.blanks]
+        for at in self.valued:
+            blanks[at] = inputs[at].detach().requires_grad_(blanks[at].requires_grad)
+        return dataclasses.replace(self, blanks=tuple(blanks))
 
 
 class StageSpecializations(Specializations):
@@ -149,7 +170,7 @@ class StageSpecializations(Specializations):
 
     def check_inputs(self, inputs: list[Any]) -> object:
         """Check dtypes, devices and numbers of dimensions; lay inputs out as the examples were, and
-        take objects apart. Returns the same for inputs of the same sizes.
+        take objects apart. Returns the same for inputs of the same sizes, unless values count.
 
         Raises:
             SplitError: an input is not as the stage was traced with it.
@@ -162,7 +183,7 @@ class StageSpecializations(Specializations):
                 raise self._unlike(position, given, spec)
             if given.stride() != spec.stride:
                 inputs[position] = spec.conform(given)
-        self._now = known
+        self._now = known = known.with_values(inputs) if known.valued else known
         if self._spec is not None:
             inputs[:] = self._with(inputs)
         return known
