@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -185,10 +186,12 @@ def test_without_input_gradients_i_is_the_chain() -> None:
     assert set(stage.gradients) == {name for name, _ in stage.module.named_parameters()}
 
 
-def test_sparse_embedding_gradients() -> None:
-    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
-    indices = [torch.randint(10, (3, 5)) for _ in range(3)]
-    grads = [torch.randn(3, 5, 4) for _ in indices]
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("padding", [None, 3])
+def test_sparse_embedding_gradients(kind: type[nn.Embedding], padding: int | None) -> None:
+    model = nn.Sequential(kind(10, 4, sparse=True, padding_idx=padding), nn.Linear(4, 4))
+    indices = [*torch.randint(10, (2, 3, 5)), torch.full((3, 5), 3)]
+    grads = [torch.randn(model(each).shape) for each in indices]
     plain = copy.deepcopy(model)
     stage = Stage(model, [indices[0]])
     for microbatch, (each, grad) in enumerate(zip(indices, grads, strict=True)):
@@ -326,6 +329,24 @@ def test_a_steady_forward_runs_what_the_one_before_ran(
         assert torch.allclose(second, first if kept else 2 * first)
     else:
         assert torch.allclose(second, 2 * first[:rows], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_numbers_in_tensors_without_dimensions(dtype: torch.dtype) -> None:
+    """Captures read them, and the module may branch on them, in each microbatch of one step."""
+
+    def forward(m: Any, x: Tensor, weight: Tensor) -> Tensor:
+        doubled: Tensor = m.inner(x) * (2.0 if weight.item() > 2 else 1.0)
+        return doubled * weight * m.scale
+
+    module, x = Made(forward, inner=nn.Linear(4, 4), scale=1.0), torch.randn(3, 4)
+    stage = Stage(module, [x, torch.tensor(1, dtype=dtype)])
+    for at, value in enumerate((1, 3, 2, 4)):
+        module.scale = 1.0 + at // 2
+        weight = torch.tensor(value, dtype=dtype)
+        (output,) = stage.forward(at, [x.clone(), weight], steady=at % 2 == 1)
+        assert torch.equal(output, module(x, weight))
+    assert len(stage.captured) == 4
 
 
 @dataclasses.dataclass

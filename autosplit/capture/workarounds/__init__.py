@@ -41,6 +41,8 @@ tests that fail without it; where torch is mended, it can go.
   `gradients_apart` | tests/semantics/operators/test_in_place.py |
 | sizes of three factors call ``operator.mul`` with three | AOTAutograd | 2.13 |
   `products_by_twos` | tests/capture/workarounds/test_symbolic_products.py |
+| sizes of sparse gradients depend on where there is padding | AOTAutograd | all |
+  `sparse_gradients_of_known_size` | tests/test_stage.py |
 | kernels registered later are not traced | AOTAutograd | all | `traced_as_registered` |
   tests/semantics/operators/test_custom_ops.py |
 """

@@ -201,6 +201,31 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def sparse_gradients_of_known_size() -> Iterator[None]:
+    """While a graph is traced, the sparse gradient of an embedding with ``padding_idx`` has rows of
+    zeros for the padding. Eager mode leaves these rows out, and so asks how many there are.
+    """
+    operator: Any = torch.ops.aten.embedding_sparse_backward.default
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+
+    def backward(grad: Tensor, indices: Tensor, rows: int, padding: int, *_: Any) -> Tensor:
+        if padding >= 0:
+            grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
+        values = grad.reshape(indices.numel(), grad.shape[-1])
+        return _sparse(indices.reshape(1, -1), values, (rows, grad.shape[-1]))
+
+    try:
+        with patch.dict(operator.py_kernels, {key: backward}):
+            operator._dispatch_cache.clear()
+            yield
+    finally:
+        operator._dispatch_cache.clear()
+
+
+_sparse: Callable[..., Tensor] = torch.ops.aten._sparse_coo_tensor_unsafe.default
+
+
 AS_IN_EAGER: dict[str, Any] = {
     # Recurrent layers are traced into.
     "allow_rnn": True,
@@ -232,6 +257,7 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
     - gradients of outputs that overlap themselves do not;
     - sizes that are symbols are multiplied by twos;
     - grouped products are there for float32;
+    - sparse gradients have rows for padding;
     - kernels that somebody registered for torch's operators are traced through.
     """
     drawing = {} if decompositions is not None else {"fallback_random": True}
@@ -243,6 +269,7 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
         gradients_apart(),
         products_by_twos(),
         grouped_products_of_any_dtype(),
+        sparse_gradients_of_known_size(),
         traced_as_registered(),
     ):
         yield
