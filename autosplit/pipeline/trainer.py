@@ -169,6 +169,7 @@ class PipelineTrainer:
         self._max_norm = max_grad_norm
         self._norm: float | None = None
         self._losses: Tensor | None = None
+        self._nonfinite, self._moves, self._skipped = run.nonfinite, True, 0
         self.device, self.mesh = choose_device(device, layout), mesh
         self._begin(source, loss_fn, optimizer_fn, options, schedule, layout)
 
@@ -246,6 +247,7 @@ class PipelineTrainer:
             "schedule='auto'": options.tunes,
             "autocast": options.stages.autocast,
             "max_grad_norm": options.max_grad_norm,
+            "nonfinite": options.run.nonfinite,
             "shared_parameters": [*map(list, self.shared_parameters)],
             "wiring": stages.wiring,
             "stage_factory": None if isinstance(factory, SplitStage) else "given",
@@ -322,8 +324,9 @@ class PipelineTrainer:
         """
         start = perf_counter()
         losses = self.forward_backward(batch, target, **named)
-        with self._guard("the optimizer step"):
-            self._held.step(self._max_norm, self._norm, self._meet)
+        if self._moves:
+            with self._guard("the optimizer step"):
+                self._held.step(self._max_norm, self._norm, self._meet)
         self._seconds = perf_counter() - start
         return losses
 
@@ -341,7 +344,9 @@ class PipelineTrainer:
         one step apart, and only a checkpoint gets them together again.
 
         With ``max_grad_norm`` a rank waits for the norm, which the last one to have its gradients
-        completes, but not for the optimizers of others.
+        completes, but not for the optimizers of others. With ``RunOptions(nonfinite="skip")`` it
+        waits as long. Under ``"raise"`` without a norm, a rank looks at its own gradients before
+        its optimizer moves, and ``wait()`` raises where those of others are not finite.
 
         Args:
             batch: as for ``step``.
@@ -358,10 +363,14 @@ class PipelineTrainer:
         with self._guard("the forward and backward of step_async"):
             self._losses = None
             agreement = self._runner.train(paired(batch, target, named), waits=False)
-        with self._guard("the optimizer step"):
-            if self._max_norm is not None:
-                self._norm = agreement.norm()
-            self._held.step(self._max_norm, self._norm)
+        if self._max_norm is None and self._nonfinite != "skip":
+            agreement.check_here()
+        else:
+            agreement.wait()
+            self._settle(agreement)
+        if self._moves:
+            with self._guard("the optimizer step"):
+                self._held.step(self._max_norm, self._norm)
         return agreement
 
     def forward_backward(
@@ -378,10 +387,20 @@ class PipelineTrainer:
         with self._guard("the forward and backward"):
             agreement = self._runner.train(paired(batch, target, named))
         self._losses = losses = agreement.wait()
-        if self._max_norm is not None:
-            self._norm = agreement.norm()
+        self._settle(agreement)
         self._computing = self._seconds = perf_counter() - start
         return losses
+
+    def _settle(self, agreement: Agreement) -> None:
+        """Take note of a step's norm, and whether optimizers may move by its gradients; all ranks
+        decide alike.
+        """
+        if self._max_norm is not None:
+            self._norm = agreement.norm()
+        self._moves = self._nonfinite == "ignore" or agreement.finite
+        if not self._moves:
+            self._held.drop_gradients()
+            self._skipped += 1
 
     def evaluate(
         self,
@@ -439,7 +458,8 @@ class PipelineTrainer:
 
         Returns:
             By name: ``loss``, the mean over the batch; ``seconds``, with the optimizer;
-            ``samples_per_s`` of this pipeline; ``grad_norm``, with ``max_grad_norm``; ``idle``, the
+            ``samples_per_s`` of this pipeline; ``grad_norm``, with ``max_grad_norm``; ``skipped``,
+            the steps so far that ``nonfinite="skip"`` has dropped, with it; ``idle``, the
             share of forward and backward in which this rank ran no action, with ``record``: bubble,
             messages and the host's work between actions;
             ``peak_memory``, the most bytes that it held, with ``record="memory"``.
@@ -459,6 +479,8 @@ class PipelineTrainer:
             found["samples_per_s"] = samples / self._seconds
         if self._norm is not None:
             found["grad_norm"] = self._norm
+        if self._nonfinite == "skip":
+            found["skipped"] = float(self._skipped)
         if computed := [each for each in self._runner.spans if each.action.kind.is_compute]:
             busy = sum(span.end - span.start for span in computed)
             found["idle"] = max(0.0, 1.0 - busy / self._computing)

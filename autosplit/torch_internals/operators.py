@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Overloads that a function of torch is, given arguments like theirs. It parses them in a third of
 # the time that operators by name take.
@@ -26,6 +27,11 @@ _FUNCTIONS = {
     "transpose.int": torch.transpose,
     "where.self": torch.where,
 }
+
+
+def norms_of(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The 2-norm of each tensor, in one kernel where the device has one for several."""
+    return [*torch._foreach_norm(tensors, 2, dtype=dtype)] if tensors else []
 
 
 class DirectOperators:

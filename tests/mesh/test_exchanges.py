@@ -16,6 +16,7 @@ from tests.mesh.workers import (
     REFERENCE,
     assert_refused,
     assert_round_trip,
+    assert_skipped,
     assert_step,
     mesh_of,
     norm_of,
@@ -26,7 +27,7 @@ from tests.mesh.workers import (
 )
 from tests.ranks import ranks
 
-CLIPPED = {"max_grad_norm": 0.5}
+CLIPPED: dict[str, Any] = {"max_grad_norm": 0.5, "nonfinite": "skip"}
 
 
 def assert_as_eager(mesh: DeviceMesh, ways: str, along: str, shards: str, **options: Any) -> None:
@@ -47,6 +48,7 @@ def assert_as_eager(mesh: DeviceMesh, ways: str, along: str, shards: str, **opti
     few = mesh.size() // stages == 2
     with trainer(mesh, built(mesh, ways), stages, **options, **CLIPPED) as made:
         assert_step(made, own, expected, exact=lambda name: few or ".experts." in name)
+        assert_skipped(made, own, bad=place(mesh, *dimensions) == 0)
 
 
 @ranks(4)

@@ -21,6 +21,7 @@ from tests.mesh.workers import (
     M,
     assert_refused,
     assert_round_trip,
+    assert_skipped,
     assert_step,
     block,
     by_hand,
@@ -97,8 +98,9 @@ WEIGHT, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH
 @ranks(4)
 def test_gradients_are_reduced_once_a_step() -> None:
     mesh = mesh_of(**MESH)
-    with trainer(mesh, **REFERENCE) as made:
+    with trainer(mesh, nonfinite="skip", **REFERENCE) as made:
         made.step(own_share(mesh))
+        assert_skipped(made, own_share(mesh), bad=mesh.get_local_rank("dp_replicate") == 0)
         with counted_reductions() as reductions:
             made.step(own_share(mesh))
             made.step(own_share(mesh))

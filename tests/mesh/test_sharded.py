@@ -22,6 +22,7 @@ from tests.mesh.workers import (
     M,
     assert_refused,
     assert_round_trip,
+    assert_skipped,
     assert_step,
     by_hand,
     gradients_of,
@@ -183,7 +184,9 @@ def test_clipped_training() -> None:
             parameter.grad = gradients[name]
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.5, torch.tensor(norm))
         optimizer.step()
-    with trainer(mesh, sharded(mesh), optimizer_fn=slow, max_grad_norm=0.5) as made:
+    options: dict[str, Any] = {"max_grad_norm": 0.5, "nonfinite": "skip"}
+    with trainer(mesh, sharded(mesh), optimizer_fn=slow, **options) as made:
+        assert_skipped(made, share_of(mesh), bad=number_of(mesh) == 0)
         for step in (made.step_async, made.step_async, made.step):
             step(share_of(mesh))
         assert made.grad_norm == pytest.approx(norm, rel=1e-12)
@@ -199,7 +202,8 @@ def test_what_stages_do_between_steps() -> None:
     """
     mesh = mesh_of(**MESH)
     own = share_of(mesh)
-    with trainer(mesh, sharded(mesh), max_grad_norm=1.0) as made:
+    options: dict[str, Any] = {"max_grad_norm": 1.0, "nonfinite": "ignore"}
+    with trainer(mesh, sharded(mesh), **options) as made:
         made.forward_backward(own)
         once = gradients_of(made)
         made.forward_backward(own)

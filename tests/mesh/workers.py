@@ -151,6 +151,17 @@ def assert_step(
     assert math.isclose(made.grad_norm or 0.0, norm, rel_tol=1e-6)
 
 
+def assert_skipped(made: PipelineTrainer, batch: tuple[Tensor, Tensor], *, bad: bool) -> None:
+    """A step moves no parameter on any rank, if only some are given an infinite target."""
+    inputs, targets = batch
+    before = [p.detach().clone() for each in made.modules.values() for p in each.parameters()]
+    made.step(inputs, torch.where(torch.tensor(bad), math.inf, targets))
+    after = [p for each in made.modules.values() for p in each.parameters()]
+    assert all(map(torch.equal, map(whole, before), map(whole, after)))
+    assert made.metrics()["skipped"] == 1
+    assert not any(made.gradients().values())
+
+
 def refusal(act: Callable[[], Any]) -> str:
     """What is said to what cannot be."""
     try:

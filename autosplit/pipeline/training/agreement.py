@@ -17,6 +17,7 @@ from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.pipeline.schedule.schedule import Schedule
+from autosplit.text.figures import few
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -85,16 +86,20 @@ class Agreement:
     """Losses and gradient norm of a step in flight; having them means that every rank ran it.
 
     One small sum over all ranks carries the losses of each pipeline (on ranks without them they are
-    zero; pipelines of one batch, which share its tensors, must have the same) and the sum of the
-    squares of the gradients. It is collective, and starts when this is made.
+    zero; pipelines of one batch, which share its tensors, must have the same), of each rank the
+    last stage with a gradient that is not finite, and the sum of the squares of the gradients. It
+    is collective, and starts when this is made.
 
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
         losses: those that this rank has, by microbatch.
         count: how many microbatches there are.
-        squares: this rank's ``sum_of_squares``; None where nobody asks for the norm.
+        end: the rank of each pipeline that has its losses.
+        squares: the sum of this rank's; None where nobody asks for the norm.
+        nonfinite: the last of this rank's stages with a gradient that is not finite, if any has.
         dtype: the dtype of the losses.
+        raises: whether gradients that are not finite are an error.
         batch: stands for what this rank took of the batch, where other ranks must have the same;
             fewer than 2**46 in all.
     """
@@ -106,17 +111,21 @@ class Agreement:
         losses: Mapping[int, Tensor],
         *,
         count: int,
+        end: int,
         squares: Tensor | None,
         dtype: torch.dtype,
+        nonfinite: int | None = None,
+        raises: bool = False,
         batch: int = 0,
     ) -> None:
-        self._guard = guard
+        self._guard, self._raises = guard, raises
         self._dtype = dtype
-        layout = groups.layout
+        layout, self._end = groups.layout, end
         self._losses = len(layout.pipelines) * count
         self._layout = layout
         rows = len(layout.pipelines)
-        self._squares = self._losses + rows
+        self._stages = self._losses + rows
+        self._squares = self._stages + groups.everybody.ranks
         size = self._squares + (squares is not None)
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
         if losses:
@@ -125,6 +134,9 @@ class Agreement:
         if squares is not None:
             numbers[self._squares :] = squares
         numbers[self._losses + layout.own] = batch
+        if nonfinite is not None:
+            numbers[self._stages + groups.everybody.rank] = nonfinite + 1
+        self._own = numbers.clone()
         self._numbers: Callable[[], Tensor] = lambda: numbers
         if groups.everybody.ranks > 1:
             self._numbers = groups.everybody.start_sum(numbers)
@@ -134,13 +146,15 @@ class Agreement:
 
         Raises:
             RankError: a rank did not get through the step.
-            PipelineError: ranks that share the tensors of a stage have different losses.
+            PipelineError: ranks that share the tensors of a stage have different losses; or
+                gradients are not finite, and that is an error.
         """
         with self._guard("the end of a step"):
             numbers = self._numbers()
             everywhere = numbers[: self._losses].view(len(self._layout.pipelines), -1)
             if len(everywhere) > 1:
-                self._check_shared(everywhere, numbers[self._losses : self._squares].tolist())
+                self._check_shared(everywhere, numbers[self._losses : self._stages].tolist())
+            self._refuse(numbers)
         return everywhere[self._layout.own].to(self._dtype)
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
@@ -171,3 +185,37 @@ class Agreement:
         """The norm of the model's gradient; waits like ``wait``."""
         with self._guard("the end of a step"):
             return math.sqrt(self._numbers()[self._squares].item())
+
+    def check_here(self) -> None:
+        """Refuse gradients of this rank that are not finite, without waiting for others.
+
+        Raises:
+            PipelineError: there are some, and that is an error.
+        """
+        with self._guard("the end of a step"):
+            self._refuse(self._own)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients of the step are finite, on all ranks; waits like ``wait``."""
+        with self._guard("the end of a step"):
+            return not self._numbers()[self._stages : self._squares].any()
+
+    def _refuse(self, numbers: Tensor) -> None:
+        stages = numbers[self._stages : self._squares].tolist()
+        found = sorted(((int(at) - 1, rank) for rank, at in enumerate(stages) if at), reverse=True)
+        if not found or not self._raises:
+            return
+        told = [f"stage {stage} (rank {rank})" for stage, rank in found]
+        losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
+        bad = [
+            f"{losses[row, microbatch].item()} for microbatch {microbatch} "
+            f"(rank {self._layout.pipelines[row][self._end]})"
+            for row, microbatch in (~losses.isfinite()).nonzero().tolist()
+        ]
+        raise PipelineError(
+            f"gradients are not finite in {few(told, 4)}, and the loss is "
+            f"{few(bad, 4) or 'finite for all microbatches'}. No optimizer has moved by them. "
+            "RunOptions(nonfinite='skip') drops the gradients of such steps and goes on; 'ignore' "
+            "lets optimizers move by them"
+        )

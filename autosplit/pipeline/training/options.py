@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +31,9 @@ MEMORY = "memory"
 
 Record: TypeAlias = "bool | Literal['memory']"
 """What a trainer records of a step: nothing, when what ran, or with that what ranks held."""
+
+NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
+"""What becomes of a step whose gradients are not all finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,13 @@ class RunOptions:
             when what ran, for ``timeline``. ``"memory"``: what each rank holds as well, for
             ``memory``; on the CPU by torch's profiler, which makes such a step slower and cannot
             run twice at once.
+        nonfinite: what becomes of a step in which a gradient on any rank has an infinite number or
+            a NaN; the same on all ranks. ``"raise"`` ends the trainer in an error that names
+            stages, ranks and the microbatches whose loss is not finite. ``"skip"`` drops the
+            gradients, those of earlier calls of ``forward_backward`` included, and counts the step
+            in ``metrics()``. Under both no optimizer moves, on any rank. ``"ignore"`` does not
+            look. A loss that is not finite is no reason if all gradients are finite, as of a
+            microbatch whose targets are all ignored.
     """
 
     split_backward: bool = True
@@ -91,6 +101,7 @@ class RunOptions:
     timeout: float = 300.0
     store: str | os.PathLike[str] | None = None
     record: Record = False
+    nonfinite: NonFinite = "raise"
 
 
 def _is_path(store: object) -> bool:
@@ -111,6 +122,9 @@ def _refusals(o: TrainerOptions, schedule: Schedule | None) -> Iterator[str]:
             "store is the folder for what is offloaded, a path such as '/mnt/fast', or None for "
             f"that of temporary files; got {o.run.store!r}"
         )
+    if o.run.nonfinite not in get_args(NonFinite):
+        known = ", ".join(map(repr, get_args(NonFinite)))
+        yield f"nonfinite is one of {known}; got {o.run.nonfinite!r}"
     wait_limit(o.run.timeout)
     if o.stages.stage_factory is not None and (given := o.stages.of_stage):
         names = ", ".join(f"{name}={value!r}" for name, value in given.items())

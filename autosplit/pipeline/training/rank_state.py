@@ -16,6 +16,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.torch_internals.dtensor import is_dtensor, lay_gradient_out, local_tensor
 
 from .copies import Copies, Wait
+from .gradient_norms import GradientNorms
 from .sharded_stages import ShardedStages
 from .stage_modules import Holder, StageSource
 
@@ -136,11 +137,7 @@ class RankState:
             self.optimizer.step()
         if agree is not None:
             agree()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        # Those that it does not move would add up for ever, and count in the norm.
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.drop_gradients()
 
     def check(self) -> None:
         """Refuse parameters that are trained now and were not when this was made: no optimizer
@@ -165,9 +162,33 @@ class RankState:
         """Let sharded modules communicate as before."""
         self.sharded.close()
 
-    def squares(self) -> Tensor:
-        """This rank's part of the ``sum_of_squares`` of the model's gradients."""
-        return sum_of_squares(self._counted)
+    def norms(self, *, squares: bool) -> GradientNorms:
+        """The norms of this rank's gradients.
+
+        Args:
+            squares: whether their squares are asked for, in which each parameter of the model
+                counts once; without it copies are asked, too.
+        """
+        return GradientNorms(self._counted if squares else self.parameters, squares=squares)
+
+    def nonfinite_stage(self, norms: GradientNorms) -> int | None:
+        """The last of this rank's stages that has a gradient with a number that is not finite."""
+        found = {*map(id, norms.nonfinite())}
+        stages = (
+            stage
+            for stage, module in sorted(self.modules.items(), reverse=True)
+            if found and any(id(each) in found for each in module.parameters())
+        )
+        return next(stages, None)
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, also of parameters that the optimizer does not move: theirs would
+        add up for ever, and count in the norm.
+        """
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @contextlib.contextmanager
     def reduced(self) -> Iterator[None]:
@@ -199,24 +220,6 @@ class RankState:
             if earlier is not None:
                 with torch.no_grad():
                     each.grad = earlier if each.grad is None else earlier + each.grad
-
-
-def sum_of_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The sum of the squares of all numbers in the gradients, of sharded ones in this rank's part:
-    shape [1], float64, on the CPU.
-    """
-    parts = [_numbers(each.grad) for each in parameters if each.grad is not None]
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-    total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
-    return total.reshape(1).cpu()
-
-
-def _numbers(gradient: Tensor) -> Tensor:
-    """The real numbers of a gradient; of a sharded one, those of this rank's part."""
-    values = local_tensor(gradient).detach()
-    if values.is_sparse:  # of an embedding
-        values = values.coalesce().values()
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def _check_tied(index: int, module: nn.Module, shared: Sequence[Sequence[Holder]]) -> None:

@@ -50,6 +50,7 @@ from .batches import (
     signature,
     summary_of,
 )
+from .gradient_norms import GradientNorms
 from .options import MEMORY, TrainerOptions
 from .rank_memory import RankMemory
 from .rank_state import RankState
@@ -129,6 +130,7 @@ class Runner:
     ) -> None:
         self._loss_fn, self._autocast = loss_fn, options.stages.autocast
         self.record, self.clips = options.run.record, options.max_grad_norm is not None
+        self._nonfinite = options.run.nonfinite
         self._held, self._groups, self._guard = held, groups, guard
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
@@ -200,6 +202,8 @@ class Runner:
                 memory.recorder.finish(losses.values())
             for stage in self.stages.values():
                 stage.publish()
+        looks = self.clips or self._nonfinite != "ignore"
+        norms = held.norms(squares=self.clips) if looks else None
         for call in held.behind:
             call()
         self.spans = recorder.spans() if recorder is not None else []
@@ -208,7 +212,7 @@ class Runner:
             if found is not None:
                 self._tuner = None
                 self._adopt(found)
-        return self._agree(step, losses, microbatches, clipping=self.clips)
+        return self._agree(step, losses, microbatches, norms)
 
     def predict(self, batch: Batch | None) -> RankMemory:
         """Knows what a step will hold on this rank; its stages are built and its schedule chosen,
@@ -363,7 +367,7 @@ class Runner:
                 check_loss([TensorMeta(each.shape, each.dtype, True)])
             own = next((each.dtype for each in losses.values()), None)
             step.dtype = next(filter(None, self._groups.gather(own)))
-        return self._agree(step, losses, inputs + targets, clipping=False)
+        return self._agree(step, losses, inputs + targets)
 
     def _build_evaluation(self, step: ShapedStep, batch: Batch | None) -> Executor:
         """Have a step evaluate the modules themselves."""
@@ -459,16 +463,21 @@ class Runner:
         step: ShapedStep,
         losses: Mapping[int, Tensor],
         batch: Microbatches,
-        *,
-        clipping: bool,
+        norms: GradientNorms | None = None,
     ) -> Agreement:
-        """Start to make losses and gradient norm known to all, and what this rank took."""
+        """Start to make losses and gradient norms known to all, and what this rank took."""
+        nonfinite = None
+        if norms is not None and self._nonfinite != "ignore":
+            nonfinite = self._held.nonfinite_stage(norms)
         return Agreement(
             self._groups,
             self._guard,
             losses,
             count=self.schedule.microbatches,
-            squares=self._held.squares() if clipping else None,
+            end=self.schedule.placement[self._last],
+            squares=norms.squares() if norms is not None and self.clips else None,
+            nonfinite=nonfinite,
+            raises=self._nonfinite == "raise",
             batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
             dtype=step.dtype,
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.pipeline.training.rank_state import sum_of_squares
+from autosplit.pipeline.training.gradient_norms import GradientNorms
 
 
 def with_gradient(gradient: Tensor | None) -> nn.Parameter:
@@ -20,7 +20,7 @@ def with_gradient(gradient: Tensor | None) -> nn.Parameter:
 
 
 def norm_of(*gradients: Tensor | None) -> float:
-    return math.sqrt(sum_of_squares(map(with_gradient, gradients)).item())
+    return math.sqrt(GradientNorms(map(with_gradient, gradients), squares=True).squares().item())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e18, 1e-38])
