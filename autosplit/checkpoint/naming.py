@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import networkx as nx
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .reading import Checkpoint
 
 Names: TypeAlias = "Callable[[int, str], str]"
-"""The name in the whole model of what stage ``index`` calls ``name``."""
+"""Maps a stage's index and a name in it to the name in the whole model."""
 
 
 @dataclass(frozen=True)
@@ -40,36 +40,36 @@ class ModelTensor:
     def name(self) -> str:
         return self.names[0]
 
-    def source(self, there: Iterable[str]) -> str | None:
-        """The name under which a checkpoint has it, among those that are there."""
-        return next((name for name in self.names if name in there), None)
+    def source(self, available: Iterable[str]) -> str | None:
+        """The tensor's name among those that a checkpoint has, or None."""
+        return next((name for name in self.names if name in available), None)
 
 
 Groups: TypeAlias = "Sequence[Sequence[tuple[Tensor, ModelTensor]]]"
-"""For each group of an optimizer, its parameters."""
+"""The parameters of each group of an optimizer."""
 
 
 @dataclass(frozen=True)
 class Naming:
-    """The tensors of the whole model that a checkpoint has.
+    """The tensors of the whole model, by name.
 
     Attributes:
         entries: all of them, in the order of the stages, the same on every rank.
-        own: those of this rank's stages; a tied one may be there several times.
-        groups: for each group of this rank's optimizer, its parameters.
+        local: those of this rank's stages; a tied one may occur several times.
+        groups: the parameters of each group of this rank's optimizer.
     """
 
     entries: Sequence[ModelTensor]
-    own: Sequence[tuple[Tensor, ModelTensor]]
+    local: Sequence[tuple[Tensor, ModelTensor]]
     groups: Groups
 
     @classmethod
     def of_ranks(cls, ranks: Ranks, names: Names | None) -> Naming:
-        """Of the stages of a trainer; collective over its ranks.
+        """Name the tensors of a trainer's stages; collective over its ranks.
 
         Args:
-            ranks: those of the trainer.
-            names: None if the names within the stages are those of the whole model.
+            ranks: the trainer's ranks.
+            names: None if the stages already use the names of the whole model.
 
         Raises:
             CheckpointError: two stages use one name for different parameters.
@@ -83,58 +83,63 @@ class Naming:
         }
         rows = ranks.do(lambda: [_row(at, t, names, ranks.number) for at, t in tensors.items()])
         table = [row for part in ranks.gather(rows) for row in part]
-        found = _joined(sorted(table, key=lambda row: row.holder[0]), trainer.shared_parameters)
-        by_id = {id(tensor): found[at] for at, tensor in tensors.items()}
-        own = [(tensor, found[at]) for at, tensor in tensors.items()]
+        entries = _joined(sorted(table, key=lambda row: row.holder[0]), trainer.shared_parameters)
+        by_id = {id(tensor): entries[at] for at, tensor in tensors.items()}
+        local = [(tensor, entries[at]) for at, tensor in tensors.items()]
         groups = trainer.optimizer.param_groups if trainer.optimizer is not None else []
-        trained = [[(each, by_id[id(each)]) for each in group["params"]] for group in groups]
-        return cls([*dict.fromkeys(found.values())], own, trained)
+        trained = [
+            [(parameter, by_id[id(parameter)]) for parameter in group["params"]] for group in groups
+        ]
+        return cls([*dict.fromkeys(entries.values())], local, trained)
 
     def compare(self, checkpoint: Checkpoint, *, strict: bool) -> tuple[list[str], list[str]]:
-        """Names of tensors that a checkpoint lacks, and of those that only it has. A tied tensor
-        may be there under any of its names.
+        """Return the names of tensors that the checkpoint lacks, and of those that only it has.
+
+        A checkpoint may have a tied tensor under any of its names.
 
         Args:
-            checkpoint: it.
-            strict: whether there may be neither.
+            checkpoint: the checkpoint.
+            strict: refuse missing and unexpected tensors.
 
         Raises:
-            CheckpointError: something is not what the model has: misshapen, integers where the
-                model has floating point numbers, or, with ``strict``, missing or too much. It
+            CheckpointError: a tensor has another shape, or is an integer where the model has a
+                floating-point number; or, with ``strict``, tensors are missing or unexpected. It
                 names them all.
         """
-        there = {name: checkpoint.tensor(key) for name, key in checkpoint.model.items()}
-        known = {name: entry for entry in self.entries for name in entry.names}
-        missing = [entry for entry in self.entries if entry.source(there) is None]
-        more = [name for name in there if name not in known]
+        saved = {name: checkpoint.tensor(key) for name, key in checkpoint.model.items()}
+        expected = {name: entry for entry in self.entries for name in entry.names}
+        missing = [entry for entry in self.entries if entry.source(saved) is None]
+        more = [name for name in saved if name not in expected]
         wrong = []
-        for name, entry in known.items():
-            if (came := there.get(name)) is None:
+        for name, entry in expected.items():
+            if (came := saved.get(name)) is None:
                 continue
             if came.size != entry.shape:
-                wrong.append(f"{name}: expected {[*entry.shape]}, came {[*came.size]}")
+                wrong.append(f"{name}: expected {[*entry.shape]}, got {[*came.size]}")
             elif _kind(came.properties.dtype) != _kind(entry.dtype):
-                wrong.append(f"{name}: expected {entry.dtype}, came {came.properties.dtype}")
+                wrong.append(f"{name}: expected {entry.dtype}, got {came.properties.dtype}")
         advice = ""
         if strict and (missing or more):
-            wrong += [f"{each.name}: expected {[*each.shape]}, is missing" for each in missing]
+            wrong += [f"{entry.name}: expected {[*entry.shape]}, is missing" for entry in missing]
             wrong += [f"{name}: the model has no such tensor" for name in more]
-            advice = "\nstrict=False leaves out what is missing or too much, not other shapes"
+            advice = "\nstrict=False ignores missing and unexpected tensors, not other shapes"
         if wrong:
             listed = "\n  ".join(wrong)
             raise CheckpointError(
                 f"the checkpoint {checkpoint.path} does not fit the model:\n  {listed}{advice}"
             )
-        return [each.name for each in missing], more
+        return [entry.name for entry in missing], more
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
-    """What values of this dtype are; they may be converted within a kind."""
+    """The kind of a dtype's values. Values are converted within a kind only."""
     return dtype.is_complex, dtype.is_floating_point
 
 
 class _Row(NamedTuple):
-    """One tensor of one stage, as other ranks get to know it; ``same`` are its identities."""
+    """One tensor of one stage, as it is gathered. Rows with a common element in ``same`` are one
+    tensor.
+    """
 
     holder: Holder
     name: str
@@ -152,16 +157,16 @@ def _row(holder: Holder, tensor: Tensor, names: Names | None, rank: int) -> _Row
 
 
 def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[Holder, ModelTensor]:
-    """What each of these is in the whole model: those of one tensor are one."""
+    """The tensor of the whole model for each holder; rows of one tensor share an entry."""
     rows = {row.holder: row for row in table}
-    graph: nx.Graph[Any] = nx.Graph((at, same) for at, row in rows.items() for same in row.same)
+    links = [(at, same) for at, row in rows.items() for same in row.same]
     for holders in shared:
-        nx.add_path(graph, [at for at in map(tuple, holders) if at in rows])
-    parts = {at: part for part in map(tuple, nx.connected_components(graph)) for at in part}
+        links += pairwise(at for at in map(tuple, holders) if at in rows)
+    root = _union(links)
     groups: dict[Any, list[_Row]] = {}
     for at, row in rows.items():
-        groups.setdefault(parts[at], []).append(row)
-    found: dict[Holder, ModelTensor] = {}
+        groups.setdefault(root(at), []).append(row)
+    entries: dict[Holder, ModelTensor] = {}
     stages: dict[str, int] = {}
     for group in groups.values():
         called = tuple(dict.fromkeys(row.name for row in group))
@@ -174,5 +179,19 @@ def _joined(table: Iterable[_Row], shared: Iterable[Iterable[Holder]]) -> dict[H
             )
         stages |= dict.fromkeys(called, stage)
         entry = ModelTensor(called, group[0].shape, group[0].dtype)
-        found |= {row.holder: entry for row in group}
-    return found
+        entries |= {row.holder: entry for row in group}
+    return entries
+
+
+def _union(links: Iterable[tuple[Any, Any]]) -> Callable[[Any], Any]:
+    """Join linked elements. Returns a function from an element to the representative of its set."""
+    parents: dict[Any, Any] = {}
+
+    def root(element: Any) -> Any:
+        while (parent := parents.setdefault(element, element)) != element:
+            element = parent
+        return element
+
+    for first, second in links:
+        parents[root(first)] = root(second)
+    return root

@@ -1,4 +1,4 @@
-"""Tensors and plain values: what can be read back from a checkpoint without running anything."""
+"""Tensors and plain values: the content of a checkpoint, which is read without running code."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch import Tensor
 from autosplit.errors import CheckpointError
 
 
-def load_plain(content: bytes | Path, what: object, *, mmap: bool = False) -> Any:
-    """What ``torch.save`` wrote, if it is tensors and plain values; nothing else is made or run.
+def load_plain(content: bytes | Path, subject: object, *, mmap: bool = False) -> Any:
+    """Load a file of ``torch.save`` that has tensors and plain values only. No code is run.
 
     Raises:
-        CheckpointError: it is something else, or damaged.
+        CheckpointError: it has something else, or is damaged.
     """
     source = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
         return torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except Exception as error:
-        # Torch hides its reason behind advice to run what the file asks for.
+        # Torch's message advises to run the code in the file; its own cause is hidden.
         cause = error.__context__ if error.__suppress_context__ else error
         reason = str(cause).partition("\n")[0].partition(". Please")[0]
         raise CheckpointError(
-            f"cannot read {what} as tensors and plain values, and nothing else is read, since that "
-            f"could run code: {type(cause).__name__}: {reason}"
+            f"cannot read {subject} as tensors and plain values; anything else is refused, because "
+            f"reading it could run code: {type(cause).__name__}: {reason}"
         ) from cause
 
 
 def plain(value: Any) -> Any:
-    """The same with Python's own numbers in the place of numpy's and others'."""
+    """The value with Python's numbers in place of those of numpy and others."""
     if value is None or isinstance(value, bool | str | bytes | Tensor):
         return value
     if isinstance(value, Integral):
@@ -43,12 +43,12 @@ def plain(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(map(plain, value))
     if type(value) is dict:
-        return {plain(key): plain(each) for key, each in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     return value
 
 
-def packed(value: Any, what: str) -> bytes:
-    """``plain(value)`` as a checkpoint has it.
+def packed(value: Any, subject: str) -> bytes:
+    """Serialize ``plain(value)`` for a checkpoint.
 
     Raises:
         CheckpointError: it has more than tensors and plain values.
@@ -56,10 +56,10 @@ def packed(value: Any, what: str) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(plain(value), buffer)
-        load_plain(buffer.getvalue(), what)
+        load_plain(buffer.getvalue(), subject)
     except Exception as error:
         raise CheckpointError(
-            f"{what} has something that a checkpoint cannot have, only tensors and plain values "
-            f"can be read back: {error}"
+            f"{subject} cannot be saved: a checkpoint has tensors and plain values only, because "
+            f"only these can be read back safely: {error}"
         ) from error
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Collective work of a trainer's ranks between two steps: it succeeds on all ranks or none."""
+"""Collective work of a trainer's ranks between two steps: it succeeds on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a trainer, busy with a checkpoint. Every rank makes the same calls.
+    """The ranks of a trainer that save or load a checkpoint. Every rank makes the same calls.
 
     Args:
         trainer: between two steps.
-        doing: what they are busy with, for errors.
+        doing: the work, for errors: "saving a checkpoint".
 
     Raises:
-        CheckpointError: this is no trainer.
+        CheckpointError: ``trainer`` is not a PipelineTrainer.
 
     Attributes:
-        number: this rank, of all.
-        count: how many there are, of all replicas of the pipeline.
-        place: of its pipeline in the mesh.
-        layout: digests of which stages and layers each rank has; the same on every rank.
+        number: this rank among all ranks.
+        count: number of all ranks, over all replicas of the pipeline.
+        place: the mesh coordinates of this rank's pipeline.
+        layout: each rank's digest of its stages and layers; the same list on every rank.
     """
 
     def __init__(self, trainer: PipelineTrainer, doing: str) -> None:
         if not hasattr(trainer, "together"):
             raise CheckpointError(
                 f"{doing} takes a PipelineTrainer, got a {type(trainer).__name__}: a model in one "
-                "process takes up a checkpoint by "
+                "process loads a checkpoint by "
                 "model.load_state_dict(autosplit.checkpoint.read_checkpoint(path)), and "
                 "torch.save(model.state_dict(), path) writes what load_checkpoint reads"
             )
@@ -44,16 +44,16 @@ class Ranks:
             self.number, self.count = groups.everybody.rank, groups.everybody.ranks
             self.place = groups.layout.place
         trainer.finish()
-        held = [
+        stages = [
             # Cuts beside layers without parameters change no names.
             [at, getattr(m, "cuts", ()), *dict(m.named_modules()), *dict(m.named_parameters())]
             for at, m in trainer.modules.items()
         ]
-        said = repr([groups.layout.pipelines, held]).encode()
-        self.layout = self.gather(hashlib.sha256(said).hexdigest())
+        content = repr([groups.layout.pipelines, stages]).encode()
+        self.layout = self.gather(hashlib.sha256(content).hexdigest())
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank.
+        """The ``value`` of every rank.
 
         Raises:
             PipelineError: a rank did not take part.
@@ -62,32 +62,32 @@ class Ranks:
             return groups.everybody.gather(value)
 
     def do(self, work: Callable[[], T]) -> T:
-        """What ``work()`` returns on this rank, if it works on all of them.
+        """Return the result of ``work()`` on this rank, if it succeeds on all ranks.
 
         Raises:
-            CheckpointError: on every rank, if it raised on one; it says on which, and what.
+            CheckpointError: on every rank, if ``work`` raised on one; says on which, and its error.
         """
-        found: list[T] = []
+        results: list[T] = []
         problem: Exception | None = None
         try:
-            found.append(work())
+            results.append(work())
         except Exception as error:
             problem = error
-        said = self.gather(problem and told(problem))
-        if problems := {rank: each for rank, each in enumerate(said) if each is not None}:
+        reports = self.gather(problem and describe(problem))
+        if problems := {rank: report for rank, report in enumerate(reports) if report is not None}:
             raise CheckpointError(joined(problems, self.count)) from problem
-        return found[0]
+        return results[0]
 
 
-def told(error: BaseException) -> str:
-    """Our own errors say all there is to say."""
+def describe(error: BaseException) -> str:
+    """The text of an error; with its type, unless it is a CheckpointError."""
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def joined(problems: Mapping[int, str], ranks: int) -> str:
-    """Problems by the rank that has them; one that all have, once."""
+    """The problems of all ranks as one text; a problem that all ranks have occurs once."""
     if len(problems) == ranks and len({*problems.values()}) == 1:
         return next(iter(problems.values()))
-    return "\n".join(f"rank {rank}: {each}" for rank, each in problems.items())
+    return "\n".join(f"rank {rank}: {problem}" for rank, problem in problems.items())

@@ -1,8 +1,8 @@
-"""What a checkpoint has, whoever wrote it, read without running anything that it contains.
+"""Read a checkpoint of any format, without running any code in it.
 
-Whatever its form, its entries are told as torch.distributed.checkpoint tells its own, whose planner
-says which parts of them make up a tensor. Each part is held against its checksum before it is used:
-the SHA-256 that ``save_checkpoint`` notes, else the CRC-32 that ``torch.save`` writes.
+The entries of every format are described as torch.distributed.checkpoint describes its own, so its
+planner finds the parts of each tensor. Each part is compared with its checksum before it is used:
+the SHA-256 that ``save_checkpoint`` records, or the CRC-32 that ``torch.save`` writes.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ from .plain import load_plain
 
 METADATA = ".metadata"
 SAVED = "save-" + "[0-9a-f]" * 16
-"""What the folder's name is like in which a save has its files."""
+"""Pattern of the folder with the files of one save."""
 _INDEX = "*.index.json"
 _WRAPPERS = ("model", "state_dict")
 
 
 @contextmanager
-def reading(what: object) -> Iterator[None]:
-    """Inside, whatever goes wrong is a ``CheckpointError``: a file can be wrong in any way."""
+def reading(subject: object) -> Iterator[None]:
+    """Turn any exception into a ``CheckpointError``, because a file can be wrong in any way."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"cannot read {what}: {error}") from error
+        raise CheckpointError(f"cannot read {subject}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint has.
+    """An open checkpoint.
 
     Attributes:
-        path: where it is.
-        identity: tells it from others, without its tensors being read.
+        path: its path.
+        identity: a digest that distinguishes it from others, without reading its tensors.
         metadata: its entries and their parts.
-        open: gives a part, on the CPU, which is whole as far as checksums show.
+        open: returns a part, on the CPU, after verifying its checksum.
     """
 
     path: Path
@@ -72,55 +72,57 @@ class Checkpoint:
     open: Callable[[MetadataIndex], Any]
 
     def under(self, prefix: str) -> dict[str, str]:
-        """Entries whose names begin so, by the rest of the name."""
-        found = self.metadata.state_dict_metadata
-        return {key.removeprefix(prefix): key for key in found if key.startswith(prefix)}
+        """Entries with this prefix, by the rest of their names."""
+        entries = self.metadata.state_dict_metadata
+        return {key.removeprefix(prefix): key for key in entries if key.startswith(prefix)}
 
     @cached_property
     def model(self) -> dict[str, str]:
         """The entries of the model's tensors, by name."""
         paths = (self.metadata.planner_data or {}).values()
-        if any(tuple(each)[:1] == ("model",) and len(each) > 1 for each in paths):
-            own = self.under("model.")
+        if any(tuple(keys)[:1] == ("model",) and len(keys) > 1 for keys in paths):
+            entries = self.under("model.")
         else:  # a state dict by itself
-            others = ("optimizer.", "autosplit.")
-            own = {name: key for name, key in self.under("").items() if not key.startswith(others)}
-        return {name: key for name, key in own.items() if self.tensor(key)}
+            prefixes = ("optimizer.", "autosplit.")
+            entries = {
+                name: key for name, key in self.under("").items() if not key.startswith(prefixes)
+            }
+        return {name: key for name, key in entries.items() if self.tensor(key)}
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
-        """Shape, dtype and parts of an entry that is a tensor."""
-        found = self.metadata.state_dict_metadata[key]
-        return found if isinstance(found, TensorStorageMetadata) else None
+        """Shape, dtype and parts of an entry; None if it is not a tensor."""
+        entry = self.metadata.state_dict_metadata[key]
+        return entry if isinstance(entry, TensorStorageMetadata) else None
 
     def part(self, index: MetadataIndex) -> Any:
         """A part of an entry.
 
         Raises:
-            CheckpointError: it is missing or damaged, as far as its form shows that.
+            CheckpointError: it is missing or damaged.
         """
         value, entry = self.open(index), self.tensor(index.fqn)
         if entry is None:
             return value
-        sizes = next(each.sizes for each in entry.chunks if each.offsets == index.offset)
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
         dtype = entry.properties.dtype
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{index.fqn} is a {type(value).__name__} and no tensor")
+            raise CheckpointError(f"{index.fqn} is a {type(value).__name__}, not a tensor")
         if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-            raise CheckpointError(f"{index.fqn} is no dense tensor with values: {value.layout}")
+            raise CheckpointError(f"{index.fqn} is not a dense tensor with data: {value.layout}")
         if value.shape != sizes or value.dtype != dtype:
             raise CheckpointError(
-                f"{index.fqn} is damaged: expected {dtype} {list(sizes)}, came "
+                f"{index.fqn} is damaged: expected {dtype} {list(sizes)}, got "
                 f"{value.dtype} {list(value.shape)}"
             )
         return value
 
     def verify(self, key: str) -> None:
-        """Read an entry, to find out whether it is as it was written."""
+        """Read an entry to verify its checksums."""
         for index in _parts(self.metadata, key):
             self.part(index)
 
     def fill(self, key: str, tensor: Tensor) -> None:
-        """Read an entry into a tensor of its shape, or what a rank has of one that is sharded."""
+        """Read an entry into a tensor of its shape, or into this rank's shard of it."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner({key: tensor}, self.metadata)
         for item in planner.create_local_plan().items:
@@ -129,7 +131,7 @@ class Checkpoint:
             planner.resolve_tensor(item).copy_(part)
 
     def read(self, key: str) -> Any:
-        """A whole entry."""
+        """Read a whole entry."""
         if (kind := self.tensor(key)) is None:
             return self.part(MetadataIndex(key))
         whole = torch.empty(kind.size, dtype=kind.properties.dtype, device="cpu")
@@ -138,9 +140,9 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, for ``load_state_dict`` of a model that is not cut.
+    """All tensors of a checkpoint by name, for ``load_state_dict`` of an uncut model.
 
-    Nothing in it is run, whoever wrote it: only tensors and plain values are read.
+    No code in it is ever run: only tensors and plain values are read.
 
     Args:
         path: a file of ``torch.save``, with a state dict or a dict with one under "model" or
@@ -149,17 +151,17 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
             with a state dict or one under "model".
 
     Raises:
-        CheckpointError: there is none, or of another kind, or it is damaged.
+        CheckpointError: there is no checkpoint, or of another format, or it is damaged.
     """
-    found = open_checkpoint(path)
-    return {name: found.read(key) for name, key in found.model.items()}
+    checkpoint = open_checkpoint(path)
+    return {name: checkpoint.read(key) for name, key in checkpoint.model.items()}
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Whatever is at ``path``, see ``read_checkpoint``.
+    """Open the checkpoint at ``path``, in any format of ``read_checkpoint``.
 
     Raises:
-        CheckpointError: there is none, or of another kind.
+        CheckpointError: there is no checkpoint, or of another format.
     """
     path = Path(path)
     with reading(path):
@@ -170,13 +172,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         tensors = _of_folder(path) if path.is_dir() else _of_file(path)
         entries: dict[str, Any] = {
             name: BytesStorageMetadata()
-            if each is None
+            if tensor is None
             else TensorStorageMetadata(
-                TensorProperties(each.dtype),
-                each.shape,
-                [ChunkStorageMetadata(torch.Size([0] * each.dim()), each.shape)],
+                TensorProperties(tensor.dtype),
+                tensor.shape,
+                [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)],
             )
-            for name, (each, _) in tensors.items()
+            for name, (tensor, _) in tensors.items()
         }
 
         def opened(index: MetadataIndex) -> Tensor | None:
@@ -189,52 +191,54 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 _Tensors = Mapping[str, tuple[Tensor | None, Callable[[], None]]]
-"""Tensors of files by name, mapped into memory, not read; each with what verifies its file. None
-for what is there and cannot be taken up.
+"""Tensors by name, mapped into memory but not read, each with a function that verifies its file.
+None stands for an entry that cannot be loaded.
 """
 
 
 def _of_folder(path: Path) -> _Tensors:
-    found = sorted(path.glob(_INDEX)) or sorted(path.glob("*.safetensors"))
-    if len(found) != 1:
+    files = sorted(path.glob(_INDEX)) or sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
         listed = ", ".join(sorted(file.name for file in path.iterdir())[:10])
         unfinished = any(path.glob(SAVED))
         raise CheckpointError(
             f"expected in {path} the .metadata of torch.distributed.checkpoint, one {_INDEX} or "
             f"one .safetensors file; there is {listed or 'nothing'}: "
-            + ("a save that did not get to its end" if unfinished else "give the path of one file")
+            + ("a save was interrupted" if unfinished else "give the path of one file")
         )
-    return _indexed(found[0]) if found[0].suffix == ".json" else _of_file(found[0])
+    return _indexed(files[0]) if files[0].suffix == ".json" else _of_file(files[0])
 
 
 def _indexed(path: Path) -> _Tensors:
-    """Of several files, of an index that says in which of them each is."""
+    """The tensors of several files, located by an index."""
     try:
         places = dict(json.loads(path.read_text())["weight_map"])
-        away = [file for file in places.values() if _leads_out(file)]
+        outside = [file for file in places.values() if _leads_out(file)]
     except Exception as error:  # JSON can be wrong in any way
-        raise CheckpointError(f"{path} is no index with a weight_map: {error!r}") from error
-    if away:
-        raise CheckpointError(f"{path} leads out of its folder, to {away[0]}")
+        raise CheckpointError(f"{path} is not an index with a weight_map: {error!r}") from error
+    if outside:
+        raise CheckpointError(f"{path} names a file outside its folder: {outside[0]}")
     files = {file: _of_file(path.parent / file) for file in sorted({*places.values()})}
     absent = [f"{name} in {file}" for name, file in places.items() if name not in files[file]]
     if absent:
-        raise CheckpointError(f"{path} promises what is not there: {'; '.join(absent)}")
+        raise CheckpointError(
+            f"{path} lists tensors that its files do not contain: {'; '.join(absent)}"
+        )
     return {name: files[file][name] for name, file in places.items()}
 
 
 def _of_file(path: Path) -> _Tensors:
-    """Of one file. Pipes and devices, which would be waited for, are refused as well."""
+    """The tensors of one file. Pipes and devices, which would block, are refused."""
     if not path.is_file():
-        raise CheckpointError(f"expected a file at {path}; there is none, or it is none")
-    if path.suffix == ".safetensors":  # has no checksums, only a length that must be right
-        return {name: (each, lambda: None) for name, each in _safetensors(path).items()}
+        raise CheckpointError(f"{path} does not exist or is not a regular file")
+    if path.suffix == ".safetensors":  # without checksums, only a length
+        return {name: (tensor, lambda: None) for name, tensor in _safetensors(path).items()}
     with path.open("rb") as file:
-        zipped = file.read(4) == b"PK\x03\x04"  # as torch.load looks for it
-    found = load_plain(path, path, mmap=zipped)
-    # The old form has no checksums either.
+        zipped = file.read(4) == b"PK\x03\x04"  # the check of torch.load
+    content = load_plain(path, path, mmap=zipped)
+    # The older format of torch.save has no checksums either.
     verify = cache(lambda: _check_archive(path, path) if zipped else None)
-    return {name: (each, verify) for name, each in _tensors_of(found, path).items()}
+    return {name: (tensor, verify) for name, tensor in _tensors_of(content, path).items()}
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
@@ -247,32 +251,30 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     return dict(load_file(path))
 
 
-def _tensors_of(found: Any, path: Path) -> dict[str, Tensor | None]:
-    """The tensors of what a file contained, and whether it had an optimizer beside them: its state
-    is by number there, and whose numbers nobody knows.
+def _tensors_of(content: Any, path: Path) -> dict[str, Tensor | None]:
+    """The tensors of a file. An optimizer's state becomes an entry that cannot be loaded, because it
+    is by parameter number, and the file does not name the parameters.
     """
     beside: list[Any] = []
     for wrapper in _WRAPPERS:
-        if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
-            for value in found.values():
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            for value in content.values():
                 beside += value if isinstance(value, list) else [value]
-            found = found[wrapper]
-    if not isinstance(found, Mapping):
-        raise CheckpointError(
-            f"expected {path} to hold a state dict; it holds a {type(found).__name__}"
-        )
+            content = content[wrapper]
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"expected a state dict in {path}; it has a {type(content).__name__}")
     tensors: dict[str, Tensor | None] = {
-        name: value for name, value in found.items() if isinstance(value, Tensor)
+        name: value for name, value in content.items() if isinstance(value, Tensor)
     }
     if unnamed := [name for name in tensors if not isinstance(name, str)]:
-        raise CheckpointError(f"expected names in {path}; one is {unnamed[0]!r}")
-    if any(isinstance(each, Mapping) and "param_groups" in each for each in beside):
+        raise CheckpointError(f"expected strings as names in {path}; one is {unnamed[0]!r}")
+    if any(isinstance(value, Mapping) and "param_groups" in value for value in beside):
         tensors["optimizer.param_groups"] = None
     return tensors
 
 
 def _distributed(path: Path) -> Checkpoint:
-    """Of a folder of torch.distributed.checkpoint; every process reads what it wants by itself."""
+    """A folder of torch.distributed.checkpoint; every process reads it independently."""
     content = (path / METADATA).read_bytes() if (path / METADATA).is_file() else b""
     metadata = read_metadata(content, path / METADATA)
     sound: set[MetadataIndex] = set()
@@ -280,90 +282,91 @@ def _distributed(path: Path) -> Checkpoint:
     def opened(index: MetadataIndex) -> Any:
         info = metadata.storage_data[index]
         file = path / info.relative_path
-        what = f"{index.fqn} in {file}"
+        subject = f"{index.fqn} in {file}"
         with reading(file), file.open("rb") as stream:
             if stream.seek(0, io.SEEK_END) < info.offset + info.length:
                 raise CheckpointError(f"{file} is cut off")
             stream.seek(info.offset)
-            found = stream.read(info.length)
+            content = stream.read(info.length)
         if index not in sound:
-            _check_sum(found, getattr(info, "sha256", None), what)
+            _check_sum(content, getattr(info, "sha256", None), subject)
             sound.add(index)
-        return load_plain(found, what)
+        return load_plain(content, subject)
 
     return Checkpoint(path, hashlib.sha256(content).hexdigest(), metadata, opened)
 
 
-def _check_sum(content: bytes, expected: str | None, what: str) -> None:
+def _check_sum(content: bytes, expected: str | None, subject: str) -> None:
     if expected is None:
-        _check_archive(io.BytesIO(content), what)
+        _check_archive(io.BytesIO(content), subject)
     elif hashlib.sha256(content).hexdigest() != expected:
-        raise CheckpointError(f"{what} is damaged: it is not what was written (another SHA-256)")
+        raise CheckpointError(f"{subject} is damaged: its SHA-256 differs from the one written")
 
 
-def _check_archive(file: Path | BinaryIO, what: object) -> None:
-    """Compare what ``torch.save`` wrote with its checksums, as far as it wrote any."""
+def _check_archive(file: Path | BinaryIO, subject: object) -> None:
+    """Verify an archive of ``torch.save``, if it has checksums."""
     try:
         with zipfile.ZipFile(file) as archive:
             # With torch.serialization.set_crc32_options(False) all are zero.
-            wrong = archive.testzip() if any(each.CRC for each in archive.infolist()) else None
+            wrong = archive.testzip() if any(member.CRC for member in archive.infolist()) else None
     except Exception as error:
-        raise CheckpointError(f"{what} is damaged: {error}") from error
+        raise CheckpointError(f"{subject} is damaged: {error}") from error
     if wrong is not None:
-        raise CheckpointError(f"{what} is damaged: the checksum of {wrong} is another")
+        raise CheckpointError(f"{subject} is damaged: the checksum of {wrong} differs")
 
 
 def _leads_out(file: str) -> bool:
-    """Whether the name of a file, as a checkpoint has it, leads out of the checkpoint's folder."""
+    """Whether a file name in a checkpoint leads out of the checkpoint's folder."""
     path = PurePosixPath(file.replace("\\", "/"))
     return path.is_absolute() or ".." in path.parts or ":" in file
 
 
 def read_metadata(content: bytes, path: Path) -> Metadata:
-    """What a ``.metadata`` says, held against the form that torch writes, and where one of ours,
-    which notes digests, against its own at its end. Torch's own reader looks at none of this, and
-    leaves memory as it is where nothing is said of it.
+    """Read and verify a ``.metadata`` file: its structure, and for our own files the digest at its
+    end. Torch's reader verifies nothing, and leaves memory uninitialised if a part is missing.
 
     Raises:
-        CheckpointError: it asks for something else than such a file does, or makes no sense.
+        CheckpointError: its pickle has anything but metadata, or it is inconsistent.
     """
     try:
-        found = unpickled_metadata(content)
-        if not isinstance(found, Metadata):
-            raise CheckpointError(f"it is damaged: expected a Metadata, came a {type(found)}")
-        _check_places(found)
-        noted = any(hasattr(info, "sha256") for info in found.storage_data.values())
+        metadata = unpickled_metadata(content)
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"it is damaged: expected a Metadata, got {type(metadata)}")
+        _check_places(metadata)
+        noted = any(hasattr(info, "sha256") for info in metadata.storage_data.values())
         if noted and hashlib.sha256(content[:-32]).digest() != content[-32:]:
-            raise CheckpointError("it is damaged: it is not what was written (another SHA-256)")
+            raise CheckpointError("it is damaged: its SHA-256 differs from the one written")
     except Exception as error:  # a pickle can be wrong in any way
         wrong = error if isinstance(error, CheckpointError) else f"it is damaged: {error!r}"
         raise CheckpointError(f"cannot read {path}: {wrong}") from error
-    return found
+    return metadata
 
 
-def _parts(found: Metadata, name: str) -> list[MetadataIndex]:
-    chunks = getattr(found.state_dict_metadata[name], "chunks", None)
+def _parts(metadata: Metadata, name: str) -> list[MetadataIndex]:
+    chunks = getattr(metadata.state_dict_metadata[name], "chunks", None)
     if chunks is None:
         return [MetadataIndex(name)]
-    return [MetadataIndex(name, each.offsets) for each in chunks]
+    return [MetadataIndex(name, chunk.offsets) for chunk in chunks]
 
 
-def _check_places(found: Metadata) -> None:
-    """Parts cover their entries, and no two share bytes: torch writes each by itself."""
+def _check_places(metadata: Metadata) -> None:
+    """Check that parts cover their entries, and that no two share bytes in a file."""
     places = []
-    for name, entry in found.state_dict_metadata.items():
+    for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             _check_cover(name, entry)
-        for index in _parts(found, name):
-            info = found.storage_data[index]
+        for index in _parts(metadata, name):
+            info = metadata.storage_data[index]
             if info.transform_descriptors:
-                raise CheckpointError("it was written through extensions, which are not read here")
+                raise CheckpointError(
+                    "it was written with stream extensions, which are not supported"
+                )
             if _leads_out(info.relative_path):
-                raise CheckpointError(f"it leads out of the folder, to {info.relative_path}")
+                raise CheckpointError(f"it names a file outside the folder: {info.relative_path}")
             places.append((info.relative_path, info.offset, info.length, name))
     for (file, start, length, name), (other, later, _, second) in pairwise(sorted(places)):
         if file == other and start + length > later:
-            raise CheckpointError(f"it is damaged: {name} and {second} are in one place of {file}")
+            raise CheckpointError(f"it is damaged: {name} and {second} overlap in {file}")
 
 
 def _check_cover(name: str, entry: TensorStorageMetadata) -> None:
@@ -374,4 +377,4 @@ def _check_cover(name: str, entry: TensorStorageMetadata) -> None:
     covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     distinct = len({chunk.offsets for chunk in entry.chunks}) == len(entry.chunks)
     if covered != math.prod(entry.size) or not distinct:
-        raise CheckpointError(f"the parts of {name} are not its shape {list(entry.size)}")
+        raise CheckpointError(f"the parts of {name} do not add up to its shape {list(entry.size)}")

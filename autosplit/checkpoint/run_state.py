@@ -1,12 +1,12 @@
-"""What a run has besides the model: its optimizer's state, step, scheduler and random generators.
+"""The state of a run besides the model: optimizer, step, scheduler and random generators.
 
-An optimizer's state is by the names of the parameters, so that other stages can take it up. The
-form is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with
-``flatten_optimizer_state_dict``: ``state.PARAMETER.KEY`` and ``param_groups.PARAMETER.KEY``. Those
-of torch themselves step an optimizer that has no state yet.
+An optimizer's state is saved by parameter name, so that other stages can load it. The format is
+that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with
+``flatten_optimizer_state_dict``: ``state.PARAMETER.KEY`` and ``param_groups.PARAMETER.KEY``. The
+functions of torch are not used, because they step an optimizer that has no state yet.
 
-Of a learning-rate scheduler each rank has one over its own parameters. For another cut of the model
-its state is taken up where that is the same on all ranks, for parameters in the same groups.
+Each rank has a learning-rate scheduler over its own parameters. Under another cut of the model, its
+state is loaded if it was equal on all ranks, for parameters in the same groups.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ _STATE, _OPTIONS = "state", "param_groups"
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[str, Any]:
-    """The state of ``optimizer``, of which ``groups`` are the parameters, by name.
+    """The state of an optimizer by name.
+
+    Args:
+        optimizer: the optimizer.
+        groups: the parameters of its groups.
 
     Raises:
-        CheckpointError: it keeps something else than tensors and plain values.
+        CheckpointError: the state has other values than tensors and plain values.
     """
     state = optimizer.state_dict()
     flat: dict[str, Any] = {}
@@ -54,23 +58,22 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer, groups: Groups) -> dict[
     return flat
 
 
-def _plain(value: Any, what: str) -> Any:
+def _plain(value: Any, subject: str) -> Any:
     if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str):
         return value
     try:
-        packed(value, what)
+        packed(value, subject)
     except CheckpointError as error:
         raise CheckpointError(
-            f"the optimizer's {what} is a {type(value).__name__}; only tensors and plain values "
-            "can go from one cut of a model to another: save trainer.optimizer.state_dict() of "
-            "each rank instead"
+            f"the optimizer's {subject} is a {type(value).__name__}; a checkpoint can have tensors "
+            "and plain values only: save trainer.optimizer.state_dict() of each rank instead"
         ) from error
     return plain(value)
 
 
 class FoundGroup(NamedTuple):
-    """What a checkpoint has for a group of an optimizer: its options, and where it has the state of
-    each parameter.
+    """A checkpoint's options for a group of an optimizer, and the entries with the state of each of
+    its parameters.
     """
 
     options: Mapping[str, Any]
@@ -81,84 +84,83 @@ def find_optimizer(
     checkpoint: Checkpoint,
     optimizer: torch.optim.Optimizer,
     groups: Groups,
-    then: Sequence[Sequence[str]],
+    saved_groups: Sequence[Sequence[str]],
 ) -> list[FoundGroup]:
-    """What a checkpoint has for an optimizer with these groups, verified.
+    """Find and verify a checkpoint's state for an optimizer.
 
     Args:
-        checkpoint: it.
-        optimizer: which is to take it up.
-        groups: its.
-        then: the groups of all ranks when it was saved, as far as they are known.
+        checkpoint: the checkpoint.
+        optimizer: the optimizer that will load it.
+        groups: the parameters of its groups.
+        saved_groups: the groups of all ranks when it was saved, as far as they are known.
 
     Raises:
-        CheckpointError: nothing for some parameter, or it is of another kind of optimizer, or
-            parameters of one group had different options, or those of different ones were in one
-            group, or it is damaged.
+        CheckpointError: a parameter has no state, the state is of another kind of optimizer,
+            parameters that are in one group now were in several or the reverse, or it is damaged.
     """
     states, options = (_by_parameter(checkpoint, kind) for kind in (_STATE, _OPTIONS))
     entries = [entry for group in groups for _, entry in group]
-    if lacking := sorted({each.name for each in entries if each.source(options) is None}):
+    if lacking := sorted({entry.name for entry in entries if entry.source(options) is None}):
         raise CheckpointError(
             f"the checkpoint {checkpoint.path} has no optimizer state for {few(lacking, 3)} "
             "under 'optimizer', by these names, as save_checkpoint writes it, and torch with "
             "flatten_optimizer_state_dict=True: optimizer=False leaves the optimizer as it is"
         )
-    found = []
-    place = {name: at for at, names in enumerate(then) for name in names}
+    matches = []
+    place = {name: at for at, names in enumerate(saved_groups) for name in names}
     first: dict[int | str, Mapping[str, Any]] = {}
-    for group, own in zip(groups, optimizer.param_groups, strict=True):
+    for group, present in zip(groups, optimizer.param_groups, strict=True):
         names = [entry.source(options) or "" for _, entry in group]
         read = {n: {k: checkpoint.read(at) for k, at in options[n].items()} for n in names}
         _check_alike(read)
         saved = next(iter(read.values()), {})
-        _check_kind(saved, own, optimizer)
-        given = {key: own.get(key) for key in saved}
+        _check_kind(saved, present, optimizer)
+        options_now = {key: present.get(key) for key in saved}
         for name in names:
-            if first.setdefault(place.get(name, name), given) != given:
+            if first.setdefault(place.get(name, name), options_now) != options_now:
                 raise CheckpointError(
-                    f"in the checkpoint {name} was in one group with parameters that the optimizer "
-                    "has in another one, with other options, and all would have those of then: "
-                    "group them as then, or set the options of the groups after the load, or take "
-                    "optimizer=False, which leaves the optimizer as it is"
+                    f"in the checkpoint, {name} shares an optimizer group, and its options, with "
+                    "other parameters than now. Restore that grouping, set the options of the "
+                    "groups after the load, or use optimizer=False, which leaves the optimizer as "
+                    "it is"
                 )
         places = [states.get(name, {}) for name in names]
-        for at in chain.from_iterable(each.values() for each in places):
+        for at in chain.from_iterable(keys.values() for keys in places):
             checkpoint.verify(at)
-        found.append(FoundGroup(saved, places))
-    return found
+        matches.append(FoundGroup(saved, places))
+    return matches
 
 
 def _by_parameter(checkpoint: Checkpoint, kind: str) -> dict[str, dict[str, str]]:
-    """Of parameters by name: by KEY the entry of a checkpoint."""
-    found: dict[str, dict[str, str]] = {}
+    """The entries of a checkpoint, by parameter name and by KEY."""
+    entries: dict[str, dict[str, str]] = {}
     for path, at in checkpoint.under(f"optimizer.{kind}.").items():
         name, _, key = path.rpartition(".")
-        found.setdefault(name, {})[key] = at
-    return found
+        entries.setdefault(name, {})[key] = at
+    return entries
 
 
 def _check_alike(options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse options of parameters, by name, that one group cannot have."""
+    """Refuse different options of parameters that are in one group."""
     for (first, expected), (name, came) in pairwise(options.items()):
         if differing := [k for k in {**expected, **came} if expected.get(k) != came.get(k)]:
             raise CheckpointError(
                 f"the optimizer has {first} and {name} in one group, but in the checkpoint "
-                f"they differ in {', '.join(differing)}: group them as then"
+                f"they differ in {', '.join(differing)}: restore the grouping of the checkpoint"
             )
 
 
-def _check_kind(saved: Mapping[str, Any], own: Mapping[str, Any], optimizer: Any) -> None:
-    """Refuse names of options that are of another kind of optimizer. Another version of torch only
-    adds some, and so do schedulers: ``initial_lr``, ``max_momentum``.
+def _check_kind(saved: Mapping[str, Any], present: Mapping[str, Any], optimizer: Any) -> None:
+    """Refuse the options of another kind of optimizer. Another version of torch, and schedulers
+    (``initial_lr``, ``max_momentum``), only add options.
     """
-    more = [k for k in saved if k not in own and not k.endswith(("_lr", "_momentum"))]
+    more = [k for k in saved if k not in present and not k.endswith(("_lr", "_momentum"))]
     lacking = [k for k in getattr(optimizer, "defaults", ()) if k not in saved]
     if more and lacking:
         raise CheckpointError(
-            f"the checkpoint is of another kind of optimizer: {', '.join(more)} are no options of "
-            f"{type(optimizer).__name__}, whose {', '.join(lacking)} are not there. Take one as "
-            "then, or optimizer=False, which leaves this one as it is"
+            f"the checkpoint is of another kind of optimizer: {', '.join(more)} are not options of "
+            f"{type(optimizer).__name__}, and its {', '.join(lacking)} are missing. Use the same "
+            "kind of optimizer, or optimizer=False, which leaves this one as it is"
         )
 
 
@@ -166,21 +168,25 @@ def restore_optimizer(
     checkpoint: Checkpoint,
     optimizer: torch.optim.Optimizer,
     groups: Groups,
-    found: Sequence[FoundGroup],
+    matches: Sequence[FoundGroup],
 ) -> None:
-    """Take up what was found."""
+    """Load the state that ``find_optimizer`` found."""
     numbers = count()
     state: dict[int, dict[str, Any]] = {}
     options = []
-    for group, (saved, places), own in zip(groups, found, optimizer.param_groups, strict=True):
-        options.append({**own, **saved, "params": [next(numbers) for _ in group]})
+    for group, (saved, places), present in zip(
+        groups, matches, optimizer.param_groups, strict=True
+    ):
+        options.append({**present, **saved, "params": [next(numbers) for _ in group]})
         for number, (parameter, _), keys in zip(options[-1]["params"], group, places, strict=True):
             if keys:
-                state[number] = {k: _taken(checkpoint, at, parameter) for k, at in keys.items()}
+                state[number] = {
+                    k: _load_value(checkpoint, at, parameter) for k, at in keys.items()
+                }
     optimizer.load_state_dict({"state": state, "param_groups": options})
 
 
-def _taken(checkpoint: Checkpoint, key: str, parameter: Tensor) -> Any:
+def _load_value(checkpoint: Checkpoint, key: str, parameter: Tensor) -> Any:
     kind = checkpoint.tensor(key)
     if kind is None or kind.size != parameter.shape:
         return copied_along(checkpoint.read(key), parameter)
@@ -199,10 +205,10 @@ _ALL, _RANK = "all", "rank_"
 def pack_run(
     ranks: Ranks, groups: Groups, *, scheduler: Any, step: Any, extra: Any
 ) -> dict[str, bytes]:
-    """What this rank writes.
+    """The entries about the run that this rank writes.
 
     Raises:
-        CheckpointError: something of it is neither tensors nor plain values.
+        CheckpointError: a value is neither a tensor nor plain.
     """
     if not (isinstance(step, Integral | None) and isinstance(extra, Mapping | None)):
         raise CheckpointError(
@@ -220,14 +226,14 @@ def pack_run(
 
 
 class RunState(NamedTuple):
-    """What a checkpoint has of a run, for this rank.
+    """The state of a run for this rank.
 
     Attributes:
-        step: as it was given.
-        extra: likewise.
-        generators: what becomes of them.
-        groups: of parameters, of the optimizers of all ranks.
-        restore: calls that set the scheduler and the generators.
+        step: as given to ``save_checkpoint``.
+        extra: as given to ``save_checkpoint``.
+        generators: how generators are restored.
+        groups: the parameter groups of the optimizers of all ranks.
+        restore: functions that set the scheduler and the generators.
     """
 
     step: int | None
@@ -274,7 +280,7 @@ def unpack_run(
     return RunState(step, extra, done, then, restore)
 
 
-def progress(found: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
+def progress(entries: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
     """The step and ``extra`` of a run, as ``save_checkpoint`` was given them.
 
     Args:
@@ -283,9 +289,9 @@ def progress(found: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
     Raises:
         CheckpointError: it is damaged.
     """
-    if _ALL not in found:
+    if _ALL not in entries:
         return None, {}
-    run = _value(found, _ALL)
+    run = _value(entries, _ALL)
     return run["step"], run["extra"]
 
 
@@ -299,30 +305,30 @@ def _restore_generators(found: Mapping[str, Tensor], device: torch.device) -> No
         set_generator_state(each, found[each.type])
 
 
-def _scheduler(rows: Sequence[Any], groups: Groups, own: Mapping[str, Any]) -> Any:
-    """The state for a scheduler: this rank's own, or that which all ranks had.
+def _scheduler(rows: Sequence[Any], groups: Groups, local: Mapping[str, Any]) -> Any:
+    """The state for this rank's scheduler: its own, or the one that was equal on all ranks.
 
     Args:
-        rows: of all ranks; some had none.
+        rows: of all ranks; some may have no scheduler.
         groups: of the optimizer now.
-        own: this rank's row, where its stages are those of then.
+        local: this rank's row, if its stages are the same as when it was saved.
 
     Raises:
-        CheckpointError: there was none, or for these groups nobody knows what it would be.
+        CheckpointError: there is no state, or it cannot be mapped to these groups.
     """
     saved = [row for row in rows if "scheduler" in row]
     if not saved:
-        raise CheckpointError("the checkpoint has no scheduler's state: leave out scheduler=")
-    if "scheduler" in own and own["groups"] == _names(groups):
-        return own["scheduler"]
+        raise CheckpointError("the checkpoint has no state of a scheduler: leave out scheduler=")
+    if "scheduler" in local and local["groups"] == _names(groups):
+        return local["scheduler"]
     # A state has lists with an element for each group.
     then = {place for row in saved for place in _places(row["groups"])}
     texts = {json.dumps(row["scheduler"], default=_listed) for row in saved}
     if len(texts) > 1 or not {*_places(_names(groups))} <= then:
         raise CheckpointError(
-            "the scheduler's state differs between the ranks of the checkpoint, or was of other "
-            "groups of parameters, and nobody knows what it would be for these: group them as "
-            "then, load it into as many stages, or leave out scheduler="
+            "the scheduler's state differs between the ranks of the checkpoint, or has other "
+            "groups of parameters, and cannot be mapped to the present groups. Restore the "
+            "grouping, use as many stages as the checkpoint, or leave out scheduler="
         )
     return saved[0]["scheduler"]
 
@@ -332,7 +338,7 @@ def _names(groups: Groups) -> list[list[str]]:
 
 
 def _places(groups: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
-    """Each parameter with its group, and how many there are."""
+    """Each parameter with its group, and the number of groups."""
     return [(name, at, len(groups)) for at, names in enumerate(groups) for name in names]
 
 
@@ -340,8 +346,8 @@ def _listed(value: object) -> object:
     return value.tolist() if isinstance(value, Tensor) else repr(value)
 
 
-def _value(found: Mapping[str, Any], name: str) -> Any:
-    content = found.get(name)
+def _value(entries: Mapping[str, Any], name: str) -> Any:
+    content = entries.get(name)
     if not isinstance(content, bytes):
         raise CheckpointError(f"the checkpoint lacks autosplit.{name}, the state of a run")
     value = load_plain(content, f"autosplit.{name}")

@@ -1,10 +1,11 @@
-"""Saves a trainer under the names of the whole model, so that any other cut of it can load it.
+"""Save a trainer under the names of the whole model, so that any other cut of it can load it.
 
-A save has its files in a folder of its own, ``save-NUMBER``, in which they get their place and are
-never renamed. What names them is the checkpoint's ``.metadata``, and renaming that one file takes
-back the old checkpoint and gives the new one. So whoever reads, whenever a save was killed, finds
-the old checkpoint, if there was one, or the new one; the next save that succeeds removes what was
-left.
+    path/.metadata          names the files of the checkpoint, and is renamed into place last
+    path/save-NUMBER/...    the files of one save
+
+Each save writes its files into a folder of its own and never renames them. Only the ``.metadata``
+is renamed, which replaces the old checkpoint by the new one in one step. So a reader finds the old
+checkpoint or the new one, whenever a save is killed. The next successful save removes leftovers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from autosplit.pipeline.engine.control import Control
 
 from . import run_state
 from .naming import Names, Naming
-from .ranks import Ranks, joined, told
+from .ranks import Ranks, describe, joined
 from .reading import METADATA, SAVED
 
 if TYPE_CHECKING:
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
 
 
 class PendingSave:
-    """A save under way: what is saved was copied, and a thread writes it.
+    """An asynchronous save: its tensors are copied to the host, and a thread writes them.
 
     Args:
-        work: writes it, and gives what went wrong.
+        work: writes them, and returns the error if there was one.
     """
 
     def __init__(self, work: Callable[[], CheckpointError | None]) -> None:
@@ -58,14 +59,14 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended on this rank, well or not."""
+        """Whether the save has ended on this rank, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is there.
+        """Wait until the checkpoint is written.
 
         Raises:
-            CheckpointError: it is not, and what was at its path is as before. Raised once.
+            CheckpointError: the save failed; the old checkpoint is unchanged. Raised once.
         """
         self._thread.join()
         error, self._error = self._error, None
@@ -76,7 +77,7 @@ class PendingSave:
         try:
             self._error = self._work()
         except BaseException as error:
-            self._error = CheckpointError(f"the save was cut off: {error}")
+            self._error = CheckpointError(f"the save was interrupted: {error}")
             self._error.__cause__ = error
 
 
@@ -90,44 +91,43 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
-    """Save parameters, persistent buffers, optimizer, random generators, and what else is given;
+    """Save parameters, persistent buffers, optimizer, random generators, and the other arguments;
     call on all ranks.
 
-    The folder is one of torch.distributed.checkpoint, as for the model that is not cut:
+    The folder has the format of torch.distributed.checkpoint, as for the uncut model:
     ``{"model": ..., "optimizer": ...}``, the latter flattened, and "autosplit" for the rest, with
-    SHA-256 digests in its metadata. Each rank writes its own stages; tied parameters are there
+    SHA-256 digests in its metadata. Each rank writes its own stages. Tied parameters are saved
     under each of their names, as in the model's ``state_dict``.
 
-    What was at ``path`` stays until all ranks have written and everything is on disk; then it is
-    replaced in one step. If anything fails before, or the processes are killed, the old checkpoint
-    is there as it was, and what is left of the failed save goes with the next one. A rank waits
-    for the others for as long as the trainer's ``timeout``. A save that fails on a rank that lives
-    on does not end the trainer.
+    The old checkpoint at ``path`` stays until all ranks have written and everything is on disk;
+    then it is replaced in one step. If the save fails or is killed before that, the old checkpoint
+    is unchanged, and the next save removes the leftovers. A rank waits for the others for at most
+    the trainer's ``timeout``. A failed save does not end the trainer, unless a rank died.
 
-    With ``asynchronous``, the ranks copy what is to be saved to the host and go on, while a thread
-    of each writes it, over a process group of its own: what they train meanwhile is not in it. One
-    save goes on at a time; the next one, a load and ``close()`` wait for it, and raise what was
-    wrong with it if nobody has waited.
+    With ``asynchronous``, each rank copies its tensors to the host and returns, while a thread
+    writes them, over a process group of its own. Later steps do not change the copies. One save
+    runs at a time: the next save, a load and ``close()`` wait for it, and raise its error if nobody
+    has called ``wait()``.
 
     Args:
         trainer: between two steps.
         path: a folder that all ranks see.
-        names: the whole model's name for what a stage calls ``name``: ``names(stage, name)``;
-            needed for stages that were not cut from one model.
+        names: ``names(stage, name)`` returns the whole-model name of a stage's tensor; needed for
+            stages that were not cut from one model.
         scheduler: this rank's learning-rate scheduler over ``trainer.optimizer``, or anything with
-            a ``state_dict`` like one; None on ranks that have no optimizer.
-        step: how far the run is, as ``load_checkpoint`` is to say it; the same on all ranks.
-        extra: tensors and plain values (numbers, strings, lists, dictionaries) that belong to the
-            run, such as a data loader's state; those of rank 0 are saved.
+            a ``state_dict`` like one; None on ranks without an optimizer.
+        step: the number of steps so far, which ``load_checkpoint`` returns; equal on all ranks.
+        extra: tensors and plain values (numbers, strings, lists, dictionaries) of the run, such as
+            a data loader's state; those of rank 0 are saved.
         asynchronous: return while the files are written.
 
     Returns:
-        With ``asynchronous`` the save, to ``wait()`` for; else None.
+        With ``asynchronous``, the pending save; else None.
 
     Raises:
-        CheckpointError: on every rank: a rank cannot write (it says which), two stages use one
-            name for different parameters, gradients wait for a step, or something to be saved has
-            no place here.
+        CheckpointError: on every rank: a rank cannot write (the error says which), two stages use
+            one name for different parameters, there are gradients that no step has used, or a value
+            is neither a tensor nor plain.
         PipelineError: a rank was lost.
     """
     ranks = Ranks(trainer, "saving a checkpoint")
@@ -136,16 +136,16 @@ def save_checkpoint(
     def state() -> dict[str, Any]:
         if any(trainer.gradients().values()):
             raise CheckpointError(
-                "forward_backward has added gradients that no step has taken, and a checkpoint has "
-                "none: save behind step(), or put None into every .grad"
+                "there are gradients of forward_backward that no step has used, and a checkpoint "
+                "has no gradients: save after step(), or set every .grad to None"
             )
         run = run_state.pack_run(ranks, naming.groups, scheduler=scheduler, step=step, extra=extra)
-        found = {"autosplit": run, **_state(ranks, naming)}
-        return _copied(found) if asynchronous else found
+        content = {"autosplit": run, **_state(ranks, naming)}
+        return _copied(content) if asynchronous else content
 
     content = ranks.do(state)
-    said = ranks.gather((str(path), step, secrets.token_hex(8)))
-    paths, steps, numbers = zip(*said, strict=True)
+    requests = ranks.gather((str(path), step, secrets.token_hex(8)))
+    paths, steps, numbers = zip(*requests, strict=True)
     for differ, values in (("save to different folders", paths), ("are at different steps", steps)):
         if len({*values}) > 1:
             raise CheckpointError(f"the ranks {differ}: {[*values]}")
@@ -165,39 +165,39 @@ def save_checkpoint(
 
 
 def _state(ranks: Ranks, naming: Naming) -> dict[str, Any]:
-    """What this rank writes of the model and the optimizer. Of what several ranks have, torch's
-    planner takes that of the first; other replicas have nothing else.
+    """The model and optimizer state that this rank writes. Only the first replica writes. Of
+    copies on several ranks, torch's planner writes the first.
     """
     if ranks.place.replicate:
         return {}
     optimizer = ranks.trainer.optimizer
-    model = {name: tensor for tensor, entry in naming.own for name in entry.names}
+    model = {name: tensor for tensor, entry in naming.local for name in entry.names}
     state = run_state.flatten_optimizer(optimizer, naming.groups) if optimizer is not None else {}
     return {"model": model, "optimizer": state}
 
 
 @torch.no_grad()
 def _copied(value: Any) -> Any:
-    """The same with all tensors copied to the host, which no later step changes."""
+    """The value with all tensors copied to the host, so that later steps do not change them."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {name: _copied(each) for name, each in value.items()}
+        return {name: _copied(item) for name, item in value.items()}
     return value
 
 
 def _write(state: dict[str, Any], writer: _StagedWriter, ranks: Control) -> CheckpointError | None:
-    """Write what the ranks have, and make it the checkpoint; collective.
+    """Write the state of all ranks, and commit the checkpoint; collective.
 
     Returns:
-        What went wrong, on all ranks.
+        The error, on all ranks, if a rank could not write.
 
     Raises:
-        LostPeerError: some rank did not take part.
+        LostPeerError: a rank did not take part.
     """
     alone = ranks.ranks == 1
     try:
-        with ranks.losing("the other ranks"), unworried():
+        with ranks.losing("the other ranks"), without_single_process_warning():
             save(
                 state,
                 storage_writer=writer,
@@ -208,19 +208,19 @@ def _write(state: dict[str, Any], writer: _StagedWriter, ranks: Control) -> Chec
     except CheckpointException as error:
         if ranks.rank == 0:
             shutil.rmtree(writer.path, ignore_errors=True)
-        problems = {rank: told(each) for rank, (each, _) in error.failures.items()}
-        found = CheckpointError(f"cannot write to {writer.path}: {joined(problems, ranks.ranks)}")
-        found.__cause__ = error
-        return found
+        problems = {rank: describe(failure) for rank, (failure, _) in error.failures.items()}
+        problem = CheckpointError(f"cannot write to {writer.path}: {joined(problems, ranks.ranks)}")
+        problem.__cause__ = error
+        return problem
     return None
 
 
 class _StagedWriter(FileSystemWriter):
-    """Writes the files of one save, with their digests, and makes them the checkpoint.
+    """Writes the files of one save, with their digests, and commits them.
 
     Args:
         path: of the checkpoint.
-        number: of the save, the same on all ranks, which no other save has.
+        number: of the save; unique, and equal on all ranks.
     """
 
     def __init__(self, path: Path, number: str) -> None:
@@ -228,7 +228,7 @@ class _StagedWriter(FileSystemWriter):
         super().__init__(self._folder)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Name the files from the folder above theirs, where the metadata will be."""
+        """Write the files, and record paths relative to the checkpoint's folder, and digests."""
         written = super().write_data(plan, planner)
         for result in written.wait():
             info = result.storage_data
@@ -240,12 +240,12 @@ class _StagedWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make what all ranks have written the checkpoint, and remove the one before."""
-        files = {each.storage_data.relative_path for part in results for each in part}
+        """Commit the files of all ranks, and remove the old checkpoint."""
+        files = {result.storage_data.relative_path for part in results for result in part}
         if absent := sorted(file for file in files if not (self._home / file).is_file()):
             raise CheckpointError(
-                f"other ranks have written {', '.join(absent)}, which are not there: all ranks "
-                "must see the same folder"
+                f"other ranks have written {', '.join(absent)}, which this rank cannot see: all "
+                "ranks must share the folder"
             )
         super().finish(metadata, results)
         written = self._folder / METADATA
@@ -256,7 +256,7 @@ class _StagedWriter(FileSystemWriter):
             os.fsync(file.fileno())
         _sync(self._folder)
         written.replace(self._home / METADATA)
-        with contextlib.suppress(OSError):  # it is there; the one before stays where names are not
+        with contextlib.suppress(OSError):  # the save is committed; removing the old one may fail
             for folder in (self._home, self._home.absolute().parent):
                 _sync(folder)
             for old in {*self._home.glob(SAVED)} - {self._folder}:
@@ -267,14 +267,14 @@ class _StagedWriter(FileSystemWriter):
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether a save has written it; metadata of ours has files' names from the folder above."""
+    """Whether ``save_checkpoint`` wrote this file. Our metadata has paths from the folder above."""
     if file.name == METADATA:
         return f"{file.parent.name}/__".encode() in file.read_bytes()
     return any(map(file.match, ("__*_*.distcp", f"{METADATA}.tmp")))
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on disk."""
+    """Flush a folder's entries to disk."""
     if os.name != "posix":
         return  # where a folder cannot be opened
     number = os.open(folder, os.O_RDONLY)
@@ -285,8 +285,8 @@ def _sync(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def unworried() -> Iterator[None]:
-    """Without torch's warning that there is one process, which it gives even if told so."""
+def without_single_process_warning() -> Iterator[None]:
+    """Suppress torch's warning about a single process, which it gives even with no_dist."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""What links, devices and collectives take: known, or measured."""
+"""Speeds of links, devices and collectives, given or measured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autosplit.torch_internals.distributed import all_reduced
 
 
 class Link(NamedTuple):
-    """One link: seconds that a message is under way, and bytes that it carries in a second."""
+    """One link: latency of a message in seconds, and bandwidth in bytes per second."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
@@ -39,7 +39,7 @@ class DeviceSpeed:
     Attributes:
         flops_per_second: of matrix products, in the dtype that the model computes in.
         bytes_per_second: read plus written.
-        call: seconds that an operator takes at least.
+        call: the least seconds of an operator.
 
     Raises:
         PlanError: a rate that is not positive, or an impossible time.
@@ -55,7 +55,12 @@ class DeviceSpeed:
             raise PlanError(f"rates must be > 0 and call must be >= 0, got {self}")
 
     def seconds(self, flops: float, moved: float) -> float:
-        """How long one operator takes."""
+        """Seconds of one operator.
+
+        Args:
+            flops: its floating-point operations.
+            moved: bytes that it reads and writes.
+        """
         return max(self.call, flops / self.flops_per_second, moved / self.bytes_per_second)
 
 
@@ -87,14 +92,14 @@ def measure_device(
 
 def _best(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of the quickest of a few calls, after one that is not counted."""
-    found = []
+    seconds = []
     for _ in range(_TRIES + 1):
         _synchronize(device)
         start = time.perf_counter()
         call()
         _synchronize(device)
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
 
 
 def _synchronize(device: torch.device) -> None:
@@ -103,19 +108,19 @@ def _synchronize(device: torch.device) -> None:
 
 
 def device_of_group(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where a process group's tensors are: this process's GPU if the group has NCCL, else the CPU.
+    """The device of a process group's tensors: this process's GPU for NCCL, else the CPU.
 
     Args:
         group: None for the default one.
     """
-    # The backend has another name where it was left to torch, or given for each kind of device.
+    # The name of the backend differs if torch chose it, or if there is one per kind of device.
     if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def backend_for(device: torch.device) -> str:
-    """What messages between tensors of a device go over, in the default process group if any."""
+    """The backend for messages between tensors of a device, as the default process group has it."""
     if device.type == "cuda":
         return "nccl"
     if not dist.is_initialized():
@@ -130,16 +135,17 @@ _LARGE = 2**23  # bytes
 def measure_collectives(
     ranks: DeviceMesh | dist.ProcessGroup, *, dtype: torch.dtype = torch.float32
 ) -> CollectiveCosts:
-    """Measure all-reduces between ranks, beside the products that these compute meanwhile.
+    """Measure all-reduces between ranks, relative to the speed of their matrix products.
 
-    Takes about a second. Collective over these ranks; all get the same: that of the slowest.
+    Takes about a second. Collective over these ranks; all get the result of the slowest.
 
     Args:
         ranks: a mesh of one dimension, such as ``mesh["tp"]``, or a process group.
         dtype: what the model computes in.
 
     Raises:
-        SplitError: no such thing, several dimensions, a group without this rank or of it alone.
+        SplitError: another type, a mesh of several dimensions, or a group without this rank or of
+            this rank alone.
     """
     group = _group(ranks)
     device = device_of_group(group)
@@ -155,13 +161,12 @@ def measure_collectives(
 
 
 def _group(ranks: object) -> dist.ProcessGroup:
-    found: Any = ranks
+    group: Any = ranks
     if isinstance(ranks, DeviceMesh) and ranks.ndim == 1 and ranks.get_coordinate() is not None:
-        found = ranks.get_group()
-    if not isinstance(found, dist.ProcessGroup) or found.size() < 2:
+        group = ranks.get_group()
+    if not isinstance(group, dist.ProcessGroup) or group.size() < 2:
         raise SplitError(
             "measure_collectives takes a DeviceMesh of one dimension, such as mesh['tp'], or a "
-            "process group, of two ranks or more, each of which calls it, as one alone exchanges "
-            f"nothing; got {ranks!r}"
+            f"process group, with at least two ranks; every rank must call it. Got {ranks!r}"
         )
-    return found
+    return group

@@ -84,21 +84,21 @@ class RankLayout:
         """
         names = _names(mesh)
         _check_ranks(mesh.mesh.flatten().tolist(), names, mesh.shape)
-        ranks, others = mesh.mesh, [name for name in names if name != PIPELINE]
+        ranks, replicated = mesh.mesh, [name for name in names if name != PIPELINE]
         table = ranks.movedim(names.index(PIPELINE), -1) if PIPELINE in names else ranks[..., None]
         pipelines = tuple(map(tuple, table.reshape(-1, table.shape[-1]).tolist()))
-        found = [
-            dict(zip(others, at, strict=True)) for at in product(*map(range, table.shape[:-1]))
+        coordinates = [
+            dict(zip(replicated, at, strict=True)) for at in product(*map(range, table.shape[:-1]))
         ]
         shard, inner = (
             next((name for name in several if name in names), "")
             for several in ((SHARD, EXPERT_SHARD), (EXPERT, CONTEXT))
         )
         along = REPLICATE, shard, TENSOR, inner
-        places = tuple(Place(*(at.get(name, 0) for name in along)) for at in found)
+        places = tuple(Place(*(at.get(name, 0) for name in along)) for at in coordinates)
         rank = dist.get_rank()
-        own = next(number for number, row in enumerate(pipelines) if rank in row)
-        return cls(pipelines, own, mesh.device_type, places, bool(shard), inner)
+        index = next(number for number, row in enumerate(pipelines) if rank in row)
+        return cls(pipelines, index, mesh.device_type, places, bool(shard), inner)
 
     @classmethod
     def alone(cls, ranks: int) -> RankLayout:
@@ -165,17 +165,17 @@ class RankLayout:
         return self.sets("shard") if experts else self.sets("shard", "inner")
 
     def sets(self, *along: str) -> list[tuple[int, ...]]:
-        """All sets of ranks, each with others only along some dimensions, in one order on all.
+        """All sets of ranks that differ only along some dimensions, in the same order on all ranks.
 
         Args:
             along: fields of ``Place``.
         """
-        found: dict[tuple[int, Place], list[int]] = {}
+        members: dict[tuple[int, Place], list[int]] = {}
         apart = dict.fromkeys(along, 0)
         for at, column in enumerate(self.columns):
             for rank, place in zip(column, self.places, strict=True):
-                found.setdefault((at, place._replace(**apart)), []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+                members.setdefault((at, place._replace(**apart)), []).append(rank)
+        return [tuple(ranks) for ranks in members.values()]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ class RankLayout:
 
 def known_dimensions() -> str:
     """The names that a dimension may have, with what they are for."""
-    return ", ".join(f"{name!r} ({what})" for name, what in DIMENSIONS.items())
+    return ", ".join(f"{name!r} ({meaning})" for name, meaning in DIMENSIONS.items())
 
 
 def _names(mesh: Any) -> tuple[str, ...]:
@@ -204,10 +204,10 @@ def _names(mesh: Any) -> tuple[str, ...]:
 
 
 def check_dimensions(names: Sequence[str]) -> None:
-    """Refuse dimensions that no pipeline has, or not beside each other.
+    """Refuse unknown dimensions, and pairs that a mesh cannot combine.
 
     Raises:
-        PipelineError: names them, and those that are known.
+        PipelineError: names them, and the known dimensions.
     """
     for at, name in enumerate(names):
         if name in names[:at]:
@@ -225,8 +225,8 @@ def check_dimensions(names: Sequence[str]) -> None:
 def _check_ranks(ranks: Sequence[int], names: Sequence[str], shape: Sequence[int]) -> None:
     world = dist.get_world_size()
     if sorted(ranks) != [*range(world)]:
-        said = ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
         raise PipelineError(
-            f"the mesh ({said}) is of {math.prod(shape)} ranks, {sorted(ranks)}, and the process "
+            f"the mesh ({sizes}) is of {math.prod(shape)} ranks, {sorted(ranks)}, and the process "
             f"group has {world}, 0 to {world - 1}: a mesh is of all of them, each once"
         )

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from autosplit.checkpoint import save_checkpoint
-from autosplit.checkpoint.saving import unworried
+from autosplit.checkpoint.saving import without_single_process_warning
 from tests.checkpoint.checkpoint_workers import train, trainer, whole
 
 
@@ -30,7 +30,7 @@ def own(folder: Path) -> Path:
 
 
 def distributed(folder: Path, content: Mapping[str, Any] | None = None) -> Path:
-    with unworried():
+    with without_single_process_warning():
         dcp.save({**(content or state())}, checkpoint_id=folder / "it", no_dist=True)
     return folder / "it"
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.checkpoint.saving import unworried
+from autosplit.checkpoint.saving import without_single_process_warning
 from autosplit.planner.meta_model import initial_values, meta_model
 from tests.checkpoint import checkpoint_workers, forms
 from tests.checkpoint.checkpoint_workers import adam, named, train, trainer, whole
@@ -77,7 +77,7 @@ def test_a_model_that_is_not_cut_takes_it_up_with_torchs_own_functions(tmp_path:
     model.load_state_dict(read_checkpoint(tmp_path))
     plain_step(model, optimizer, 0)
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
-    with unworried():
+    with without_single_process_warning():
         found = {"model": model.state_dict(), "optimizer": flat}
         dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
     model.load_state_dict(found["model"])
@@ -118,7 +118,7 @@ def test_strict_is_for_missing_and_extra_only(tmp_path: Path) -> None:
         assert torch.equal(named(engine)["1.0.bias"], whole(1)[1][0].bias)
         assert torch.equal(named(engine)["1.0.weight"], state()["1.0.weight"])
         path = changed(tmp_path, {"1.0.bias": torch.zeros(2)})
-        with pytest.raises(CheckpointError, match=r"1\.0\.bias: expected \[8\], came \[2\]$"):
+        with pytest.raises(CheckpointError, match=r"1\.0\.bias: expected \[8\], got \[2\]$"):
             load_checkpoint(engine, path, strict=False)
 
 
@@ -204,7 +204,7 @@ def test_another_kind_of_optimizer_is_refused(then: str, scheduled: bool, tmp_pa
             if kind in alike:
                 load_checkpoint(engine, tmp_path, optimizer=True)
             else:
-                said = "of another kind of optimizer: .* are no options of .* or optimizer=False"
+                said = "of another kind of optimizer: .* are not options of .* or optimizer=False"
                 with pytest.raises(CheckpointError, match=said):
                     load_checkpoint(engine, tmp_path)
                 assert equal(named(engine), before)
@@ -234,7 +234,7 @@ def test_groups_of_an_optimizer_do_not_take_the_options_of_one(tmp_path: Path) -
 
     expected = saved(tmp_path, one_rate)
     with trainer(whole(1), 2, ranks=1) as engine:
-        with pytest.raises(CheckpointError, match=r"in one group with .*optimizer=False"):
+        with pytest.raises(CheckpointError, match=r"shares an optimizer group.*optimizer=False"):
             load_checkpoint(engine, tmp_path)
         assert [group["lr"] for group in engine.optimizer.param_groups] == [1e-2, 3e-2]
     with trainer(whole(1), 2, ranks=1, optimizer_fn=in_more) as engine:  # nothing is lost
@@ -317,8 +317,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     for name, message in {
         "x.pt": "cannot read",
         "x.safetensors": "cannot read",
-        "list.pt": "holds a list",
-        "": "no index with a weight_map",
+        "list.pt": "it has a list",
+        "": "is not an index with a weight_map",
     }.items():
         with pytest.raises(CheckpointError, match=message):
             read_checkpoint(tmp_path / name)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autosplit import CheckpointError
 from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from autosplit.checkpoint.saving import unworried
+from autosplit.checkpoint.saving import without_single_process_warning
 from autosplit.pipeline import PipelineTrainer
 from tests.checkpoint.checkpoint_workers import adam, trainer, whole
 
@@ -102,7 +102,7 @@ def test_whenever_a_save_is_killed_or_fails(
         if there or (path / ".metadata").exists():
             (found,) = values(path)
             state = {"model": {"bias": torch.zeros(2)}}
-            with unworried():
+            with without_single_process_warning():
                 load(state, checkpoint_id=path, no_dist=True)
             assert found == state["model"]["bias"][0].item()
             assert told or found == 2.0
@@ -122,14 +122,14 @@ def test_whenever_a_save_is_killed_or_fails(
 
 def test_a_save_that_did_not_get_to_its_end_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "save-0123456789abcdef").mkdir()
-    with pytest.raises(CheckpointError, match="a save that did not get to its end"):
+    with pytest.raises(CheckpointError, match="a save was interrupted"):
         read_checkpoint(tmp_path)
 
 
 def test_folders_of_others_stay_where_a_save_is(tmp_path: Path) -> None:
     """Also where they are called as if a save had left them."""
     notes, torchs = tmp_path / "save-0123456789abcdef", tmp_path / "save-00000000deadbeef"
-    with unworried():
+    with without_single_process_warning():
         save({"model": whole(5).state_dict()}, checkpoint_id=torchs, no_dist=True)
     with small() as engine:
         save_checkpoint(engine, tmp_path / "save-1", step=1)
@@ -146,7 +146,7 @@ def test_folders_of_others_stay_where_a_save_is(tmp_path: Path) -> None:
 
 
 def test_it_takes_the_place_of_torchs_own(tmp_path: Path) -> None:
-    with unworried():
+    with without_single_process_warning():
         save({"model": whole(5).state_dict()}, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / "notes.txt").write_text("mine")
     with trainer(whole(0), 2, ranks=1) as engine:

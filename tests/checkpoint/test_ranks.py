@@ -117,7 +117,7 @@ def test_what_fails_on_one_rank_is_told_on_all() -> None:
             torch.save(changed, folder / "wrong.pt")
         dist.barrier()
         for said in (
-            r"1\.0\.bias: expected \[8\], came \[3\]",
+            r"1\.0\.bias: expected \[8\], got \[3\]",
             r"4\.running_var: expected \[8\], is missing",
             "more: the model has no such tensor",
         ):

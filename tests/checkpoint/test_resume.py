@@ -46,7 +46,7 @@ def test_checkpoints_of_others_leave_generators_alone(tmp_path: Path) -> None:
         loaded = load_checkpoint(engine, tmp_path / "x.pt")
         assert (loaded.step, loaded.extra, loaded.generators) == (None, {}, "untouched")
         assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.manual_seed(6)))
-        with pytest.raises(CheckpointError, match="has no scheduler's state: leave out"):
+        with pytest.raises(CheckpointError, match="has no state of a scheduler: leave out"):
             load_checkpoint(engine, tmp_path / "x.pt", scheduler=ramp(engine.optimizer))
 
 
@@ -68,7 +68,7 @@ def test_a_scheduler_does_not_go_on_over_other_groups(tmp_path: Path) -> None:
     for other in (turned, in_more):
         with trainer(whole(0), 2, ranks=1, optimizer_fn=other) as engine:
             scheduler = by_group(engine.optimizer)
-            with pytest.raises(CheckpointError, match="or was of other groups of parameters"):
+            with pytest.raises(CheckpointError, match="or has other groups of parameters"):
                 load_checkpoint(engine, tmp_path, scheduler=scheduler)
     with trainer(whole(0), 3, ranks=1) as engine:  # the same groups in another cut
         scheduler = by_group(engine.optimizer)
@@ -140,7 +140,9 @@ def test_an_optimizer_that_could_not_be_read_back_is_not_saved(tmp_path: Path) -
 
     with (
         trainer(whole(0), 2, ranks=1, optimizer_fn=build) as engine,
-        pytest.raises(CheckpointError, match="the optimizer's kind is a Linear; only tensors and"),
+        pytest.raises(
+            CheckpointError, match="the optimizer's kind is a Linear; a checkpoint can have tensors"
+        ),
     ):
         save_checkpoint(engine, tmp_path / "it")
     assert not (tmp_path / "it").exists()
@@ -151,7 +153,7 @@ def test_gradients_that_wait_for_a_step_are_neither_saved_nor_kept(tmp_path: Pat
         save_checkpoint(engine, tmp_path / "before")
         expected = [engine.step(batch(at)) for at in range(2)]
         engine.forward_backward(batch(2))
-        with pytest.raises(CheckpointError, match=r"that no step has taken.* behind step"):
+        with pytest.raises(CheckpointError, match=r"that no step has used.* after step"):
             save_checkpoint(engine, tmp_path / "between")
         load_checkpoint(engine, tmp_path / "before")
         again = [engine.step(batch(at)) for at in range(2)]

@@ -13,7 +13,7 @@ from tests.fake_ranks import fake_mesh
 
 
 def test_ranks_that_cannot_be_measured() -> None:
-    said = "takes a DeviceMesh of one dimension.*of two ranks or more"
+    said = "takes a DeviceMesh of one dimension.*with at least two ranks"
     with pytest.raises(SplitError, match=said):
         measure_collectives("tp")  # type: ignore[arg-type]
     with fake_mesh((2, 2), ("pp", "tp")) as mesh:
