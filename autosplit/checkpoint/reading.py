@@ -252,8 +252,8 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(content: Any, path: Path) -> dict[str, Tensor | None]:
-    """The tensors of a file. An optimizer's state becomes an entry that cannot be loaded, because it
-    is by parameter number, and the file does not name the parameters.
+    """The tensors of a file. An optimizer's state becomes an entry that cannot be loaded: it is by
+    parameter number, and the file does not name the parameters.
     """
     beside: list[Any] = []
     for wrapper in _WRAPPERS:

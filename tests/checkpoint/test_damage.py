@@ -64,7 +64,7 @@ def test_parts_that_do_not_cover_a_tensor_are_noticed(tmp_path: Path) -> None:
         lambda m: setattr(
             places(m)["model.1.0.weight"], "offset", places(m)["model.2.0.weight"].offset
         ),
-        "are in one place of",
+        "overlap in",
     )
 
 
