@@ -30,7 +30,7 @@ class BoundaryTensor:
     """A saved or deferred tensor.
 
     Attributes:
-        name: module and use, see ``passes/partition/forward_backward.py``.
+        name: module and use, see ``passes/partition/split_graphs.py``.
         shape: dtype and shape.
         bytes: storage it keeps alive; 0 where a tensor above it in the table counts it.
         source: the user's line that made it, or an empty string.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import json
+import keyword
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -11,6 +15,7 @@ import tomllib
 
 import pytest
 
+from autosplit.passes.manager import PASSES
 from autosplit.torch_internals import OLDEST
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -102,3 +107,151 @@ def test_private_torch_only_where_allowed() -> None:
         private = r"(?:from|import) torch[\w.]*\._\w+|\btorch(?:\.\w+)*\._[a-z]\w*"
         found[path] = re.findall(private, text)
     assert not {path: names for path, names in found.items() if names}
+
+
+# --- what docstrings and pages name ---------------------------------------------------------------
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+WRITTEN = ["joint.py", "forward.py", "backward_input.py", "backward_weight.py", "backward.py"]
+WRITTEN += ["forward.generated.py", "00_capture.joint.py", "boundary.md"]
+WRITTEN += [f"{at + 1:02}_{each.name}.forward.py" for at, each in enumerate(PASSES)]
+WRITTEN += ["train.py", "look.py"]
+"""Files of dumps, and of the pages' examples."""
+
+TORCH = ["", ".nn", ".nn.functional", ".Tensor", ".ops.aten", ".nn.parallel", ".optim.Optimizer"]
+TORCH += [".distributed.fsdp", ".distributed.fsdp.FSDPModule", ".distributed.tensor.parallel"]
+TORCH += [".distributed.pipelining", ".distributed.pipelining.schedules"]
+FOREIGN = """
+x primals_3 output_mask initial_lr max_momentum reduce_dtype args_chunk_spec kwargs_chunk_spec
+output_merge_spec loss_kwargs BlockMask associative_scan fullgraph_capture ContextVar softmax
+_load_csv sSEND_Fm sRECV_Fm no_sync BatchNorm CUDA_DEVICE_MAX_CONNECTIONS TiedLayerSpec
+SummaryWriter AveragedModel ChainMap DeviceMesh GLOO_SOCKET_IFNAME OrderedDict
+PipeliningMetadataError Trainer a loss nn padding_idx pickle self
+state param_groups PARAMETER KEY add_scalar
+"""
+"""Words of other projects, and of examples."""
+
+
+def is_there(path: str) -> bool:
+    try:
+        pkgutil.resolve_name(path)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+class Names:
+    """Names in a source file.
+
+    Attributes:
+        docstrings: of the module, its classes, functions and attributes.
+        used: names in its code, and words in its strings.
+        defined: its functions, classes, arguments and attributes.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.docstrings: list[str] = []
+        self.used: set[str] = set()
+        self.defined = {path.stem, *path.relative_to(ROOT).parent.parts}
+        documentation: set[ast.AST] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                self.docstrings.append(str(node.value.value))
+                documentation.add(node.value)
+            elif isinstance(node, ast.Constant) and node not in documentation:
+                self.used.update(re.findall(r"\w+", str(node.value)))
+            own = [getattr(node, field, None) for field in ("name", "id", "attr", "arg", "module")]
+            names = {part for name in own if isinstance(name, str) for part in name.split(".")}
+            self.used |= names
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.arg) or isinstance(
+                getattr(node, "ctx", None), ast.Store
+            ):
+                self.defined |= names
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[pathlib.Path, Names]:
+    return {path: Names(path) for path in SOURCES}
+
+
+@pytest.fixture(scope="module")
+def known(sources: dict[pathlib.Path, Names]) -> set[str]:
+    """Names that any docstring and page may use: ours, and those of Python and torch."""
+    of_torch = [name for each in TORCH for name in dir(pkgutil.resolve_name("torch" + each))]
+    ours = [name for each in sources.values() for name in each.defined]
+    return {*ours, *of_torch, *FOREIGN.split(), *keyword.kwlist, *dir(builtins)}
+
+
+@pytest.fixture(scope="module")
+def files() -> list[str]:
+    folders = ("autosplit", "passes", "tests", "benchmarks", "docs", "examples")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    return [f"/{path.relative_to(ROOT)}" for path in [*paths, *ROOT.glob("*.*")]]
+
+
+def is_stale(name: str, known: set[str], roots: set[str], files: list[str]) -> bool:
+    """Whether a name stands for nothing: a file, a dotted name or an identifier.
+
+    Args:
+        name: from a docstring or a page; expressions are never stale.
+        known: identifiers.
+        roots: with what dotted names may begin, unless they can be imported.
+        files: paths of the project.
+    """
+    if re.fullmatch(r"[\w/.]+\.(py|md)", name):
+        return name not in WRITTEN and not any(path.endswith(f"/{name}") for path in files)
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?", name):
+        return False
+    root, *rest = name.removesuffix("()").split(".")
+    if not rest:
+        return root not in known
+    if is_there("autosplit." * (root == "passes") + name.removesuffix("()")):
+        return False
+    return root in ("autosplit", "passes", "torch") or root not in roots or not known >= {*rest}
+
+
+def documented(docstring: str) -> list[str]:
+    """Arguments and attributes that a docstring lists."""
+    sections = re.findall(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n|\n)*)", docstring, re.M)
+    return [
+        name
+        for margin, text in sections
+        for name in re.findall(rf"^{margin}    (\w+):", text, re.M)
+    ]
+
+
+def test_names_in_docstrings_are_there(
+    sources: dict[pathlib.Path, Names], known: set[str], files: list[str]
+) -> None:
+    modules = {part for path in SOURCES for part in (path.stem, path.parent.name)}
+    stale = []
+    for path, own in sources.items():
+        names = known | own.used
+        roots = own.used | modules | {*FOREIGN.split(), *re.findall(r"\b[A-Z]\w+", " ".join(known))}
+        for text in own.docstrings:
+            named = re.findall(r"``(.+?)``", text)
+            found = [name for name in named if is_stale(name, names, roots, files)]
+            found += [name for name in documented(text) if name not in own.used]
+            stale += [f"{path.relative_to(ROOT)}: {name}" for name in found]
+    assert stale == []
+
+
+def test_names_on_pages_are_there(known: set[str], files: list[str]) -> None:
+    """Modules, files, and names in capitals or camel case; others may be of the reader's code."""
+    ours = re.compile(r"(autosplit|passes)\.\w|[A-Z]|(?!torch/).*\.(py|md)$")
+    stale = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in PAGES
+        for name in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", page.read_text())
+        if ours.match(name) and is_stale(name, known, known, files)
+    ]
+    assert stale == []
+
+
+@pytest.mark.parametrize(
+    "name", ["passes.memory", "passes/no_such.py", "no_such.build", "Stage.no_such", "no_such()"]
+)
+def test_a_stale_name_is_found(name: str, known: set[str], files: list[str]) -> None:
+    assert is_stale(name, known, known, files)
+    assert not is_stale("Stage.publish", known, known, files)
+    assert documented("Made.\n\nArgs:\n    one: x\n        more: y\n    two: z\n") == ["one", "two"]

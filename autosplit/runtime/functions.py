@@ -260,8 +260,8 @@ class SplitFunctions:
     @cached_property
     def _passes_on(self) -> bool:
         """Whether I only passes on what it takes, so that W is the whole backward: no input needs a
-        gradient, and either nobody waits for I, see ``passes.memory``, or there is but one product
-        with data.
+        gradient, and either nobody waits for I, see ``Memory``, or there is but one product with
+        data.
         """
         return not (self.early_parameters or any(calls(self._module("backward_input").graph)))
 

@@ -187,7 +187,7 @@ class Specializations:
         model: what is captured.
         split: how it is split and its graphs are run.
         limit: how many graphs to keep; beyond it the one unused for longest is dropped.
-        insist: whether nothing but a graph will do for a call either, see ``tracing.trace``.
+        insist: whether nothing but a graph will do for a call either, see ``trace``.
         traced: what is around a capture, given the parameters.
         computed: whether inputs are what an earlier module hands over, see ``without_history``.
         sharding: has the model looked at as a plain one, to be captured and whenever guards are

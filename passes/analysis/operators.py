@@ -129,7 +129,7 @@ OPERATORS: Mapping[str, frozenset[Any]] = _traits()
 ``fresh_first``         likewise the first of its results
 ``hands_on``            a sum or copy of gradients
 ``norm``                a reduction along rows whose result is as large as what it reduces
-``overwrites``          has a form that writes into its first operand, see ``in_place``
+``overwrites``          has a form that writes into its first operand, see ``reusable_operands``
 ``permutes``            a view of all elements in another order of dimensions
 ``reduces``             a plain sum
 ``reshapes``            becomes a reshape in generated code

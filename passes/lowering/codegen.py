@@ -3,7 +3,7 @@
 The generated function takes one list and empties it ("boxed"), and deletes every name
 after its last use, so each tensor dies inside the function as early as it can, provided
 that the caller kept no reference. Results are written over operands that die in them, where
-``reuse`` finds that they may. Shapes, roles and the user's source lines are comments.
+``reusable_operands`` finds that they may. Shapes, roles and the user's source lines are comments.
 
 Runtime checks of strides before operators that address memory directly.
 

@@ -52,7 +52,7 @@ class Reachability:
         gradient: depends on the gradient of an output.
         urgent: needed by what I must compute: the input gradients, or where no input needs one
             the chain of derivatives down to the earliest parameters, see ``parameter_chain``.
-        redone: nodes of ``forward`` that the user wants recomputed and not saved.
+        recomputed: nodes of ``forward`` that the user wants recomputed and not saved.
         overwritten: what the forward overwrites when it is done.
         input_grads: the gradients that I returns.
         weight_grads: the gradients that W returns.

@@ -78,7 +78,7 @@ class RunOptions:
 
     Attributes:
         split_backward: run input and weight gradients as separate actions.
-        weights: where the weight gradients go, see ``schedules.build``.
+        weights: where the weight gradients go, see ``autosplit.pipeline.build``.
         timeout: seconds to wait for another rank, and for each stage to be built.
         store: the folder of the file in which stages on the CPU keep what the schedule offloads;
             None means that of temporary files. The file has no name there and ends with the
