@@ -1,4 +1,4 @@
-"""Blocks of a model: what lies between the places where a cut sends little."""
+"""Blocks of a model: ranges of operations between the places where few bytes cross a cut."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Block:
     """A range of operations that is never cut.
 
     Attributes:
-        name: the outermost module that starts here; where none does, the module that it is in
-            and the first operation, as ``encoder:add_3``. No two blocks have one name.
-        signature: equal for blocks that do the same on tensors of the same shapes.
-        first: where in the sequence it starts.
-        last: where the next one starts.
+        name: the outermost module that starts here; if none starts, the enclosing module and the
+            first operation, as ``encoder:add_3``. Names are unique.
+        signature: equal for blocks with the same operations on tensors of the same shapes.
+        first: position in the sequence of its first operation.
+        last: position of the next block's first operation.
     """
 
     name: str
@@ -37,17 +37,19 @@ class Block:
 
 
 def find_cuts(line: OperationSequence, wanted: Collection[int] = ()) -> list[int]:
-    """Where to cut at most: one place at best between two operations that compute much, where
-    fewest tensors and bytes are alive, at a boundary of modules: of those that are a part of the
-    model rather than one operation or most of it, then as far out as can be.
+    """Return the places where a model may be cut, in order.
 
-    Such a place counts where more tensors cross the next other ones before and behind it, as
-    between attention and MLP of a layer with a residual, and not inside either; or between two
-    modules that compute much each, as the levels of a U-Net do, whatever crosses.
+    Between two heavy operations there is at most one candidate: the place where fewest tensors,
+    then fewest bytes, cross the cut. Ties go to module boundaries, of modules that are larger than
+    one operation and smaller than half the model, the outermost first.
+
+    A candidate becomes a cut if more tensors cross the neighbouring candidates on both sides, as
+    between attention and MLP of a residual layer; or if it separates two modules with several heavy
+    operations each, such as the levels of a U-Net.
 
     Args:
         line: the model.
-        wanted: cuts to have in any case.
+        wanted: cuts that are returned in any case.
     """
     stacks = [stack(node) for node in line.body]
     heavy = [index for index, node in enumerate(line.body) if _is_heavy(line, node)]
@@ -67,21 +69,21 @@ def find_cuts(line: OperationSequence, wanted: Collection[int] = ()) -> list[int
         return sides[0] != sides[1] and all(weight[side] > 1 for side in sides)
 
     places: list[int] = []
-    found = set(wanted)
+    cuts = set(wanted)
     for left, right in pairwise(heavy):
         able = [k for k in range(left + 1, right + 1) if k not in line.forbidden]
         lookups = not (line.effects[line.body[left]].heavy or line.effects[line.body[right]].heavy)
         if able and not lookups:
-            given = [k for k in able if k in found]
-            places += given or [min(able, key=rank)]
-            if not given and divides(left, right):
-                found.add(places[-1])
+            chosen = [k for k in able if k in cuts]
+            places += chosen or [min(able, key=rank)]
+            if not chosen and divides(left, right):
+                cuts.add(places[-1])
     runs = [[*run] for _, run in groupby(places, count.__getitem__)]
-    around = [math.inf, *(count[run[0]] for run in runs), math.inf]
-    for before, run, behind in zip(around, runs, around[2:], strict=False):
-        if count[run[0]] < min(before, behind):
-            found.update(run)
-    return sorted(found)
+    widths = [math.inf, *(count[run[0]] for run in runs), math.inf]
+    for width_before, run, width_after in zip(widths, runs, widths[2:], strict=False):
+        if count[run[0]] < min(width_before, width_after):
+            cuts.update(run)
+    return sorted(cuts)
 
 
 def make_blocks(line: OperationSequence, cuts: Sequence[int]) -> tuple[Block, ...]:
@@ -107,7 +109,7 @@ def _is_heavy(line: OperationSequence, node: fx.Node) -> bool:
 
 
 def _widths(line: OperationSequence) -> tuple[list[int], list[int]]:
-    """For every cut, how many tensors cross it, and how many bytes."""
+    """For every cut, the number of tensors that cross it, and their bytes."""
     counts, sizes = ([0] * (len(line.body) + 2) for _ in range(2))
     for index, node in enumerate(line.body):
         end = max(line.last_use[node], index) + 1
@@ -119,10 +121,10 @@ def _widths(line: OperationSequence) -> tuple[list[int], list[int]]:
 
 
 def _name(line: OperationSequence, first: int, ends: dict[str, int]) -> str:
-    """The outermost module that starts here and is no more than half of the model."""
+    """The outermost module that starts here and has less than half of the operations."""
     path = stack(line.body[first])
-    before = stack(line.body[first - 1]) if first else ()
-    starts = path[len(common(before, path)) :]
+    previous = stack(line.body[first - 1]) if first else ()
+    starts = path[len(common(previous, path)) :]
     if not starts:
         return f"{path[-1] if path else 'forward'}:{line.body[first].name}"
     parts = [name for name in starts if 2 * (ends[name] - first) < len(line.body)]
@@ -132,8 +134,8 @@ def _name(line: OperationSequence, first: int, ends: dict[str, int]) -> str:
 def _signature(
     line: OperationSequence, nodes: list[fx.Node], outside: list[fx.Node], last: int
 ) -> str:
-    """A digest of the operations, of what they read, and of what is read of them later; of this
-    process, in which a function is what it is.
+    """A digest of the operations, of the values that they read, and of which results are read
+    later. It is valid within this process only, because it contains identities of functions.
     """
     number = {node: f"%{index}" for index, node in enumerate([*outside, *nodes])}
 
@@ -154,7 +156,7 @@ def _signature(
 
 
 def _look(line: OperationSequence, node: fx.Node) -> str:
-    """What a node outside of the block is for those inside it."""
+    """A description of a node outside the block that the block reads."""
     value = line.value(node)
     if not isinstance(value, Tensor):
         return str(getattr(value, "code", value))

@@ -49,7 +49,9 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _captured(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_values: bool
 ) -> CapturedForward:
-    """The forward; behind the first call where that is another. Without values there is none."""
+    """The captured forward. If the first call changes Python state, call the model once and capture
+    the second call; that needs parameters with values.
+    """
     try:
         return capture_forward(model, args, kwargs)
     except PythonStateError:
@@ -66,10 +68,10 @@ class WholeModel:
         model: the user's module itself.
         args: example positional inputs.
         kwargs: example keyword inputs.
-        training: whether it was captured in training mode, whatever mode it is in by now.
-        names: of the tensors among the inputs in order; empty where all are positional.
+        training: whether it was captured in training mode; its present mode may differ.
+        names: names of the input tensors, in order; empty if all are positional.
         line: the operations.
-        blocks: what lies between the cuts that can be made.
+        blocks: the ranges of operations between possible cuts.
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class WholeModel:
     def capture(
         cls, model: nn.Module, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> WholeModel:
-        """Capture ``model(*args, **kwargs)`` as it is now, training or not, without running it on
-        real data; but a model whose first call alone fills a cache or a setting is called once.
+        """Capture ``model(*args, **kwargs)`` in its present mode, without running it on real data.
+        Only a model whose first call fills a cache or a setting is called once.
 
         Args:
             model: its parameters may be on the meta device; the graph is then for the device of
@@ -106,21 +108,21 @@ class WholeModel:
 
         Raises:
             CaptureError: the model cannot be captured in one graph; names the user's line.
-            PlanError: it computes nothing, or the inputs are none.
+            PlanError: the model computes nothing, or the inputs are invalid.
         """
         if not isinstance(model, nn.Module):
             raise PlanError(
-                f"what is cut is one nn.Module, got a {type(model).__name__}: stages that are "
-                "there already are given to PipelineTrainer as a list"
+                f"expected one nn.Module to cut, got a {type(model).__name__}: give "
+                "PipelineTrainer existing stages as a list"
             )
-        args, given = _apart(_inputs(args, kwargs))
+        args, named = _apart(_inputs(args, kwargs))
         with working(f"capturing {type(model).__name__} whole"):
-            line = _capture(model, args, given)
-        return cls(model, args, given, line, training=model.training)
+            line = _capture(model, args, named)
+        return cls(model, args, named, line, training=model.training)
 
     @cached_property
     def crossing(self) -> tuple[tuple[Tensor, ...], ...]:
-        """For each cut between two blocks, the tensors that go over it, without data."""
+        """For each cut between two blocks, the tensors that cross it, without data."""
         line = self.line
         return tuple(
             tuple(line.sent(n) for n in line.body[: b.first] if line.last_use[n] >= b.first)
@@ -129,9 +131,8 @@ class WholeModel:
 
     @cached_property
     def other_mode(self) -> OperationSequence | AutosplitError:
-        """The operations of the model as it is when this is first asked for, in the mode in which
-        it was not captured: evaluation, if it was captured for training. Where it cannot be
-        captured in that mode, why.
+        """The operations of the model in the mode in which it was not captured: evaluation, if it
+        was captured for training. Captured at first use; the error, if it cannot be captured.
         """
         with modes_kept([self.model]), working(f"capturing {type(self.model).__name__} anew"):
             if self.model.training is self.training:
@@ -142,32 +143,32 @@ class WholeModel:
                 return error
 
     def divided(self, cut_at: Sequence[str]) -> tuple[WholeModel, list[int]]:
-        """The same with a block beginning where each of these modules begins, and which those are.
+        """Return the model with a block that starts at each of these modules, and their indices.
 
         Args:
             cut_at: names of modules, as ``model.layers.8``, or of blocks.
 
         Raises:
-            PlanError: a name is unknown, or there can be no cut before it.
+            PlanError: a name is unknown, or the model cannot be cut before it.
         """
         places = [self._place(name) for name in cut_at]
-        found = WholeModel(
+        model = WholeModel(
             self.model, self.args, self.kwargs, self.line, places, training=self.training
         )
-        starts = [block.first for block in found.blocks]
-        return found, [starts.index(place) for place in places]
+        starts = [block.first for block in model.blocks]
+        return model, [starts.index(place) for place in places]
 
     def segment(self, first: int, last: int) -> tuple[nn.Module, list[Tensor]]:
-        """Blocks ``first`` up to but not ``last`` as a module, in the mode of the capture, which
-        gives a tuple of tensors, also where the model gives something else.
+        """Blocks ``first`` to ``last - 1`` as a module, in the mode of the capture. It returns a
+        tuple of tensors, even if the model returns something else.
 
         Args:
             first: the first block.
             last: the one after the last block.
 
         Returns:
-            the module, with the model's own parameters and buffers; and what its arguments look
-            like, as tensors without data.
+            the module, with the model's own parameters and buffers; and its arguments, as tensors
+            without data.
 
         Raises:
             PlanError: there are no such blocks.
@@ -181,20 +182,22 @@ class WholeModel:
         program = layout.program(index, plain=True)
         module = StageModule(first, {self.training: program}, self.model, program.state)
         module.train(self.training)
-        return module, [self.line.given_value(node) for node in layout.given[index]]
+        return module, [self.line.given_value(node) for node in layout.received[index]]
 
     def _place(self, name: str) -> int:
-        """Where on the line a block or module of this name begins."""
+        """The position of the first operation of a block or module."""
         place = next((block.first for block in self.blocks if block.name == name), None)
         if place is None:
             place = self._module(name)
         if place == 0:
-            raise PlanError(f"cut_at={name!r} is where the model begins; there is nothing before")
+            raise PlanError(
+                f"cut_at={name!r} is the start of the model; there is nothing before it"
+            )
         why = self.line.forbidden.get(place)
         if why is not None:
             raise PlanError(
-                f"the model cannot be cut before {name!r}: {why}; cut before or behind all that "
-                "has to be together"
+                f"the model cannot be cut before {name!r}: {why}; cut before or after all "
+                "operations that must stay together"
             )
         return place
 
@@ -207,17 +210,17 @@ class WholeModel:
         inside = [place for path, place in first.items() if f"{path}.".startswith(f"{name}.")]
         if not inside:
             raise PlanError(
-                f"cut_at={name!r} is no module that the forward of {type(self.model).__name__} "
+                f"cut_at={name!r} is not a module that the forward of {type(self.model).__name__} "
                 f"calls{nearest(name, first) or f'; there are {few([*first], 5)}'}"
             )
         return min(inside)
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword inputs as a model is called with.
+    """The positional and keyword inputs of a model's call.
 
     Raises:
-        PlanError: they are none.
+        PlanError: they are invalid.
     """
     if isinstance(args, Mapping) and not kwargs:
         args, kwargs = (), args
@@ -233,7 +236,7 @@ def _inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _input_names(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The names that the forward has for the tensors among its inputs."""
+    """The forward's names of the input tensors."""
     positional = zip(inspect.signature(model.forward).parameters, args, strict=False)
     return tuple(
         f"{name}{path}"
@@ -244,7 +247,7 @@ def _input_names(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[s
 
 
 def _apart(inputs: Any) -> Any:
-    """The same with no tensor in two places: labels that are the inputs are inputs of their own."""
+    """The inputs with no tensor twice: labels that are the input ids become a separate input."""
     leaves, spec = tree_flatten(inputs)
     seen: set[int] = set()
     for position, leaf in enumerate(leaves):
@@ -255,7 +258,7 @@ def _apart(inputs: Any) -> Any:
 
 
 def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
-    """Where the model would be if none of it were on the meta device."""
+    """The device of a model's tensors that are not on the meta device, or of its inputs."""
     leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     real = (t.device for t in (*named_tensors(model).values(), *leaves) if not t.is_meta)
     return next(real, torch.device("cpu"))

@@ -82,14 +82,14 @@ class ModelCosts:
         A first stage has no I, and keeps all it saved, with the gradient of its output, until W,
         which is the whole backward; nothing crosses the end of the model.
         """
-        found = BlockCost(*(sum(each[first:last]) for each in self._fields))
+        cost = BlockCost(*(sum(values[first:last]) for values in self._fields))
         if first:
-            return found
+            return cost
         return replace(
-            found,
+            cost,
             backward_input=0.0,
-            backward_weight=found.backward_input + found.backward_weight,
-            deferred=found.saved + sum(self.crossing[last - 1 : last]),
+            backward_weight=cost.backward_input + cost.backward_weight,
+            deferred=cost.saved + sum(self.crossing[last - 1 : last]),
         )
 
 
@@ -129,10 +129,10 @@ def profile(
     """
     members = kinds(whole)
     with generators_kept():
-        stages = [block_stage(whole, own[0], own[0] + 1, options) for own in members]
+        stages = [block_stage(whole, indices[0], indices[0] + 1, options) for indices in members]
         timed = time_stages(stages, seconds)
-    made = [_cost(stage, each) for (stage, _), each in zip(stages, timed, strict=True)]
-    return _model_costs(whole, members, made)
+    block_costs = [_cost(stage, times) for (stage, _), times in zip(stages, timed, strict=True)]
+    return _model_costs(whole, members, block_costs)
 
 
 def estimate(
@@ -167,7 +167,7 @@ def estimate(
         forward, inputs, weights = (_graph_seconds(graph, speed) for graph in parts)
         return _cost(stage, (forward, inputs, weights))
 
-    return _model_costs(whole, members, [cost(own[0]) for own in members])
+    return _model_costs(whole, members, [cost(indices[0]) for indices in members])
 
 
 def _graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
@@ -180,10 +180,10 @@ def _graph_seconds(graph: fx.GraphModule | None, device: DeviceSpeed) -> float:
 
 def kinds(whole: WholeModel) -> list[list[int]]:
     """The blocks that cost the same; the first is by itself, as it has no input gradient."""
-    found: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for index, block in enumerate(whole.blocks):
-        found.setdefault((block.signature, index == 0), []).append(index)
-    return [*found.values()]
+        groups.setdefault((block.signature, index == 0), []).append(index)
+    return [*groups.values()]
 
 
 def _cost(stage: Stage, times: Times) -> BlockCost:
@@ -195,9 +195,11 @@ def _cost(stage: Stage, times: Times) -> BlockCost:
 
 
 def _model_costs(
-    whole: WholeModel, members: list[list[int]], made: Iterable[BlockCost]
+    whole: WholeModel, members: list[list[int]], block_costs: Iterable[BlockCost]
 ) -> ModelCosts:
-    blocks = {index: cost for own, cost in zip(members, made, strict=True) for index in own}
+    blocks = {
+        index: cost for indices, cost in zip(members, block_costs, strict=True) for index in indices
+    }
     crossing = tuple(float(sum(map(value_bytes, tensors))) for tensors in whole.crossing)
     return ModelCosts(tuple(blocks[index] for index in sorted(blocks)), crossing)
 
@@ -224,11 +226,11 @@ def block_stage(
     """
     module, examples = whole.segment(first, last)
     device = options.device or device_of(module)
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     for name, tensor in named_tensors(module).items():
-        if id(tensor) not in made:
-            made[id(tensor)] = _own(tensor, device, blank)
-        assign(module, name, made[id(tensor)])
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _own(tensor, device, blank)
+        assign(module, name, copies[id(tensor)])
     module.to(device)  # what it makes itself, too
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
     if options.autocast is not None:
@@ -238,11 +240,11 @@ def block_stage(
 
 
 def _own(tensor: Tensor, device: torch.device, blank: bool) -> Tensor:
-    known = not (tensor.is_meta or blank)
+    has_values = not (tensor.is_meta or blank)
     if not isinstance(tensor, nn.Parameter):
-        return tensor.detach().to(device, copy=True) if known else _make(tensor, device, blank)
-    there = known and tensor.device == device
-    values = tensor if there else _make(tensor, device, blank, _SCALE)
+        return tensor.detach().to(device, copy=True) if has_values else _make(tensor, device, blank)
+    in_place = has_values and tensor.device == device
+    values = tensor if in_place else _make(tensor, device, blank, _SCALE)
     return nn.Parameter(values.detach(), tensor.requires_grad)
 
 
@@ -280,10 +282,10 @@ def time_stages(stages: list[tuple[Stage, list[Tensor]]], seconds: float) -> lis
     device = next((inputs[0].device for _, inputs in stages if inputs), torch.device("cpu"))
     took: dict[tuple[Stage, str], list[float]] = defaultdict(list)
 
-    def clock(stage: Stage, call: str, microbatch: int, *given: list[Tensor | None]) -> None:
+    def clock(stage: Stage, call: str, microbatch: int, *arguments: list[Tensor | None]) -> None:
         settle(device)
         start = time.perf_counter()
-        getattr(stage, call)(microbatch, *given)
+        getattr(stage, call)(microbatch, *arguments)
         settle(device)
         took[stage, call].append(time.perf_counter() - start)
 

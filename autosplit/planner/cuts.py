@@ -1,6 +1,7 @@
-"""Where to cut a model so that a step of a schedule is short.
+"""Choose cuts of a model that make the step of a schedule short.
 
-Cuts that share out the work evenly are shifted while that makes the simulated step shorter.
+The search starts from cuts that divide the work evenly, and shifts them while that shortens the
+simulated step.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ _WORK = 60_000  # actions that are simulated for one schedule: seconds
 _SHIFTS = (1, -1, 2, -2)  # blocks by which cuts are moved
 _SAME = 1 + 1e-9
 _MEMORY = (0.0, 0.5, 1.0)
-"""Under a cap, the shares of memory, beside that of time, in what stages of a start have alike."""
+"""Under a cap, starting cuts divide a mix of time and memory evenly; these are memory's shares."""
 
 Firsts = tuple[int, ...]
-"""A way to cut: the first block of every stage but the first."""
+"""A set of cuts: the first block of every stage but the first."""
 
 
 class CapError(PlanError):
-    """Nothing fits under a cap of memory; ``least`` is the least cap for which something does."""
+    """No cuts fit under a memory cap; ``least`` is the least cap for which some do."""
 
-    # A default, because an error on its way to another process is made from its message alone.
+    # With a default, because an error that is sent to another process is rebuilt from its message.
     def __init__(self, message: str, least: float = math.nan) -> None:
         super().__init__(message)
         self.least = least
@@ -41,17 +42,16 @@ class CapError(PlanError):
 
 @dataclass(frozen=True)
 class Solution:
-    """Stages, and what a step of them is predicted to take.
+    """Cuts, and the predicted step of their stages.
 
     Attributes:
         firsts: the first block of every stage but the first; increasing.
         schedule: built for these stages; ranks wait for each other between steps.
         costs: of each stage: times and memory of a microbatch, and the links with the messages.
-        parameters: bytes of each stage.
+        parameters: bytes of each stage's parameters.
         step: seconds.
         bubble: idle time over total time of all ranks.
-        peaks: per rank, the most bytes it holds: parameters, gradients, optimizer state, and what
-            is kept of the microbatches.
+        peaks: per rank, its peak bytes: parameters, gradients, optimizer state and activations.
     """
 
     firsts: tuple[int, ...]
@@ -74,25 +74,25 @@ def solve(
     firsts: Sequence[int] | None = None,
     refine: bool = True,
 ) -> Solution:
-    """The cuts with the shortest simulated step that were found; deterministic.
+    """Find the cuts with the shortest simulated step; deterministic.
 
-    From cuts that are even in time, or under a cap in memory as well, cuts are shifted while that
-    makes the simulated step shorter.
+    The search starts from cuts that are even in time, and under a cap in memory as well. It shifts
+    them while that shortens the simulated step.
 
     Args:
         costs: of the model's blocks, for one microbatch.
         stages: N.
         request: the schedule.
-        cap: bytes that each rank may hold.
+        cap: the most bytes of a rank.
         optimizer_state: bytes for each byte of parameters; 2 for Adam, 0 for plain SGD.
-        links: latency and bandwidth between ranks, whose message bytes are not looked at, as those
-            of the cuts count; None: transfers take no time.
-        firsts: the first block of every stage but the first, where that is settled.
-        refine: False shifts no cuts.
+        links: latency and bandwidth between ranks; message bytes are those of the cuts. None:
+            transfers take no time.
+        firsts: the first block of every stage but the first, if the cuts are given.
+        refine: False returns the best starting cuts.
 
     Raises:
         PlanError: more stages than blocks.
-        CapError: no cuts were found that fit under the cap; says the least cap for which some were.
+        CapError: no cuts fit under the cap; says the least cap for which some do.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
     search = _Search(costs, stages, request, cap, 2.0 + optimizer_state, links or Transfer())
@@ -101,13 +101,13 @@ def solve(
     best = min(starts, key=search.key)
     while refine and not settled and (better := search.better(best)) is not None:
         best = better
-    # A search within any cap begins with these.
-    search.check(best, min(max(each.peaks) for each in starts))
+    # A search within any cap tries the starts.
+    search.check(best, min(max(solution.peaks) for solution in starts))
     return best
 
 
 class _Search:
-    """The search for one model's cuts under one schedule; arguments and errors are ``solve``'s."""
+    """The search for one model's cuts under one schedule; arguments and errors as for ``solve``."""
 
     def __init__(
         self,
@@ -126,64 +126,70 @@ class _Search:
             )
         self._costs, self._count, self._request = costs, stages, request
         self._cap, self._links = cap, links
-        # Of parameters a rank holds these, their gradients, and what the optimizer keeps.
+        # Bytes of parameters, gradients and optimizer state over bytes of parameters.
         self._factor = factor
         self._stage = functools.cache(costs.stage)
-        self._known: dict[Firsts, Solution] = {}
+        self._solutions: dict[Firsts, Solution] = {}
         self._simulated = 0
 
     def evaluate(self, firsts: Firsts) -> Solution:
-        """One way to cut, in a step between which ranks wait for each other, as a trainer's do."""
-        if firsts in self._known:
-            return self._known[firsts]
+        """Simulate a step with these cuts. Ranks wait for each other between steps, as a
+        trainer's.
+        """
+        if firsts in self._solutions:
+            return self._solutions[firsts]
         stages = self._stages(firsts)
-        seconds = [each.times for each in stages]
+        seconds = [stage.times for stage in stages]
         schedule = replace(self._request.build(self._count, seconds), crosses_step=False)
         sent = {at: self._costs.crossing[k - 1] for at, k in enumerate(firsts)}
         links = replace(self._links, message_bytes=sent)
-        costs = Costs(seconds, [StageMemory(each.saved, each.deferred) for each in stages], links)
+        costs = Costs(
+            seconds, [StageMemory(stage.saved, stage.deferred) for stage in stages], links
+        )
         timeline = costs.timeline(schedule)
         peaks = peak_memory(schedule, costs.memory)
-        for each, rank in zip(stages, schedule.placement, strict=True):
-            peaks[rank] += self._factor * each.parameters
+        for cost, rank in zip(stages, schedule.placement, strict=True):
+            peaks[rank] += self._factor * cost.parameters
         self._simulated += sum(map(len, schedule.ranks))
-        self._known[firsts] = Solution(
+        self._solutions[firsts] = Solution(
             firsts,
             schedule,
             costs,
-            tuple(each.parameters for each in stages),
+            tuple(stage.parameters for stage in stages),
             timeline.makespan,
             max(0.0, timeline.bubble_ratio()),
             tuple(peaks),
         )
-        return self._known[firsts]
+        return self._solutions[firsts]
 
-    def check(self, found: Solution, least: float) -> None:
-        """Refuse what does not fit under the cap."""
-        if self._overflow(found) > 0.0:
+    def check(self, solution: Solution, least: float) -> None:
+        """Refuse a solution that does not fit under the cap."""
+        if self._overflow(solution) > 0.0:
             raise CapError(
                 f"no cuts into {self._count} stages for {self._request.name!r} with "
                 f"{self._request.microbatches} microbatches fit under a cap of {self._cap:,.0f} "
-                f"bytes a rank; a cap that does is {least:,.0f}: raise it, or use more ranks, "
-                "smaller microbatches, or a schedule that keeps fewer of them",
+                f"bytes a rank; the least cap that works is {least:,.0f}: raise it, or use more "
+                "ranks, smaller microbatches, or a schedule that keeps fewer of them",
                 least,
             )
 
-    def _overflow(self, found: Solution) -> float:
+    def _overflow(self, solution: Solution) -> float:
         """Bytes above the cap, over all ranks."""
-        return math.fsum(peak - self._cap for peak in found.peaks if peak > self._cap * _SAME)
+        return math.fsum(peak - self._cap for peak in solution.peaks if peak > self._cap * _SAME)
 
-    def key(self, found: Solution) -> tuple[float, float]:
-        """What is less is better."""
-        return self._overflow(found), found.step
+    def key(self, solution: Solution) -> tuple[float, float]:
+        """Sort key: the best solution has the least."""
+        return self._overflow(solution), solution.step
 
     def starts(self) -> Iterator[Firsts]:
-        """Cuts nearest to those that give each stage as much."""
+        """Yield starting cuts, which are as even as possible."""
         blocks, under_way = self._costs.blocks, min(self._request.microbatches, self._count)
-        times = _shares([sum(each.times) for each in blocks])
-        held = _shares([self._factor * each.parameters + under_way * each.saved for each in blocks])
+        times = _shares([sum(block.times) for block in blocks])
+        memory = _shares(
+            [self._factor * block.parameters + under_way * block.saved for block in blocks]
+        )
         for share in _MEMORY if math.isfinite(self._cap) else _MEMORY[:1]:
-            both = zip(times, held, strict=True)
+            both = zip(times, memory, strict=True)
             sums = [*itertools.accumulate((1 - share) * t + share * h for t, h in both)]
             firsts = [0]
             for stage in range(1, self._count):
@@ -192,28 +198,26 @@ class _Search:
             yield tuple(firsts[1:])
 
     def better(self, best: Solution) -> Solution | None:
-        """Another way to cut, if one is found; the first to be tried is that whose slowest stage
-        may be done the earliest.
-        """
+        """Return better cuts, or None. Candidates are tried by the lower bound of their step."""
         longest = best.step * _SAME if self._overflow(best) == 0.0 else math.inf
-        for way in sorted(self._shifted(best.firsts), key=self._earliest):
-            if self._earliest(way) > longest or self._simulated > _WORK:
+        for firsts in sorted(self._shifted(best.firsts), key=self._least_step):
+            if self._least_step(firsts) > longest or self._simulated > _WORK:
                 break
-            if way not in self._known and self.key(self.evaluate(way)) < self.key(best):
-                return self._known[way]
+            if firsts not in self._solutions and self.key(self.evaluate(firsts)) < self.key(best):
+                return self._solutions[firsts]
         return None
 
     def _shifted(self, firsts: Firsts) -> Iterator[Firsts]:
-        """The ways to cut to which runs of neighbouring cuts are shifted together."""
+        """Yield cuts in which a run of neighbouring cuts is shifted together."""
         for low, high in itertools.combinations(range(self._count), 2):
             for shift in _SHIFTS:
                 moved = (*firsts[:low], *(k + shift for k in firsts[low:high]), *firsts[high:])
                 if all(a < b for a, b in itertools.pairwise((0, *moved, self._blocks))):
                     yield moved
 
-    def _earliest(self, firsts: Firsts) -> float:
-        """Seconds before which no step can be over: a stage begins when the Fs before it are done,
-        and then has all its work to do.
+    def _least_step(self, firsts: Firsts) -> float:
+        """A lower bound of the step: a stage starts after one F of each earlier stage, and then
+        runs all its actions.
         """
         begins = least = 0.0
         for stage in self._stages(firsts):
@@ -226,6 +230,6 @@ class _Search:
 
 
 def _shares(sizes: Sequence[float]) -> list[float]:
-    """Of each in the sum of all."""
+    """Each size as a fraction of their sum."""
     whole = sum(sizes) or 1.0
     return [size / whole for size in sizes]

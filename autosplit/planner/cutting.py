@@ -1,6 +1,6 @@
-"""A whole model, cut into stages: who feeds whom, the modules of stages, and which of them has
-which parameters and buffers, under which of their names; captured, measured and cut for a
-schedule, which all ranks do at once, and alike.
+"""Cut a whole model into stages: their modules, the dataflow between them, and the placement and
+names of parameters and buffers. ``cut_model`` captures, measures and cuts a model for a schedule,
+with the same result on all ranks.
 """
 
 from __future__ import annotations
@@ -33,67 +33,69 @@ from autosplit.planner.stage_module import StageGraph, StageLayout, StageModule
 from autosplit.text.progress import working
 
 Names = Mapping[str, Mapping[int, Sequence[str]]]
-"""Of every parameter and buffer, by its first name in the model: by stage, all names that it has
-there; each name is in some stage."""
+"""The names of every parameter and buffer, by its first name in the model and by stage. Each name
+is in one stage or more.
+"""
 
 
 def _keys(line: OperationSequence) -> list[list[Any]]:
-    """Of each operation, its modules, what it calls, and how often that came before, which is the
-    same in each capture of a model. A region that is checkpointed in one mode only is known by the
-    operations in it.
+    """Keys of each operation that are equal in every capture of a model: its modules, its target,
+    and how often both occurred before. A checkpointed region has the keys of the operations in it,
+    because it may be checkpointed in one mode only.
     """
     seen: Counter[Any] = Counter()
-    found = []
+    keys_of_nodes = []
     for node in line.body:
         keys = []
         for part in inside(node) or [node]:
             key = (stack(part), str(part.target))
             seen[key] += 1
             keys.append((key, seen[key]))
-        found.append(keys)
-    return found
+        keys_of_nodes.append(keys)
+    return keys_of_nodes
 
 
 def _places(layout: StageLayout, line: OperationSequence) -> list[int]:
-    """Where another capture is cut if it is cut where this one is.
+    """The positions in another capture of the cuts of this one.
 
     Raises:
         PlanError: it cannot be cut there.
     """
     keys = _keys(layout.line)
-    known = {key: index for index, each in enumerate(_keys(line)) for key in each}
-    found: list[int] = []
+    places = {key: index for index, keys in enumerate(_keys(line)) for key in keys}
+    result: list[int] = []
     for place in layout.places:
-        there = next((known[key] for key in keys[place] if key in known), None)
-        if there is None or there in line.forbidden or there in (0, *found):
+        match = next((places[key] for key in keys[place] if key in places), None)
+        if match is None or match in line.forbidden or match in (0, *result):
             raise PlanError(f"there can be no cut before {layout.line.body[place].name}")
-        found.append(there)
-    return found
+        result.append(match)
+    return result
 
 
 def _names(whole: WholeModel, nodes: Sequence[Sequence[fx.Node]]) -> Names:
-    """The names of parameters and buffers in stages that run these operations: what a stage reads
-    is there by the names of the modules that read it; what no stage reads in this mode is with what
-    has the name most like it.
+    """The names of parameters and buffers in the stages that run these operations.
+
+    A parameter that a stage reads has there the names of the modules that read it. A parameter that
+    no stage reads in this mode goes to the stage with the longest common name prefix.
     """
     aliases: dict[str, list[str]] = {}
     for name, first in canonical_names(whole.model).items():
         aliases.setdefault(first, []).append(name)
     readers: dict[str, dict[int, set[str]]] = {}
     state = whole.line.forward.state
-    for stage, own in enumerate(nodes):
-        for node in own:
+    for stage, stage_nodes in enumerate(nodes):
+        for node in stage_nodes:
             for read in filter(state.__contains__, node.all_input_nodes):
                 modules = readers.setdefault(state[read], {}).setdefault(stage, set())
                 modules.update(path.partition("@")[0] for path in stack(node))
     for read in filter(state.__contains__, whole.line.results):
         readers.setdefault(state[read], {}).setdefault(len(nodes) - 1, set())
-    found = {}
+    placements = {}
     for first, names in aliases.items():
         like = max(readers, key=partial(_likeness, first), default=first)
         alone = {min(readers.get(like, [0])): set[str]()}
-        found[first] = _placed(names, readers.get(first, alone))
-    return found
+        placements[first] = _placed(names, readers.get(first, alone))
+    return placements
 
 
 def _likeness(one: str, other: str) -> int:
@@ -102,14 +104,14 @@ def _likeness(one: str, other: str) -> int:
 
 def _placed(aliases: list[str], readers: Mapping[int, set[str]]) -> dict[int, list[str]]:
     """Stage -> the names that a parameter or buffer has there."""
-    found = {
+    by_stage = {
         stage: [a for a in aliases if a.rpartition(".")[0] in modules] or aliases[:1]
         for stage, modules in readers.items()
     }
-    known = {name for names in found.values() for name in names}
-    first = found[min(found)]
-    found[min(found)] = [a for a in aliases if a in first or a not in known]
-    return found
+    assigned = {name for names in by_stage.values() for name in names}
+    first = by_stage[min(by_stage)]
+    by_stage[min(by_stage)] = [a for a in aliases if a in first or a not in assigned]
+    return by_stage
 
 
 def cut(whole: WholeModel, cuts: Sequence[int]) -> Partition:
@@ -138,8 +140,8 @@ class Partition:
     Attributes:
         whole: the model.
         cuts: the names of the first blocks of all stages but the first.
-        wiring: who feeds whom.
-        shared: for each parameter in several stages, where it is: (stage, name).
+        wiring: the dataflow between stages.
+        shared: for each parameter in several stages, its (stage, name) pairs.
     """
 
     def __init__(self, whole: WholeModel, firsts: Sequence[int]) -> None:
@@ -147,29 +149,29 @@ class Partition:
         blocks = [whole.blocks[first] for first in firsts]
         self.cuts = tuple(block.name for block in blocks)
         layout = StageLayout(whole.line, [block.first for block in blocks])
-        given = tuple(tuple(map(layout.source, each)) for each in layout.given)
-        self.wiring = Wiring(given, tuple(map(len, layout.sent)), whole.names)
+        sources = tuple(tuple(map(layout.source, nodes)) for nodes in layout.received)
+        self.wiring = Wiring(sources, tuple(map(len, layout.sent)), whole.names)
         self._layout = layout
         self._names = _names(whole, layout.nodes)
         self._values: Values | None = None
         trained = whole.line.forward.parameters
-        held = [
-            tuple((stage, names[0]) for stage, names in sorted(where.items()))
-            for first, where in self._names.items()
+        holders = [
+            tuple((stage, names[0]) for stage, names in sorted(by_stage.items()))
+            for first, by_stage in self._names.items()
             if first in trained
         ]
-        self.shared = tuple(sorted(each for each in held if len(each) > 1))
+        self.shared = tuple(sorted(names for names in holders if len(names) > 1))
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return len(self.cuts) + 1
 
     def initialise(self, *, seed: int = 0) -> None:
-        """Have stages that are built from now on start with initial values.
+        """Give initial values to the stages that are built from now on.
 
-        Only what the model has on the meta device gets any, and only on the rank that builds the
-        stage. They depend on the seed alone, not on the cuts.
+        Only tensors on the meta device get values, and only on the rank that builds the stage. The
+        values depend on the seed alone, not on the cuts.
 
         Args:
             seed: of all random numbers.
@@ -177,15 +179,15 @@ class Partition:
         self._values = partial(initial_values, self.whole.model, seed=seed)
 
     def build(self, index: int) -> nn.Module:
-        """The module of a stage, with the model's own parameters and buffers. What the model has on
-        the meta device is here on the CPU, with the values that ``initialise`` chose.
+        """Build the module of a stage, with the model's own parameters and buffers. Tensors on the
+        meta device are created on the CPU, with the values of ``initialise``.
 
-        It runs the forward as it is in training and as it is in evaluation, and is in the mode that
-        the model is in now. The mode in which the model was not captured is captured, as the model
-        is then, when the first stage is built.
+        The module has the forward of training and that of evaluation, and is in the model's present
+        mode. The mode in which the model was not captured is captured when the first stage is
+        built, as the model is then.
 
         Raises:
-            PlanError: there is no such stage, or something on the meta device has no values.
+            PlanError: there is no such stage, or a tensor on the meta device has no values.
         """
         if not 0 <= index < self.stages:
             raise PlanError(f"there are stages 0 to {self.stages - 1}, got {index}")
@@ -193,42 +195,40 @@ class Partition:
             self.whole.training: self._renamed(index, self._layout.program(index)),
             not self.whole.training: self._in_other_mode(index),
         }
-        names = [name for where in self._names.values() for name in where.get(index, ())]
+        names = [name for by_stage in self._names.values() for name in by_stage.get(index, ())]
         module = StageModule(index, programs, self.whole.model, names)
         module.cuts = self.cuts
         module.tied_elsewhere = tuple(
-            name for held in self.shared for at, name in held if at == index
+            name for names in self.shared for at, name in names if at == index
         )
-        module.training = self.whole.model.training  # what is inside has that of the model already
+        module.training = self.whole.model.training  # submodules have their mode already
         return materialise_stage(module, self._values)
 
     def _renamed(self, index: int, program: StageGraph) -> StageGraph:
-        """With the names that a stage has for what the program reads.
+        """The program with the stage's own names of the state that it reads.
 
         Raises:
-            PlanError: it reads what only other stages hold.
+            PlanError: it reads state of other stages.
         """
         for first in program.state:
             if index not in self._names[first]:
-                raise PlanError(f"stage {index} would read {first!r}, which other stages hold")
+                raise PlanError(f"stage {index} would read {first!r}, which is in other stages")
         return replace(program, state=tuple(self._names[f][index][0] for f in program.state))
 
     def _in_other_mode(self, index: int) -> StageGraph | PlanError:
-        """The graph of a stage in the mode in which the model was not captured, or why there is
-        none.
-        """
-        given = self.wiring.inputs[index]
+        """The graph of a stage in the mode in which the model was not captured, or the error."""
+        sources = self.wiring.inputs[index]
         try:
             layout = self._other_layout
-            known = {layout.source(node): node for node in layout.given[index]}
-            if not known.keys() <= {*given}:
-                raise PlanError(f"stage {index} would need inputs that it is not given")
-            return self._renamed(index, layout.program(index, [*map(known.get, given)]))
+            nodes = {layout.source(node): node for node in layout.received[index]}
+            if not nodes.keys() <= {*sources}:
+                raise PlanError(f"stage {index} would need inputs that it does not get")
+            return self._renamed(index, layout.program(index, [*map(nodes.get, sources)]))
         except AutosplitError as error:
             mode = "evaluation" if self.whole.training else "training"
-            told = PlanError(f"the model cannot be cut for {mode} where it is cut: {error}")
-            warnings.warn(f"{told} (a call in that mode will raise this)", stacklevel=2)
-            return told
+            problem = PlanError(f"the model cannot be cut for {mode} at the present cuts: {error}")
+            warnings.warn(f"{problem} (a call in that mode will raise this)", stacklevel=2)
+            return problem
 
     @cached_property
     def _other_layout(self) -> StageLayout:
@@ -236,10 +236,10 @@ class Partition:
         if isinstance(line, AutosplitError):
             raise line
         layout = StageLayout(line, _places(self._layout, line))
-        if layout.looks() != self._layout.looks():
+        if layout.sent_specs() != self._layout.sent_specs():
             raise PlanError(
-                "other tensors would be sent from stage to stage; is there a result that one mode "
-                "alone has, as a cache (transformers: config.use_cache = False)?"
+                "other tensors would be sent from stage to stage; does one mode alone have a "
+                "result, such as a cache (transformers: config.use_cache = False)?"
             )
         return layout
 
@@ -249,7 +249,7 @@ class Partition:
 
 COSTS = ("profile", "estimate")
 PLANNING = ("costs", "seconds", "cut_at")
-"""What a trainer's user may say of how its model is cut."""
+"""Options of a trainer that control how its model is cut."""
 
 T = TypeVar("T")
 
@@ -270,23 +270,23 @@ def cut_model(
     """Cut a model into stages, so that a step of a schedule is short; see ``partition``.
 
     Args:
-        model: what to cut.
+        model: the model.
         args: example positional inputs of one microbatch.
         kwargs: example keyword inputs.
         stages: how many stages.
-        request: the schedule that they are to run.
-        options: how stages are made.
+        request: the schedule that the stages will run.
+        options: how blocks become stages.
         costs: see ``partition``.
-        seconds: likewise.
-        cut_at: likewise.
-        cap: bytes that no rank shall hold more than, if there are such cuts.
+        seconds: see ``partition``.
+        cut_at: see ``partition``.
+        cap: the most bytes of a rank; ignored if no cuts keep it.
 
     Returns:
-        the model, and the best cuts of it that were found with the schedule that they are for.
+        the captured model, and the best cuts with their schedule.
 
     Raises:
         CaptureError: the model cannot be captured in one graph; names the user's line.
-        PlanError: it cannot be cut so; says why.
+        PlanError: it cannot be cut into these stages; says why.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
     if not isinstance(costs, ModelCosts) and costs not in COSTS:
@@ -300,22 +300,22 @@ def cut_model(
     firsts: list[int] | None = None
     if cut_at is not None:
         whole, firsts = whole.divided(cut_at)
-        cut(whole, firsts)  # refuses what is no cut, before anything is measured
+        cut(whole, firsts)  # refuse illegal cuts before measuring
     if not 1 <= stages <= len(whole.blocks):
         raise PlanError(
             f"{type(model).__name__} has blocks for 1 to {len(whole.blocks)} stages, got "
             f"stages={stages}"
         )
-    alone = request.ranks == 1  # this process plans for itself, whatever group it is in
+    alone = request.ranks == 1  # this process plans alone, even within a process group
     options = replace(options, device=device_of_trainer(alone=alone))
 
     def find() -> Solution:
-        known = _costs(costs, seconds, whole, options)
+        block_costs = _costs(costs, seconds, whole, options)
         with working(f"searching where to cut into {stages} stages"):
             try:
-                return solve(known, stages, request, cap=cap, firsts=firsts)
-            except CapError:  # a trainer moves or makes again what is too much
-                return solve(known, stages, request, firsts=firsts)
+                return solve(block_costs, stages, request, cap=cap, firsts=firsts)
+            except CapError:  # a trainer offloads or recomputes the excess
+                return solve(block_costs, stages, request, firsts=firsts)
 
     return whole, on_all_ranks(find, alone=alone)
 
@@ -323,12 +323,12 @@ def cut_model(
 def _costs(
     costs: str | ModelCosts, seconds: float, whole: WholeModel, options: BlockOptions
 ) -> ModelCosts:
-    """What the blocks cost: measured, estimated, or as given."""
+    """The costs of the blocks: measured, estimated, or given."""
     if isinstance(costs, ModelCosts):
         if len(costs.blocks) != len(whole.blocks):
             raise PlanError(
-                f"costs of {len(costs.blocks)} blocks were given, and the model has "
-                f"{len(whole.blocks)}: give those of this model, or leave costs out"
+                f"costs has {len(costs.blocks)} blocks, but the model has {len(whole.blocks)}: "
+                "give the costs of this model, or leave costs out"
             )
         return costs
     with working(f"measuring {len(whole.blocks)} blocks"):
@@ -338,13 +338,15 @@ def _costs(
 
 
 def on_all_ranks(work: Callable[[], T], *, alone: bool = False) -> T:
-    """What rank 0 of the default process group finds, on all ranks: each might find something
-    else, and cut elsewhere. All do the work at once, for in a step they share memory and caches
-    too. An error on one is an error on all.
+    """Run ``work`` on all ranks of the default process group; return the result of rank 0 on all.
+
+    Ranks might find different results, and cut at different places. All ranks run the work at the
+    same time, because they share memory and caches in a step too. An error on one rank is raised on
+    all.
 
     Args:
-        work: measures costs, and what is wanted of them.
-        alone: whether this process works for itself, whatever group it is in.
+        work: measures costs and uses them.
+        alone: run on this process only, even within a process group.
     """
     if alone or not grouped():
         return work()
@@ -355,24 +357,24 @@ def on_all_ranks(work: Callable[[], T], *, alone: bool = False) -> T:
         except AutosplitError as error:
             return error
 
-    found = gather(outcome())
-    for each in found:
-        if isinstance(each, AutosplitError):
-            raise each
-    first: T = found[0]
+    outcomes = gather(outcome())
+    for result in outcomes:
+        if isinstance(result, AutosplitError):
+            raise result
+    first: T = outcomes[0]
     return first
 
 
 def grouped() -> bool:
-    """Whether there are other ranks, in the default process group."""
+    """Whether the default process group has other ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def device_of_trainer(*, alone: bool = False) -> torch.device | None:
-    """Where a trainer puts its stages, if that is not where the model is.
+    """The device to which a trainer moves its stages; None if they stay on the model's device.
 
     Args:
-        alone: whether it has one process, whatever group that is in.
+        alone: whether the trainer has a single process, even within a process group.
     """
     device = None if alone or not grouped() else device_of_group()
     return None if device is None or device.type == "cpu" else device

@@ -1,14 +1,13 @@
-"""Models without the memory of their parameters: those are on the meta device, buffers are real.
+"""Models whose parameters are on the meta device, while their buffers are real.
 
-Under ``torch.device("meta")`` everything a constructor makes is without values, buffers such as
-rotary tables too, and nothing brings those back that no checkpoint has. Here a constructor makes
-its tensors as ever; a parameter goes to the meta device at the moment at which a module registers
-it. Fresh memory costs nothing before it is written to, and the filling in of initial values comes
-after the registration, when there is nothing left to fill.
+Under ``torch.device("meta")``, everything that a constructor creates lacks values, buffers such as
+rotary tables included, and no checkpoint may have those. Here a constructor creates its tensors as
+usual, and a parameter moves to the meta device when a module registers it. Its memory costs nothing
+before it is written, and constructors fill in initial values after the registration.
 
-Then their initial values, by the constructors once more. The random numbers that a call draws
-depend on a seed and on which call it is, not on what was drawn before: so a parameter starts with
-the same values however many stages there are, and whoever has the others.
+``initial_values`` runs the constructors again for some parameters. The random numbers of a call
+depend on a seed and on the number of the call, not on earlier draws. So a parameter starts with the
+same values under any cut, and wherever the other parameters are.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from autosplit.errors import PlanError
 
 Built = TypeVar("Built")
 Values = Callable[[Sequence[str]], dict[str, Tensor]]
-"""Of parameters and buffers, by their names."""
+"""Maps names of parameters and buffers to their values."""
 _RECIPE = "_autosplit_recipe"
 
 
 def meta_model(factory: Callable[[], Built]) -> Built:
-    """What ``factory`` builds, its parameters on the meta device and its buffers as they should be.
+    """Build a model with its parameters on the meta device and real buffers.
 
-    Parameters that are tied stay so. At most one module's parameters have memory at a time. The
-    model remembers the factory, which runs again for the initial values. A buffer of random numbers
-    has others than on a real device, as none were drawn for parameters.
+    Tied parameters stay tied. At most one module's parameters have memory at a time. The model
+    remembers the factory, which runs again for the initial values. A buffer of random numbers
+    differs from the one on a real device, because no numbers were drawn for parameters.
 
     Args:
         factory: returns the model, or a tuple that begins with the model.
 
     Raises:
-        PlanError: the factory returns something else.
+        PlanError: the factory returns neither.
     """
     with _registering(lambda number: False) as filled:
         built = factory()
@@ -59,10 +58,10 @@ def meta_model(factory: Callable[[], Built]) -> Built:
 
 
 def model_of(built: Any) -> nn.Module:
-    """The model among what a factory returned.
+    """The model in a factory's result.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is no model.
     """
     model = built[0] if isinstance(built, tuple) and built else built
     if not isinstance(model, nn.Module):
@@ -77,31 +76,32 @@ def model_of(built: Any) -> nn.Module:
 def _registering(
     keep: Callable[[int], bool], after: Callable[[int], None] = lambda number: None
 ) -> Iterator[WeakIdKeyDictionary]:
-    """Inside, parameters that this thread registers go to the meta device.
+    """Move parameters to the meta device as this thread registers them.
 
     Args:
-        keep: told as which one of all a parameter is registered, whether it shall stay as it is.
-        after: told the same once that is done.
+        keep: maps a parameter's number, in the order of registration, to whether it keeps its
+            values.
+        after: called with the number after each registration.
 
     Yields:
-        as which one each parameter was registered that came with values of its own.
+        the number of each parameter that was registered with values.
     """
     filled, results, thread = WeakIdKeyDictionary(), WeakIdKeyDictionary(), threading.get_ident()
     numbers = itertools.count()
 
-    def register(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | None:
-        if threading.get_ident() != thread or is_lazy(given):
+    def register(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != thread or is_lazy(parameter):
             return None
-        if given not in results:
+        if parameter not in results:
             number = next(numbers)
-            result = given if given.is_meta or keep(number) else _on_meta(given)
-            if not given.is_meta:
+            result = parameter if parameter.is_meta or keep(number) else _on_meta(parameter)
+            if not parameter.is_meta:
                 filled[result] = number
-            results[given] = results[result] = result
+            results[parameter] = results[result] = result
             after(number)
-        return cast("nn.Parameter", results[given])
+        return cast("nn.Parameter", results[parameter])
 
-    # Its annotation forgets that a hook may return a parameter.
+    # Torch's annotation lacks that a hook may return a parameter.
     handle = register_module_parameter_registration_hook(cast("Callable[..., None]", register))
     try:
         yield filled
@@ -116,33 +116,32 @@ def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
 
 @contextlib.contextmanager
 def stand_in_tensors(model: nn.Module, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, what is on the meta device has a stand-in on ``device``, with any values.
+    """Replace tensors on the meta device by stand-ins on ``device``, with arbitrary values.
 
-    For tracing, which wants one device but looks at no values. Stand-ins take no room: on the CPU
-    they are pages that are never touched, elsewhere one element that stands for all. Tied tensors
-    stay tied.
+    This is for tracing, which needs one device but no values. Stand-ins take no memory: on the CPU
+    they are pages that are never touched, elsewhere one expanded element. Tied tensors stay tied.
     """
-    before = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
-    made: dict[int, Tensor] = {}
+    lacking = {name: tensor for name, tensor in named_tensors(model).items() if tensor.is_meta}
+    replacements: dict[int, Tensor] = {}
     try:
-        for name, tensor in before.items():
-            if id(tensor) not in made:
-                made[id(tensor)] = alike(_stand_in(tensor, torch.device(device)), tensor)
-            assign(model, name, made[id(tensor)])
+        for name, tensor in lacking.items():
+            if id(tensor) not in replacements:
+                replacements[id(tensor)] = alike(_stand_in(tensor, torch.device(device)), tensor)
+            assign(model, name, replacements[id(tensor)])
         yield
     finally:
-        for name, tensor in before.items():
+        for name, tensor in lacking.items():
             assign(model, name, tensor)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, then all buffers, under all their names."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    return found | dict(model.named_buffers(remove_duplicate=False))
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
 def assign(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put ``tensor`` where ``model`` has a parameter or buffer called ``name``."""
+    """Replace the parameter or buffer ``name`` of ``model`` by ``tensor``."""
     path, _, last = name.rpartition(".")
     setattr(model.get_submodule(path), last, tensor)
 
@@ -159,7 +158,7 @@ def alike(values: Tensor, original: Tensor) -> Tensor:
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-    # torch.empty would write to it under torch.use_deterministic_algorithms.
+    # torch.empty would fill it under torch.use_deterministic_algorithms.
     size = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     storage = torch.UntypedStorage(size * tensor.element_size())
     with torch.no_grad():
@@ -170,56 +169,56 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def initial_values(model: nn.Module, names: Sequence[str], *, seed: int = 0) -> dict[str, Tensor]:
-    """The values with which parameters and buffers of a model start, on the CPU.
+    """The initial values of a model's parameters and buffers, on the CPU.
 
-    A meta model's factory is run again, with only the wanted parameters in memory, so that its
-    constructors fill them in. A model that came onto the meta device otherwise has no factory, and
-    what its constructors filled is lost.
+    A meta model's factory runs again with only these parameters in memory, so that its constructors
+    fill them in. A model that was moved to the meta device in another way has no factory, and its
+    initial values are lost.
 
     Args:
         model: a model with parameters on the meta device.
-        names: of those that are wanted.
+        names: of the parameters and buffers.
         seed: of all random numbers; the global generators stay as they are.
 
     Raises:
-        PlanError: nobody initialises one, or the factory built another model.
+        PlanError: no constructor initialises one, or the factory built another model.
     """
-    found = model
+    source = model
     if _RECIPE in model.__dict__:
         with generators_kept():
-            found = _rebuilt(model, names, seed)
-    known = named_tensors(found)
-    if lacking := [name for name in names if known[name].is_meta]:
+            source = _rebuilt(model, names, seed)
+    values = named_tensors(source)
+    if lacking := [name for name in names if values[name].is_meta]:
         raise PlanError(
             f"nothing initialises {', '.join(lacking)}: build the model with "
             "autosplit.meta_model(factory), which runs the constructors for them"
         )
-    return {name: known[name].detach() for name in names}
+    return {name: values[name].detach() for name in names}
 
 
 def _rebuilt(model: nn.Module, names: Sequence[str], seed: int) -> nn.Module:
     factory, numbers = model.__dict__[_RECIPE]
-    # What is copied or computed from other parameters is so from their values.
+    # A parameter that is computed from others needs their values.
     derived = not numbers.keys() >= {*names}
     wanted = {numbers[name] for name in names if name in numbers}
     numbered = Numbered(seed)
-    # Moving a parameter away takes calls that one who keeps it does not make.
+    # Moving a parameter to the meta device takes calls that keeping it does not.
     with numbered, _registering(lambda n: derived or n in wanted, numbered.restart):
-        found = model_of(factory())
-    before, after = _shapes(model), _shapes(found)
-    if before != after:
-        differing = [n for n in before.keys() | after.keys() if before.get(n) != after.get(n)]
+        rebuilt = model_of(factory())
+    expected, built = _shapes(model), _shapes(rebuilt)
+    if expected != built:
+        differing = [n for n in expected.keys() | built.keys() if expected.get(n) != built.get(n)]
         raise PlanError(
-            "the factory built another model than the first time; different are "
-            f"{', '.join(sorted(differing)[:10])}: let it always build the same, and whatever "
-            "adds parameters be a part of it"
+            "the factory built another model than the first time; these differ: "
+            f"{', '.join(sorted(differing)[:10])}. It must always build the same model, and "
+            "include everything that adds parameters"
         )
-    return found
+    return rebuilt
 
 
 class Numbered(TorchFunctionMode):
-    """Seeds the random numbers of each call inside by ``seed`` and its number, which is counted
-    anew behind each parameter that is registered.
+    """Seeds the random numbers of each call by ``seed`` and the call's number. Counting restarts
+    after each registered parameter.
     """
 
     def __init__(self, seed: int) -> None:
@@ -228,7 +227,7 @@ class Numbered(TorchFunctionMode):
         self.restart(-1)
 
     def restart(self, part: int) -> None:
-        """Count anew, for what comes behind parameter ``part``."""
+        """Restart counting after parameter ``part``."""
         self._prefix = f"{self._seed}/factory/{part}/"
         self._count = 0
 
@@ -247,38 +246,38 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 @torch.no_grad()
 def materialise_stage(module: nn.Module, values: Values | None) -> nn.Module:
-    """Give what ``module`` has on the meta device memory on the CPU and values, in place.
+    """Give tensors on the meta device memory on the CPU and values, in place.
 
-    Parameters that were one stay one.
+    Tied parameters stay tied.
 
     Args:
         module: a stage, or any module whose parameters and buffers have the names of the whole
             model.
-        values: may be None where nothing is on the meta device. What is not stays as it is.
+        values: initial values; may be None if no tensor is on the meta device.
 
     Returns:
         ``module``.
 
     Raises:
-        PlanError: there are no values.
+        PlanError: a tensor is on the meta device, but ``values`` is None.
     """
-    lacking = {name: each for name, each in named_tensors(module).items() if each.is_meta}
+    lacking = {name: tensor for name, tensor in named_tensors(module).items() if tensor.is_meta}
     if lacking and values is None:
         listed = ", ".join([*lacking][:5]) + (", ..." if len(lacking) > 5 else "")
         raise PlanError(
-            f"{listed}: on the meta device, and nothing says which values to start with: call "
-            "initialise() on the plan before its stages are built; load_checkpoint(trainer, path) "
-            "then takes up those of a checkpoint"
+            f"{listed}: on the meta device without initial values: call initialise() on the plan "
+            "before its stages are built; load_checkpoint(trainer, path) then loads those of a "
+            "checkpoint"
         )
     first: dict[int, str] = {}
     for name, tensor in lacking.items():
         first.setdefault(id(tensor), name)
-    found = {} if values is None else values([*first.values()])
-    made: dict[int, Tensor] = {}
+    initial = {} if values is None else values([*first.values()])
+    materialised: dict[int, Tensor] = {}
     for key, name in first.items():
-        made[key] = alike(torch.empty_like(lacking[name], device="cpu"), lacking[name])
-        # Taken out, so that there is one tensor twice at a time and not all of them.
-        made[key].copy_(found.pop(name))
+        materialised[key] = alike(torch.empty_like(lacking[name], device="cpu"), lacking[name])
+        # Pop each value, so that only one tensor exists twice at a time.
+        materialised[key].copy_(initial.pop(name))
     for name, tensor in lacking.items():
-        assign(module, name, made[id(tensor)])
+        assign(module, name, materialised[id(tensor)])
     return module

@@ -26,11 +26,11 @@ class StageGraph:
     """The graph of a stage in one mode, training or evaluation.
 
     Attributes:
-        graph: takes the state in the order of ``state``, then the inputs; gives a tuple.
+        graph: takes the state in the order of ``state``, then the inputs; returns a tuple.
         state: names of the parameters and buffers.
-        shapes: of the inputs; None for one that this mode does not read.
-        structure: the model's result from the tensors of its last stage, in that one.
-        device: where the model was captured.
+        shapes: of the inputs; None for an input that this mode does not read.
+        structure: rebuilds the model's result from the tensors of the last stage; None in others.
+        device: the device of the capture.
     """
 
     graph: fx.GraphModule
@@ -40,8 +40,8 @@ class StageGraph:
     device: torch.device
 
     def moved(self, device: torch.device) -> StageGraph:
-        """The same for another device: ``x.device`` is written into the graph as where the model
-        was captured, ``autocast(x.device.type)`` likewise, and constants are there.
+        """The graph for another device. The capture's device is in the graph as a constant wherever
+        the model used ``x.device`` or ``autocast(x.device.type)``.
         """
         if device == self.device:
             return self
@@ -55,16 +55,16 @@ class StageGraph:
 
 
 class StageLayout:
-    """Which stage holds which operations, is given what, and sends what.
+    """The operations, inputs and messages of every stage.
 
     Args:
         line: the operations.
-        places: where on the line every stage but the first begins.
+        places: position of the first operation of every stage but the first.
 
     Attributes:
-        nodes: of every stage, what it runs, replicated operations included.
-        sent: of every stage but the last, the operations whose values others read.
-        given: of every stage, what it is given, in the order of its arguments.
+        nodes: per stage, its operations, replicated ones included.
+        sent: per stage but the last, the operations whose values other stages read.
+        received: per stage, the nodes of its arguments, in order.
     """
 
     def __init__(self, line: OperationSequence, places: Sequence[int]) -> None:
@@ -78,44 +78,47 @@ class StageLayout:
         ]
         parts = [line.part(first, last) for first, last in bounds]
         self.nodes = [nodes for nodes, _ in parts]
-        # State and constants a stage has itself.
+        # Each stage has its own state and constants.
         inputs = line.forward.inputs
         outside = [[n for n in read if n in inputs or n in line.position] for _, read in parts]
-        self.given = [sorted(read, key=lambda node: _order(self.source(node))) for read in outside]
+        self.received = [
+            sorted(read, key=lambda node: _order(self.source(node))) for read in outside
+        ]
 
     def source(self, node: fx.Node) -> Source:
-        """Where what a stage is given is from."""
+        """The source of a stage's argument."""
         position = self.line.forward.inputs.get(node)
         if position is not None:
             return Source(None, position)
         stage = self._stage[node]
         return Source(stage, self.sent[stage].index(node))
 
-    def looks(self) -> list[list[tuple[Any, ...]]]:
-        """Shape and dtype of what every stage but the last sends."""
+    def sent_specs(self) -> list[list[tuple[Any, ...]]]:
+        """Shapes and dtypes of the tensors that every stage but the last sends."""
         values = ([self.line.value(node) for node in sent] for sent in self.sent)
-        return [[(tuple(v.shape), v.dtype) for v in each] for each in values]
+        return [[(tuple(v.shape), v.dtype) for v in stage_values] for stage_values in values]
 
     def program(
-        self, index: int, given: Sequence[fx.Node | None] | None = None, *, plain: bool = False
+        self, index: int, arguments: Sequence[fx.Node | None] | None = None, *, plain: bool = False
     ) -> StageGraph:
         """The graph of a stage.
 
         Args:
-            index: which one.
-            given: its arguments, if they are not its own: None for one that it does not read.
-            plain: give a tuple of tensors in the last stage, too.
+            index: the stage.
+            arguments: the nodes of its arguments, if they differ from ``received``; None for an
+                argument that it does not read.
+            plain: return a tuple of tensors in the last stage, too.
         """
         line, nodes = self.line, self.nodes[index]
-        inputs: Sequence[fx.Node | None] = self.given[index] if given is None else given
+        inputs: Sequence[fx.Node | None] = self.received[index] if arguments is None else arguments
         last = index == len(self.places)
         results = line.results if last else self.sent[index]
         forward, graph = line.forward, fx.Graph()
         read = {n for node in nodes for n in node.all_input_nodes} | set(results)
         state = [node for node in line.ordered(read) if node in forward.state]
         names = tuple(dict.fromkeys(forward.state[node] for node in state))
-        held = {name: graph.placeholder(_identifier(name)) for name in names}
-        new = {node: held[forward.state[node]] for node in state}
+        placeholders = {name: graph.placeholder(_identifier(name)) for name in names}
+        new = {node: placeholders[forward.state[node]] for node in state}
         for index, node in enumerate(inputs):
             placeholder = _input(graph, f"input_{index}", line, node)
             if node is not None:
@@ -144,11 +147,11 @@ def _order(source: Source) -> tuple[int, int]:
 
 
 def _input(graph: fx.Graph, name: str, line: OperationSequence, node: fx.Node | None) -> fx.Node:
-    """An argument, in the order of dimensions that the model has it in; see ``line.layout``."""
+    """A placeholder, permuted to the order of dimensions in the model; see ``line.layout``."""
     placeholder = graph.placeholder(name)
     order = line.layout(node) if node is not None and node in line.position else None
-    back = None if order is None else sorted(range(len(order)), key=order.__getitem__)
-    return _permuted(graph, placeholder, back)
+    inverse = None if order is None else sorted(range(len(order)), key=order.__getitem__)
+    return _permuted(graph, placeholder, inverse)
 
 
 def _permuted(graph: fx.Graph, node: fx.Node, order: Sequence[int] | None) -> fx.Node:
@@ -172,15 +175,15 @@ def _copy(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Nod
     kept = ("stack_trace", "nn_module_stack")
     copy.meta = {key: node.meta[key] for key in kept if key in node.meta}
     if str(node.target) == "tag_activation_checkpoint":
-        # The operator is for graphs only: run as it is, it would draw other numbers when it
-        # computes again. What the user called is right in both.
+        # The operator is for graphs only: run eagerly, it would draw other random numbers when it
+        # recomputes. The function that the user called is right in both.
         copy.target = checkpoint
         copy.kwargs = {**copy.kwargs, "use_reentrant": False}
     return copy
 
 
 def _structure(line: OperationSequence) -> Callable[[Sequence[Tensor]], Any]:
-    """What rebuilds the pytree of a model's outputs from those that are tensors."""
+    """Return a function that rebuilds the model's outputs from its output tensors."""
     count, spec = itertools.count(), line.forward.spec
     leaves = [
         (next(count), None) if isinstance(leaf, fx.Node) else (None, leaf)
@@ -188,7 +191,9 @@ def _structure(line: OperationSequence) -> Callable[[Sequence[Tensor]], Any]:
     ]
 
     def rebuilt(tensors: Sequence[Tensor]) -> Any:
-        return tree_unflatten([each if at is None else tensors[at] for at, each in leaves], spec)
+        return tree_unflatten(
+            [constant if at is None else tensors[at] for at, constant in leaves], spec
+        )
 
     return rebuilt
 
@@ -198,18 +203,18 @@ def _identifier(name: str) -> str:
 
 
 class StageModule(nn.Module):
-    """A part of a model. Its parameters and buffers have the names that they have in the model.
+    """A stage of a model. Its parameters and buffers keep their names in the model.
 
-    It takes tensors and gives a tuple of tensors; the last stage gives what the model gives.
+    It takes tensors and returns a tuple of tensors; the last stage returns the model's result.
 
     Args:
-        index: which stage it is.
-        programs: what it runs in training (True) and in evaluation (False), or why it cannot.
-        model: what it is a part of.
-        names: of the parameters and buffers of the model that it has.
+        index: the stage.
+        programs: the graphs for training (True) and evaluation (False), or the error.
+        model: the whole model.
+        names: of the model's parameters and buffers in this stage.
 
     Attributes:
-        tied_elsewhere: the names of its parameters that other stages hold, too.
+        tied_elsewhere: the names of its parameters that other stages have, too.
         cuts: the names of the first blocks of all stages of the model but the first.
     """
 
@@ -231,15 +236,15 @@ class StageModule(nn.Module):
         """Run the stage.
 
         Raises:
-            PlanError: other shapes than the model was captured with, or a mode in which the
-                model cannot be cut as it is.
+            PlanError: the shapes differ from the capture's, or the model cannot be cut in this
+                mode.
         """
         program = self.check_inputs(inputs)
         results = program.graph(*[_find(self, name) for name in program.state], *inputs)
         return results if program.structure is None else program.structure(results)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StageModule:
-        """What ``to`` and the like do to parameters and buffers; programs go where those go."""
+        """Move parameters and buffers, as ``to`` does, and the programs with them."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for mode, program in self._programs.items():
             if isinstance(program, StageGraph):
@@ -248,7 +253,10 @@ class StageModule(nn.Module):
         return self
 
     def check_inputs(self, inputs: Sequence[Tensor | None]) -> StageGraph:
-        """What runs on these inputs; None for one that is not known yet.
+        """The graph for these inputs.
+
+        Args:
+            inputs: the arguments; None for one that is not known yet.
 
         Raises:
             PlanError: as for a call.
@@ -260,10 +268,10 @@ class StageModule(nn.Module):
             raise PlanError(
                 f"stage {self._index} takes {len(program.shapes)} tensors, got {len(inputs)}"
             )
-        for position, (given, shape) in enumerate(zip(inputs, program.shapes, strict=True)):
-            if given is not None and shape is not None and tuple(given.shape) != shape:
+        for position, (tensor, shape) in enumerate(zip(inputs, program.shapes, strict=True)):
+            if tensor is not None and shape is not None and tuple(tensor.shape) != shape:
                 raise PlanError(
-                    f"stage {self._index}: input {position} has shape {list(given.shape)}, but "
+                    f"stage {self._index}: input {position} has shape {list(tensor.shape)}, but "
                     f"the model was captured with {list(shape)}; cut the model again for "
                     "microbatches of this size, or pad them"
                 )
@@ -271,7 +279,7 @@ class StageModule(nn.Module):
 
 
 def _find(module: nn.Module, name: str) -> Any:
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value

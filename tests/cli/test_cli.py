@@ -174,7 +174,7 @@ def test_a_plan_has_the_limit_that_it_keeps(tmp_path: pathlib.Path) -> None:
     )
     refused = run(one, "--limit", int(0.62 * most))
     assert refused.exit_code == 1
-    assert "; a cap that does is " in refused.output
+    assert "; the least cap that works is " in refused.output
 
 
 def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
@@ -302,9 +302,12 @@ def test_inspect_without_gradients_of_inputs() -> None:
         (f"{PLAN} --limit '80 lots'", "expected bytes such as 80GiB, '800 MB' or a"),
         (
             f"{PLAN} --limit 36KiB --microbatches 2,4 --memory lean",
-            "; a cap that does is ",
+            "; the least cap that works is ",
         ),
-        (f"{PLAN} --limit 1KiB", "fit under a cap of 1,024 bytes a rank; a cap that does is"),
+        (
+            f"{PLAN} --limit 1KiB",
+            "fit under a cap of 1,024 bytes a rank; the least cap that works is",
+        ),
         (f"{PLAN} --backend tpu", "unknown backend 'tpu'; known backends: 'eager', "),
         (f"{PIPELINE} --json nowhere/rows.json", "there is no folder nowhere to write rows"),
         (

@@ -96,8 +96,8 @@ def test_a_cut_through_what_is_written_in_place_is_refused() -> None:
 @pytest.mark.parametrize(
     ("cut_at", "message"),
     [
-        (["net.layers.7"], "no module .* did you mean 'net.layers.[0123]'"),
-        (["net"], "where the model begins"),
+        (["net.layers.7"], "not a module .* did you mean 'net.layers.[0123]'"),
+        (["net"], "the start of the model"),
         (["net.head", "net.layers.1"], "increasing"),
     ],
 )

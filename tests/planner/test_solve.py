@@ -76,7 +76,7 @@ def test_a_cap_is_kept_or_one_that_can_be_is_named(data: st.DataObject) -> None:
         (
             {"memory": {"cap": 3.0}},
             CapError,
-            "fit under a cap of 3 bytes a rank; a cap that does is",
+            "fit under a cap of 3 bytes a rank; the least cap that works is",
         ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
