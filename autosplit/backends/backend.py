@@ -88,6 +88,8 @@ def collecting_new_objects_only() -> Iterator[None]:
         # Whoever looks for leaks (gc.DEBUG_SAVEALL) is to be told of others than these.
         flags = gc.get_debug()
         gc.set_debug(0)
+        # Twice: autograd's graph, which the first collection drops, holds other tensors from C++.
+        gc.collect(0)
         gc.collect(1)
         gc.set_debug(flags)
         if enabled:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.board import describe_error
-from autosplit.torch_internals.distributed import timeout_of
+from autosplit.torch_internals.distributed import is_fake, timeout_of
 from autosplit.torch_internals.pipelining_stage import Agreed
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -38,10 +38,12 @@ class NeighbourError(PipelineError):
 
 
 class Agreement:
-    """One exchange between all ranks of a pipeline. Every rank begins it in the same step.
+    """One exchange between all ranks of a pipeline. Every rank begins it in the same step. In a
+    fake group, no other rank answers: ``input_args`` say what this rank's stages would receive.
 
     Args:
         group: of the pipeline.
+        store: of the group.
         device: of this rank's stages.
         trains: whether there will be a backward.
 
@@ -49,10 +51,13 @@ class Agreement:
         trains: see above.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, trains: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, store: Any, device: torch.device, trains: bool
+    ) -> None:
         self.trains = trains
-        self._store: Any = group.get_group_store()
-        self._ranks = group.size()
+        self._store = store
+        self._dry = is_fake(group)
+        self._ranks = 1 if self._dry else group.size()
         self._patience = timeout_of(group, device).total_seconds()
         # How many a rank has begun; the same number on all.
         self._round = self._store.add(_begun(group.rank()), 1)
@@ -61,7 +66,7 @@ class Agreement:
         """Whether a rank of the group has begun it: not before its step, and never if its stages
         are torch's own.
         """
-        return bool(self._store.add(_begun(rank), 0) >= self._round)
+        return self._dry or bool(self._store.add(_begun(rank), 0) >= self._round)
 
     def run(
         self,
@@ -87,7 +92,7 @@ class Agreement:
         try:
             for stage in stages:
                 at = stage.stage_index
-                heard = ([()] * len(args), None) if at == 0 else self._hear(at - 1, "outputs")
+                heard = self._inputs(stage, len(args))
                 self._tell(at, "outputs", self._trace(stage, Agreed(*heard), args, kwargs))
             for stage in reversed(stages) if self.trains else ():
                 at = stage.stage_index
@@ -97,8 +102,7 @@ class Agreement:
                         "where loss_fn(output, target) needs it: call "
                         "schedule.step(..., target=...) there"
                     )
-                come = [] if stage.is_last else self._hear(at + 1, "gradients")
-                self._tell(at, "gradients", _wanted(stage, come))
+                self._tell(at, "gradients", _wanted(stage, self._gradients(stage)))
             self._end()
         except Exception as error:
             if not isinstance(error, NeighbourError):
@@ -106,6 +110,25 @@ class Agreement:
                     said = f"stage {at} failed: {describe_error(error)}"
                     self._store.compare_set(self._key("failure"), "", said)
             raise
+
+    def _inputs(self, stage: SplitPipelineStage, microbatches: int) -> Any:
+        """What a stage receives in each microbatch, and its structure."""
+        if stage.is_first or self._is_missing(stage, stage.stage_index - 1):
+            return [() if stage.is_first else stage.example_inputs()] * microbatches, None
+        return self._hear(stage.stage_index - 1, "outputs")
+
+    def _gradients(self, stage: SplitPipelineStage) -> Sequence[bool]:
+        """For which of a stage's outputs a gradient comes back."""
+        if stage.is_last:
+            return []
+        if self._is_missing(stage, stage.stage_index + 1):
+            return [meta.requires_grad for meta in stage.agreed.results[0].metas]
+        heard: Sequence[bool] = self._hear(stage.stage_index + 1, "gradients")
+        return heard
+
+    def _is_missing(self, stage: SplitPipelineStage, neighbour: int) -> bool:
+        rank = stage.stage_index_to_group_rank[neighbour]
+        return self._dry and rank != stage.group_rank
 
     def _trace(
         self,

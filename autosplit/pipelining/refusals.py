@@ -5,7 +5,7 @@ Errors of a stage's forward as the user meets them: the forward's own, and those
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -17,36 +17,14 @@ from autosplit.module import SplitModule
 from autosplit.pipelining.results import described
 from autosplit.runtime.refusals import misfit
 
-_NOT_TAKEN = ("dw_builder", "input_grads", "output_grads", "get_mesh")
-"""Arguments of torch's stage that a split one does not take."""
 _TORCHS = (
     "around module = autosplit.split(submodule), with "
     "dw_builder=autosplit.pipelining.dw_builder(module)"
 )
 
 
-def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that are torch's, or nobody's.
-
-    Raises:
-        PipelineError: torch's stage takes it.
-        TypeError: nor does torch's stage.
-    """
-    for name, value in given.items():
-        if name not in _NOT_TAKEN:
-            raise TypeError(
-                f"SplitPipelineStage.__init__() got an unexpected keyword argument {name!r}"
-            )
-        if value is not None:
-            raise PipelineError(
-                f"SplitPipelineStage takes no {name}: it runs W itself, and stages agree on "
-                "gradients before the first microbatch. Leave it out; or keep torch's "
-                f"PipelineStage {_TORCHS}"
-            )
-
-
-def check_group(group: Any) -> None:
-    """Refuse to make a stage without a process group, or with something else.
+def check_group() -> None:
+    """Refuse to make a stage without a process group.
 
     Raises:
         PipelineError: says what is missing.
@@ -55,11 +33,6 @@ def check_group(group: Any) -> None:
         raise PipelineError(
             "a stage of torch.distributed.pipelining needs a process group: call "
             "torch.distributed.init_process_group(), or use autosplit.pipeline.process_group()"
-        )
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise PipelineError(
-            f"group must be a ProcessGroup of this rank or None, got {type(group).__name__}; give "
-            "arguments from the seventh on by name, torch's stage has others there in some versions"
         )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autosplit.errors import CaptureError
+from autosplit.errors import CaptureError, PipelineError
 from autosplit.passes import CollectiveCosts
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
@@ -31,7 +31,6 @@ from autosplit.torch_internals.pytree import tree_unflatten
 from .refusals import (
     check_group,
     failed_call,
-    refuse_arguments,
     refuse_unfit_call,
     refused_capture,
     unwrapped,
@@ -73,41 +72,46 @@ class SplitPipelineStage(RuntimeStage):
         submodule: nn.Module,
         stage_index: int,
         num_stages: int,
-        device: torch.device,
+        device: torch.device | str | int,
         input_args: Tensor | tuple[Tensor, ...] | None = None,
         output_args: Tensor | tuple[Tensor, ...] | None = None,
-        group: dist.ProcessGroup | None = None,
-        *,
+        *torchs: Any,
         backend: str = "eager",
         memory: str | int = "balanced",
         overlap: CollectiveCosts | None = None,
         **others: Any,
     ) -> None:
-        """The first seven arguments are those of torch's stage.
+        """Arguments without a name are those of torch's stage, in its order.
 
         Args:
             submodule: the stage's module; of a split module, the module inside.
             stage_index: its place in the pipeline.
             num_stages: how many stages there are.
             device: where it runs.
-            input_args: not used, as stages agree on shapes before the first microbatch.
-            output_args: likewise.
-            group: the ranks of the pipeline; None for all.
+            input_args: what the stage receives in a process group "fake", where no other rank can
+                say it; else not used, as stages agree on shapes before the first microbatch.
+            output_args: not used.
+            torchs: what torch's stage takes after these, in the order of its version.
             backend: how graphs are run, see ``autosplit.split``.
             memory: what one microbatch holds, see ``autosplit.split``.
             overlap: what collectives take, see ``autosplit.split``.
-            others: what torch's stage takes besides is refused.
+            others: the same by name: ``group``, the ranks of the pipeline, all if there is none;
+                ``dw_builder``, called as torch calls it: a runner that it returns at I runs after
+                our W, at B both follow it. Gradients and meshes that it takes are not used.
 
         Raises:
-            PipelineError: there is no process group, or an argument that only torch's stage takes.
+            PipelineError: there is no process group.
             SplitError: an unknown backend or memory setting; lists the known ones.
+            TypeError: an argument that torch's stage does not take.
         """
-        del input_args, output_args  # in torch's places
-        refuse_arguments(others)
-        check_group(group)
+        del output_args  # in torch's place
+        check_group()
         self.stage_index = stage_index  # the base class sets the module first
         self._options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
-        super().__init__(submodule, stage_index, num_stages, device, group=group)
+        # Of example arguments torch 2.11 makes a call of the module.
+        place = (submodule, stage_index, num_stages, torch.device(device), None, None)
+        super().__init__(*place, *torchs, **others)
+        self._examples = (input_args,) if isinstance(input_args, Tensor) else input_args
         self._results: dict[SplitFunctions, Results] = {}
         self._step = StageStep(self)
         self._forget()
@@ -144,6 +148,7 @@ class SplitPipelineStage(RuntimeStage):
         self._roots: dict[int, list[tuple[int, Tensor]]] = {}
         self._losses: dict[int, LossBoundary] = {}
         self._steady: dict[CallSignature, tuple[SplitFunctions, Results, State]] = {}
+        self.dw_runner.clear()
 
     @property
     def functions(self) -> SplitFunctions:
@@ -160,6 +165,20 @@ class SplitPipelineStage(RuntimeStage):
         super().clear_runtime_states()
         self._forget()
         self._step.begin()
+
+    def example_inputs(self) -> list[TensorMeta]:
+        """What the stage receives, as ``input_args`` say; floating tensors need a gradient.
+
+        Raises:
+            PipelineError: it was made without.
+        """
+        if self._examples is None:
+            raise PipelineError(
+                f"{self._owner}: no other rank of a process group 'fake' says what this stage "
+                "receives: give SplitPipelineStage(..., input_args=) tensors as of a microbatch"
+            )
+        metas = map(TensorMeta.of, self._examples)
+        return [replace(meta, requires_grad=meta.dtype.is_floating_point) for meta in metas]
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Results:
         """Capture and compile the module for inputs like these, of the first microbatch or of
@@ -248,8 +267,10 @@ class SplitPipelineStage(RuntimeStage):
             self._hand_to_roots(chunk, found)
         elif not full_backward:
             self._weights.in_flight.put(chunk, flight)
-        if full_backward and last_backward:
-            self._end()
+        if self.dw_builder:
+            self.dw_runner[chunk] = self.dw_builder()
+        if full_backward:
+            self._after_weights(chunk, last_backward)
         self._send_back(chunk, metas, found)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -260,7 +281,13 @@ class SplitPipelineStage(RuntimeStage):
         with torch.no_grad(), without_autocast():
             self._called("W", bwd_chunk_id, self._weights.run, bwd_chunk_id)
         self._hand_over()
-        if last_backward:
+        self._after_weights(bwd_chunk_id, last_backward)
+
+    def _after_weights(self, chunk: int, last: bool) -> None:
+        """W of a microbatch has run, which may be the last of the step."""
+        if chunk in self.dw_runner:
+            self.dw_runner.pop(chunk)()
+        if last:
             self._end()
 
     def _hand_over(self) -> None:

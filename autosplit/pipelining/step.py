@@ -18,6 +18,7 @@ from autosplit.pipeline.engine.board import Board, Fault
 from autosplit.pipeline.engine.first_error import RankError
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action
+from autosplit.torch_internals.distributed import store_of
 from autosplit.torch_internals.pipelining_schedules import (
     action_lists,
     described,
@@ -132,7 +133,7 @@ class ScheduleSteps:
             self._refuse_torchs_stages()
         trains, self._due = stages[0].has_backward, None
         if done is None or done.trains != trains or any(s.agreement is not done for s in stages):
-            self._due = Agreement(self._group, stages[0].device, trains)
+            self._due = Agreement(self._group, self._store, stages[0].device, trains)
         if self._connected:  # else when the schedule has connected the ranks, and asks for it
             self.agree()
 
@@ -149,7 +150,7 @@ class ScheduleSteps:
         """The fault that ends the steps; None where all ranks know of the error, which came before
         the first microbatch.
         """
-        board = Board(self._group.get_group_store())
+        board = Board(self._store)
         fault = board.first()
         if fault is None and not self._agreeing:
             where = f"a step of {self.running.name}"
@@ -178,7 +179,7 @@ class ScheduleSteps:
             self.running = described(schedule)
             self._check_placement()
             first = self.running.stages[0]
-            self._group = first.ranks
+            self._group, self._store = first.ranks, store_of(first.ranks)
             self._lists = action_lists(schedule)
 
     def _check_placement(self) -> None:

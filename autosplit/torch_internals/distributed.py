@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import ShardedError, SplitError
@@ -74,9 +76,22 @@ def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long a group waits for communication of tensors on a device."""
-    found: timedelta = group._get_backend(device).options._timeout
+    """How long a group waits for communication of tensors on a device; torch's default where its
+    backend has no options.
+    """
+    options: Any = getattr(group._get_backend(device), "options", None)
+    found: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return found
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether the backend of a group is "fake": this process dry-runs one of its ranks alone."""
+    return str(dist.get_backend(group)) == "fake"
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store of a group; a new one for a fake group, whose own may keep nothing."""
+    return dist.HashStore() if is_fake(group) else group.get_group_store()  # type: ignore[attr-defined]
 
 
 def refuse_sharded(module: nn.Module) -> None:

@@ -94,11 +94,11 @@ class RuntimeStage(PipelineStage):
     agreement: object
     ranks: dist.ProcessGroup
 
-    def __init__(self, *place: Any, group: dist.ProcessGroup | None) -> None:
-        super().__init__(*place, group=group)  # type: ignore[misc]
+    def __init__(self, *torchs: Any, **others: Any) -> None:
+        super().__init__(*torchs, **others)
         self.args_recv_info = {0: ()}  # schedules look for stages that skip others in it
         self.agreed, self.agreement = Agreed(), None
-        self.ranks = group or dist.group.WORLD  # type: ignore[assignment]
+        self.ranks = self.group or dist.group.WORLD  # type: ignore[assignment]
         self.fwd_cache: dict[int, tuple[Tensor, ...]] = {}  # type: ignore[assignment]
         self._inputs: dict[int, Sequence[Tensor | None]] = {}
         self._gradients: dict[int, Sequence[Tensor | None]] = {}
