@@ -82,6 +82,10 @@ class DeferralWarning(UserWarning):
         return True
 
 
+class AnomalyError(SplitError, RuntimeError):
+    """A gradient has a NaN under ``torch.autograd.detect_anomaly()``; a RuntimeError, too."""
+
+
 class ScheduleError(AutosplitError):
     """A pipeline schedule is unknown, malformed or illegal."""
 

@@ -12,14 +12,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from autosplit.torch_internals.autograd import (
     add_gradient,
     add_gradients,
     at_end_of_backward,
-    refuse_nan,
     visit_leaves,
     without_autocast,
     without_grad,
@@ -83,7 +81,7 @@ class Delivery:
         """
         work = works[0]
         leaves, homes = work.leaves, work.slots
-        if len(works) > 1 or work.skipped or leaves is None or torch.is_anomaly_enabled():
+        if len(works) > 1 or work.skipped:
             leaves = None
         if leaves is not None and len({*homes}) == len(homes):  # as a rule
             grads = work.gradients()
@@ -94,8 +92,6 @@ class Delivery:
         for work in works:
             made = work.gradients()
             names, borrowed = work.graph.parameter_names, work.graph.dependence.borrowed
-            if torch.is_anomaly_enabled():
-                refuse_nan(dict(zip(names, made, strict=True)))
             for name, grad in zip(names, made, strict=True):
                 leaf = None if name in work.skipped else work.state.get(name)
                 if leaf is None:

@@ -25,7 +25,9 @@ from autosplit.errors import BackendError, SplitError
 from autosplit.passes import Kind, PassError, Role
 from autosplit.passes.graph import inputs, outputs
 from autosplit.passes.manager import accumulating
-from autosplit.torch_internals.autograd import add_together
+from autosplit.torch_internals.autograd import add_together, checks_nan
+
+from .anomaly import copied, refuse_nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +175,30 @@ class GradientGraph:
             pool: what was to be given, in that order; emptied.
             gradients: what to add into.
             dtype: of these; None where each has its gradient's own.
+
+        Raises:
+            AnomalyError: under anomaly detection, a gradient has a NaN.
         """
+        if checks_nan():
+            return self._checked(pool, gradients, dtype)
+        return self._run(pool, gradients, dtype)
+
+    def _checked(
+        self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
+    ) -> tuple[list[Any], Sequence[Tensor]]:
+        # Of sharded parameters there may be nothing to copy yet.
+        given = None
+        if self._backend.gathering is None:
+            given = dict(zip(self._given, copied(pool), strict=True))
+        results, made = self._run(pool, gradients, dtype)
+        wanted = [*self._others, *(Role(Kind.PARAMETER_GRAD, name) for name in self.parameters)]
+        returned = zip(wanted, [*results, *made], strict=True)
+        refuse_nan(self._name, returned, self._module, given)
+        return results, made
+
+    def _run(
+        self, pool: list[Any], gradients: Sequence[Tensor] | None, dtype: torch.dtype | None
+    ) -> tuple[list[Any], Sequence[Tensor]]:
         inside = gradients is not None and not self._adds_outside
         if gradients is not None and inside:
             pool += gradients

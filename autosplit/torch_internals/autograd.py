@@ -302,15 +302,9 @@ def add_gradient(parameter: Tensor, home: Any, grad: Tensor, borrowed: bool) -> 
         total.add_(grad)
 
 
-def refuse_nan(named: Mapping[str, Tensor]) -> None:
-    """As the engine does under anomaly detection.
-
-    Raises:
-        RuntimeError: a gradient has a NaN; says whose.
-    """
-    for name, grad in named.items() if torch.is_anomaly_check_nan_enabled() else ():
-        if grad.isnan().any():
-            raise RuntimeError(f"W returned nan values in the gradient of {name}")
+def checks_nan() -> bool:
+    """Whether ``torch.autograd.detect_anomaly()`` is on, with its check of gradients."""
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 class _Visit(torch.autograd.Function):

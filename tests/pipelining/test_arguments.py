@@ -56,15 +56,15 @@ def step_differs(stage: Any) -> bool:
     for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
         (mean_square(plain(a), b) / 2).backward()
     pairs = zip(module.parameters(), plain.parameters(), strict=True)
-    return not all(torch.equal(mine.grad, other.grad) for mine, other in pairs)  # type: ignore[arg-type]
+    return not all(torch.equal(mine.grad, other.grad) for mine, other in pairs)
 
 
 @pytest.mark.parametrize("name", _NAMES)
 @pytest.mark.usefixtures("alone")
 def test_each_argument_of_torchs_stage(name: str) -> None:
     for value in VALUES[name]():
-        given = {"submodule": nn.Linear(4, 4), "stage_index": 0, "num_stages": 1, "device": CPU}
-        given[name] = value
+        given: dict[str, Any] = {"submodule": nn.Linear(4, 4), "stage_index": 0, "num_stages": 1}
+        given |= {"device": CPU, name: value}
         stage = SplitPipelineStage(**given)
         assert not step_differs(stage)
         placed = SplitPipelineStage(*map(given.get, _NAMES[: max(4, _NAMES.index(name) + 1)]))  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def one_of_two() -> Iterator[None]:
 @pytest.mark.usefixtures("one_of_two")
 def test_a_dry_run_of_one_rank() -> None:
     modules = {at: block() for at in (0, 2)}
-    stages = [
+    stages: list[Any] = [
         SplitPipelineStage(module, at, 4, CPU, torch.randn(4, 4)) for at, module in modules.items()
     ]
     schedule = schedules.ScheduleInterleaved1F1B(stages, 2, loss_fn=mean_square)
@@ -123,7 +123,7 @@ def test_a_dry_run_of_one_rank() -> None:
 
 @pytest.mark.usefixtures("one_of_two")
 def test_a_dry_run_needs_examples_of_what_comes() -> None:
-    stages = [SplitPipelineStage(block(), at, 4, CPU) for at in (0, 2)]
+    stages: list[Any] = [SplitPipelineStage(block(), at, 4, CPU) for at in (0, 2)]
     schedule = schedules.ScheduleInterleaved1F1B(stages, 2, loss_fn=mean_square)
     with pytest.raises(PipelineError, match=r"stage 2 .*'fake' says what this .*input_args="):
         schedule.step(torch.randn(8, 4))
