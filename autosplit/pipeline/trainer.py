@@ -169,7 +169,7 @@ class PipelineTrainer:
         self._max_norm = max_grad_norm
         self._norm: float | None = None
         self._losses: Tensor | None = None
-        self._nonfinite, self._moves, self._skipped = run.nonfinite, True, 0
+        self._nonfinite, self._optimizer_moves, self._skipped = run.nonfinite, True, 0
         self.device, self.mesh = choose_device(device, layout), mesh
         self._begin(source, loss_fn, optimizer_fn, options, schedule, layout)
 
@@ -306,6 +306,8 @@ class PipelineTrainer:
                 for a model that was cut with named ones. A rank uses the inputs that its stages
                 take (in a chain, the first stage all of them), and of the targets those on the
                 last stage's rank. ``()`` are no targets. With ``target``, the inputs alone.
+                A tensor that needs a gradient gets that of the step's loss, as from ``backward()``,
+                on the one rank whose stage takes it; others pass it detached, or None.
             target: the targets, where ``batch`` is not a pair, as in torch's pipelines:
                 ``step(x, target=y)``; a rank may leave out either.
             named: the inputs, of a model that was cut with named ones: ``step(input_ids=ids,
@@ -324,7 +326,7 @@ class PipelineTrainer:
         """
         start = perf_counter()
         losses = self.forward_backward(batch, target, **named)
-        if self._moves:
+        if self._optimizer_moves:
             with self._guard("the optimizer step"):
                 self._held.step(self._max_norm, self._norm, self._meet)
         self._seconds = perf_counter() - start
@@ -364,11 +366,12 @@ class PipelineTrainer:
             self._losses = None
             agreement = self._runner.train(paired(batch, target, named), waits=False)
         if self._max_norm is None and self._nonfinite != "skip":
-            agreement.check_here()
+            agreement.check_local()
+            self._runner.backward_batch()
         else:
             agreement.wait()
-            self._settle(agreement)
-        if self._moves:
+            self._decide(agreement)
+        if self._optimizer_moves:
             with self._guard("the optimizer step"):
                 self._held.step(self._max_norm, self._norm)
         return agreement
@@ -387,18 +390,20 @@ class PipelineTrainer:
         with self._guard("the forward and backward"):
             agreement = self._runner.train(paired(batch, target, named))
         self._losses = losses = agreement.wait()
-        self._settle(agreement)
+        self._decide(agreement)
         self._computing = self._seconds = perf_counter() - start
         return losses
 
-    def _settle(self, agreement: Agreement) -> None:
+    def _decide(self, agreement: Agreement) -> None:
         """Take note of a step's norm, and whether optimizers may move by its gradients; all ranks
         decide alike.
         """
         if self._max_norm is not None:
             self._norm = agreement.norm()
-        self._moves = self._nonfinite == "ignore" or agreement.finite
-        if not self._moves:
+        self._optimizer_moves = self._nonfinite == "ignore" or agreement.finite
+        if self._optimizer_moves:
+            self._runner.backward_batch()
+        else:
             self._held.drop_gradients()
             self._skipped += 1
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -19,7 +20,7 @@ from autosplit.stage import Stage
 from .first_error import ActionError, LostPeerError, RankActivity
 from .moves import Moves
 from .timing import Recorder
-from .transport import Transport, arguments, output_gradients
+from .transport import Transport, added, arguments, output_gradients
 
 # --- what is asked of stages ----------------------------------------------------------------------
 
@@ -101,8 +102,11 @@ class Executor:
             only runs forward.
         place: is told what the rank is doing.
         moves: carries out the schedule's moves, where there are any.
+        batch_arguments: of stages the arguments from the batch that need a gradient: a name by
+            place.
 
     Attributes:
+        batch_gradients: of the last run the gradients of these, by name and microbatch.
         schedule: see above.
         messages: see above.
         moves: see above.
@@ -122,8 +126,10 @@ class Executor:
         loss_grad: Tensor | None,
         place: RankActivity | None = None,
         moves: Moves | None = None,
+        batch_arguments: Mapping[int, Mapping[int, Hashable]] = MappingProxyType({}),
     ) -> None:
-        self._stages = stages
+        self._stages, self._batch_arguments = stages, batch_arguments
+        self.batch_gradients: dict[Any, dict[int, Tensor]] = defaultdict(dict)
         self._last = schedule.stages - 1
         self._rank = rank
         self.messages = messages
@@ -165,6 +171,7 @@ class Executor:
             LostPeerError: a peer died or did not answer in time.
         """
         self._targets, self._losses = targets, {}
+        self.batch_gradients.clear()
         for own, given in zip(self._inputs, inputs, strict=False):  # none where no stage takes any
             own[:] = given
         self._recorder = recorder
@@ -249,8 +256,7 @@ class Executor:
             return Step(action, partial(stage.backward_weight, microbatch))
         fused = kind is ActionKind.BACKWARD
         backward = partial(stage.backward if fused else stage.backward_input, microbatch)
-        send = self.messages.sender(result_of(action))
-        return Step(action, backward, self._gradients_of(action), send)
+        return Step(action, backward, self._gradients_of(action), self._gradients_to(action))
 
     def _recomputing(self, action: Action) -> Any:
         stage = self._stages[action.stage]
@@ -287,6 +293,23 @@ class Executor:
         feeds = self.messages.feeds
         receives = [self.messages.receiver(each) for each in parcels_for(action, feeds)]
         return output_gradients(action.stage, feeds, receives)
+
+    def _gradients_to(self, action: Action) -> Callable[[Values], None] | None:
+        send = self.messages.sender(result_of(action))
+        names = self._batch_arguments.get(action.stage)
+        if not names:
+            return send
+
+        def keep(gradients: Values) -> None:
+            for place, name in names.items():
+                row = self.batch_gradients[name]
+                total = added(row.get(action.microbatch), gradients[place])
+                if total is not None:
+                    row[action.microbatch] = total
+            if send is not None:
+                send(gradients)
+
+        return keep
 
     def _held_outside(self, microbatch: int) -> list[Tensor]:
         """Tensors of a microbatch that are held besides by whoever gave them."""

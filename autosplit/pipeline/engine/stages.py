@@ -258,8 +258,9 @@ def build_stages(
         feeds: who feeds whom.
         groups: the trainer's process groups.
         factory: makes a stage.
-        inputs: one microbatch's inputs; only those that this rank's stages take are needed.
-        targets: one microbatch's targets; only the last stage's rank needs them.
+        inputs: one microbatch's inputs, as examples; only those that this rank's stages take are
+            needed.
+        targets: one microbatch's targets, likewise; only the last stage's rank needs them.
         device: where example inputs are made.
 
     Raises:
@@ -275,7 +276,7 @@ def build_stages(
         if index in modules:
             args = _examples(index, feeds, boundaries, inputs, device)
             if index == stages - 1:
-                args += [tensor.detach() for tensor in targets]
+                args += targets
             stage = built[index] = factory(modules[index], args, index=index)
             metas = tuple([TensorMeta(*spec) for spec in stage.output_specs])
             feeds.check_outputs(index, len(metas))
@@ -321,12 +322,8 @@ def _examples(
         return lambda: [_example(meta, device) for meta in wanted]
 
     receives = [made_by(stage) for stage in feeds.sources(index)]
-    found = arguments(index, feeds, receives, lambda: [_detached(each) for each in inputs])()
+    found = arguments(index, feeds, receives, lambda: [*inputs])()
     return [each for each in found if each is not None]
-
-
-def _detached(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach()
 
 
 def _example(meta: TensorMeta, device: torch.device) -> Tensor:

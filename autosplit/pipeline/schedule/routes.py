@@ -175,6 +175,13 @@ class Feeds:
         inputs = (source for stage in stages for source in self.wiring.inputs[stage])
         return frozenset(source.position for source in inputs if source.stage is None)
 
+    def batch_places(self, stage: int, position: int) -> list[int]:
+        """The places among the arguments of a stage at which it takes one of the batch's inputs."""
+        if self.wiring is None:
+            return [] if stage else [position]
+        sources = enumerate(self.wiring.inputs[stage])
+        return [at for at, source in sources if source == Source(None, position)]
+
     @property
     def first_from_batch(self) -> int:
         """The first stage that takes any of the batch's inputs; 0 if none does."""

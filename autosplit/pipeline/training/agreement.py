@@ -186,7 +186,7 @@ class Agreement:
         with self._guard("the end of a step"):
             return math.sqrt(self._numbers()[self._squares].item())
 
-    def check_here(self) -> None:
+    def check_local(self) -> None:
         """Refuse gradients of this rank that are not finite, without waiting for others.
 
         Raises:

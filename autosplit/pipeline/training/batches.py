@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -32,6 +33,9 @@ Batch: TypeAlias = "tuple[Inputs | None, Part | None]"
 
 Metas: TypeAlias = "dict[str, TensorMeta]"
 """What there is of a batch, by path: ``inputs``, or ``inputs[0]`` where there may be several."""
+
+BatchSlot: TypeAlias = "tuple[str, int]"
+"""A tensor of a batch: one of its ``inputs`` or of its ``targets``, by number."""
 
 Microbatches: TypeAlias = "list[list[Any]]"
 """Per microbatch its tensors, in order; None for what this rank does not take."""
@@ -90,9 +94,29 @@ class BatchSplitter:
             if takes is not None and place not in takes:
                 pieces.append([None] * self._count)
                 continue
-            moved = tensor.to(self._device, non_blocking=True)
+            moved = tensor.detach().to(self._device, non_blocking=True)
             pieces.append(moved.chunk(self._count) if moved.dim() else [moved] * self._count)
         return [*map(list, zip(*pieces, strict=True))] or [[] for _ in range(self._count)]
+
+    def requiring_grad(self, batch: Batch | None) -> dict[BatchSlot, Tensor]:
+        """The tensors of a batch that ``given`` takes which need a gradient.
+
+        Raises:
+            PipelineError: no stage of this rank takes one of them.
+        """
+        tensors = {}
+        for (name, takes), part in zip(self._takes.items(), batch or (), strict=False):
+            for place, (path, tensor) in enumerate(self._by_path(name, part).items()):
+                if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                    continue
+                if takes is not None and place not in takes:
+                    raise PipelineError(
+                        f"the batch's {path} needs a gradient, and no stage of this rank takes it: "
+                        "pass it detached (x.detach()) or leave it out (None) here, and with a "
+                        "gradient on the rank whose stage takes it"
+                    )
+                tensors[name, place] = tensor
+        return tensors
 
     def _in_order(self, part: Any) -> Sequence[Any]:
         if isinstance(part, Mapping):
@@ -186,7 +210,7 @@ def _kind(value: object) -> str:
 def signature(batch: object) -> Hashable:
     """Tells batches apart by shape, as one rank was given them."""
     if isinstance(batch, Tensor):
-        return batch.shape, batch.dtype
+        return batch.shape, batch.dtype, batch.requires_grad
     if isinstance(batch, Mapping):
         return tuple([(name, signature(each)) for name, each in batch.items()])
     if isinstance(batch, tuple | list):
@@ -203,8 +227,11 @@ _ADVICE_TO_REPLICAS = (
 )
 
 
-def agree_on_batch(refused: str, given: Mapping[str, Tensor], groups: Groups) -> Metas:
-    """Have all ranks take a batch, or none of them: what there is of it on any; collective.
+def agree_on_batch(
+    refused: str, given: Mapping[str, Tensor], requiring_grad: Iterable[BatchSlot], groups: Groups
+) -> tuple[Metas, frozenset[BatchSlot]]:
+    """Have all ranks take a batch, or none of them: what there is of it on any, and which of it
+    needs a gradient; collective.
 
     Replicas of the pipeline have samples of their own, as many as each other: the mean of their
     gradients is that of all samples. Without it, ranks would wait for one that refuses, and a loss
@@ -213,13 +240,16 @@ def agree_on_batch(refused: str, given: Mapping[str, Tensor], groups: Groups) ->
     Args:
         refused: why this rank takes no such batch; empty where it does.
         given: what it was given, by path.
+        requiring_grad: which tensors of it need a gradient.
         groups: the trainer's process groups.
 
     Raises:
-        BatchError: on every rank: one refuses it, or two were given different batches.
+        BatchError: on every rank: one refuses it, two were given different batches, or a tensor
+            does not need a gradient on exactly one rank of each pipeline.
     """
     own = {path: TensorMeta.of(tensor) for path, tensor in given.items()}
-    said = groups.everybody.gather((refused, own))
+    heard = groups.everybody.gather((refused, own, [*requiring_grad]))
+    said = [(text, metas) for text, metas, _ in heard]
     for rank, (text, _) in enumerate(said):
         if text:
             raise BatchError(refused or f"rank {rank} refuses its batch: {text}")
@@ -244,7 +274,57 @@ def agree_on_batch(refused: str, given: Mapping[str, Tensor], groups: Groups) ->
             "sample; one without dimensions goes whole to each microbatch. If ranks were given "
             f"different batches, {advice}"
         )
-    return {path: meta for _, metas in said for path, meta in metas.items()}
+    slots = _agree_on_grad_slots([row for _, _, row in heard], groups.layout.pipelines)
+    return {path: meta for _, metas in said for path, meta in metas.items()}, slots
+
+
+def _agree_on_grad_slots(
+    slots_by_rank: Sequence[Iterable[BatchSlot]], pipelines: Sequence[Sequence[int]]
+) -> frozenset[BatchSlot]:
+    """Which tensors of the batch need a gradient.
+
+    Raises:
+        BatchError: one does not need it on exactly one rank of each pipeline.
+    """
+    holders = defaultdict[BatchSlot, list[int]](list)
+    for rank, slots in enumerate(slots_by_rank):
+        for slot in slots:
+            holders[slot].append(rank)
+    for (name, number), ranks in holders.items():
+        if any(sum(rank in row for rank in ranks) != 1 for row in pipelines):
+            raise BatchError(
+                f"number {number} of the batch's {name} needs a gradient on the ranks {ranks}, and "
+                f"must on exactly one rank of each of the pipelines {[*map(list, pipelines)]}: on "
+                "several, each would give a part of it. Let one stage take it and hand it on, or "
+                "pass it detached (x.detach())"
+            )
+    return frozenset(holders)
+
+
+def deliver_gradients(
+    tensors: Mapping[BatchSlot, Tensor],
+    gradients: Mapping[BatchSlot, Mapping[int, Tensor]],
+    count: int,
+    shares: int,
+) -> None:
+    """Give tensors of a batch their gradients, as ``backward()`` of the step's loss does.
+
+    Args:
+        tensors: those that need a gradient.
+        gradients: of the mean over the microbatches, by microbatch, those that are there.
+        count: how many microbatches there are.
+        shares: how many shares of the batch the loss is the mean of.
+    """
+    reached, totals = [], []
+    for slot, tensor in tensors.items():
+        if row := gradients.get(slot):
+            zeros = torch.zeros_like(next(iter(row.values())))
+            parts = [row.get(microbatch, zeros) for microbatch in range(count)]
+            total = torch.cat(parts) if tensor.dim() else torch.stack(parts).sum(0)
+            reached.append(tensor)
+            totals.append((total / shares if shares > 1 else total).to(tensor.device))
+    if reached:
+        torch.autograd.backward(reached, totals)
 
 
 def check_static(now: Metas, first: Metas) -> None:

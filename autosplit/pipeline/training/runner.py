@@ -41,12 +41,14 @@ from autosplit.stage import Stage
 from .agreement import Agreement
 from .batches import (
     Batch,
+    BatchSlot,
     BatchSplitter,
     Metas,
     Microbatches,
     agree_on_batch,
     check_static,
     compare_contents,
+    deliver_gradients,
     signature,
     summary_of,
 )
@@ -76,6 +78,7 @@ class ShapedStep:
     Attributes:
         metas: what they are.
         evaluates: whether it only runs forward.
+        grad_slots: which of it needs a gradient, on any rank.
         boundaries: the shapes between stages.
         dtype: of the losses, once one has run.
         stages: those of the rank, in training; empty until the first such batch.
@@ -84,6 +87,7 @@ class ShapedStep:
 
     metas: Metas
     evaluates: bool
+    grad_slots: frozenset[BatchSlot] = frozenset()
     boundaries: Boundaries = field(default_factory=Boundaries)
     dtype: torch.dtype = torch.float32
     stages: Mapping[int, TrainableStage] = field(default_factory=dict)
@@ -166,6 +170,7 @@ class Runner:
         self._observer: Observer | None = None
         self._faces: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
         self._known: dict[nn.Module, Stage] = {}
+        self._grad_tensors: Mapping[BatchSlot, Tensor] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
         self._contents_compared = self._limited = False
@@ -186,6 +191,8 @@ class Runner:
             Losses and norm on their way.
         """
         step, executor, inputs, targets = self._ready(batch, waits=waits)
+        self._grad_tensors = self._split.requiring_grad(batch) if step.grad_slots else {}
+        self._batch_gradients = executor.batch_gradients
         held, memory, microbatches = self._held, self.memory, inputs + targets
         recorder = self._recorder if self.record or self._tuner is not None else None
         memory.recorder = None
@@ -213,6 +220,13 @@ class Runner:
                 self._tuner = None
                 self._adopt(found)
         return self._agree(step, losses, microbatches, norms)
+
+    def backward_batch(self) -> None:
+        """Give the tensors of the last batch that need a gradient theirs."""
+        count, shares = self.schedule.microbatches, self._groups.layout.shares
+        tensors, self._grad_tensors = self._grad_tensors, {}
+        with self._guard("the backward of what made the batch"):
+            deliver_gradients(tensors, self._batch_gradients, count, shares)
 
     def predict(self, batch: Batch | None) -> RankMemory:
         """Knows what a step will hold on this rank; its stages are built and its schedule chosen,
@@ -250,8 +264,8 @@ class Runner:
                 self._feeds,
                 self._groups,
                 self._stage,
-                inputs=inputs[0] if inputs else (),
-                targets=targets[0] if targets else (),
+                inputs=_examples(step, "inputs", inputs),
+                targets=_examples(step, "targets", targets),
                 device=self._device,
             )
         with place("compiling its stages"):
@@ -284,8 +298,22 @@ class Runner:
             loss_grad=loss_grad,
             place=groups.place,
             moves=moves,
+            batch_arguments=self._batch_arguments(step),
         )
         return step.executor
+
+    def _batch_arguments(self, step: ShapedStep) -> dict[int, dict[int, BatchSlot]]:
+        """Of this rank's stages the arguments from the batch that need a gradient, by place."""
+        arguments: dict[int, dict[int, BatchSlot]] = {stage: {} for stage in self._held.modules}
+        targets = sum(path.startswith("targets") for path in step.metas)
+        for name, number in step.grad_slots:
+            for stage, slots in arguments.items():
+                if name == "inputs":
+                    places = self._feeds.batch_places(stage, number)
+                else:  # they come last
+                    places = [number - targets] if stage == self._last else []
+                slots |= dict.fromkeys(places, (name, number))
+        return arguments
 
     def _stage(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
         """A stage for ``module(*args)``: that of another step where it can take them, whose graphs
@@ -421,22 +449,24 @@ class Runner:
         Raises:
             BatchError: a rank refuses the batch.
         """
-        refused, given = "", dict[str, Tensor]()
+        refused, given, grad_slots = "", dict[str, Tensor](), dict[BatchSlot, Tensor]()
         inputs: Microbatches = []
         targets: Microbatches = []
         try:
             given = self._split.given(batch)
+            if not evaluates:
+                grad_slots = self._split.requiring_grad(batch)
             inputs, targets = self._split(batch)
             check_inputs(self._held.modules, self._feeds, inputs[0] if inputs else ())
         except (PipelineError, PlanError) as error:
             refused = str(error)
-        agreed = agree_on_batch(refused, given, self._groups)
+        agreed, slots = agree_on_batch(refused, given, grad_slots, self._groups)
         if not self._contents_compared:
             compare_contents(given, self._groups)
             self._contents_compared = True
         steps = {bit: each for bit, each in self._steps.items() if each.evaluates == evaluates}
         for bit, step in steps.items():
-            if agreed == step.metas:
+            if (agreed, slots) == (step.metas, step.grad_slots):
                 return bit, inputs, targets
             if self._static:
                 check_static(agreed, step.metas)
@@ -446,7 +476,7 @@ class Runner:
             del self._steps[free]
             left = ((key, bits & ~free) for key, bits in self._fitting.items())
             self._fitting = {key: bits for key, bits in left if bits}
-        self._steps[free] = ShapedStep(agreed, evaluates)
+        self._steps[free] = ShapedStep(agreed, evaluates, slots)
         return free, inputs, targets
 
     def _adopt(self, schedule: Schedule) -> None:
@@ -481,6 +511,15 @@ class Runner:
             batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
             dtype=step.dtype,
         )
+
+
+def _examples(step: ShapedStep, name: str, part: Microbatches) -> list[Any]:
+    """The tensors of the first microbatch; those that need a gradient say so."""
+    tensors = enumerate(part[0] if part else ())
+    return [
+        None if tensor is None else tensor.detach().requires_grad_((name, at) in step.grad_slots)
+        for at, tensor in tensors
+    ]
 
 
 def _tensors(batch: Microbatches) -> list[Tensor | None]:
