@@ -36,17 +36,13 @@ class Delivery:
     Hooks on parameters do not fire: a parameter had none when the backward ran, which would have
     computed its gradient itself.
 
-    Args:
-        looked_on: see below.
-
     Attributes:
         looked_on: whether somebody may wait for autograd's engine to come by the parameters:
-            data parallelism, once a forward was inside of it; hooks on their nodes, where a
-            forward did not look for them.
+            data parallelism, once a forward was inside of it.
     """
 
-    def __init__(self, *, looked_on: bool = False) -> None:
-        self.looked_on = looked_on
+    def __init__(self) -> None:
+        self.looked_on = False
 
     def __call__(
         self, microbatches: Sequence[Sequence[PendingWork]], slots: Sequence[GradientSlot]

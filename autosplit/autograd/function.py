@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -33,6 +34,7 @@ from autosplit.torch_internals.autograd import (
     in_compiled_autograd,
     is_asked_for,
     is_autocast,
+    nodes_of_leaves,
     untraced,
     will_run,
     without_autocast,
@@ -252,16 +254,51 @@ def _weights_for_late_hooks(
     anchor: WeightAnchor, work: PendingWork, probes: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """W at once, after everything pending: for hooks that came between the forward and the
-    backward, which the engine calls now for ``probes``. Returns gradients of these.
+    backward, which the engine calls now for ``probes``, and for others at the end of the backward,
+    with the sum over all calls. Returns gradients of ``probes``.
+
+    Raises:
+        SplitError: a hook would be called more than once.
     """
     anchor.queue.compute()
-    parameters = [work.state[name] for name in work.graph.parameter_names]
-    grads = {id(p): (p, g) for p, g in zip(parameters, weight_gradients(work), strict=True)}
-    mine = [grads.pop(id(parameter))[1] for parameter in probes]
-    rest = [(parameter, grad) for parameter, grad in grads.values() if grad is not None]
-    if rest:
-        torch.autograd.backward([p for p, _ in rest], [grad for _, grad in rest])
+    names = work.graph.parameter_names
+    parameters = [work.state[name] for name in names]
+    found = zip(names, parameters, weight_gradients(work), strict=True)
+    grads = {id(p): (name, p, grad) for name, p, grad in found}
+    mine = [grads.pop(id(parameter))[2] for parameter in probes]
+    added = [parameter for each in grads.values() if (parameter := _add_late(*each)) is not None]
+    at_end_of_backward(partial(_deliver_late, added))
     return mine
+
+
+_LATE = "_autosplit_late_gradient"
+
+
+def _add_late(name: str, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+    """Add to a parameter's gradient of this backward; return the parameter for the first part.
+
+    Raises:
+        SplitError: it has a hook, and the engine brings another part of the gradient.
+    """
+    if grad is None:
+        return None
+    if any(map(will_run, nodes_of_leaves([parameter]))) and Leaves([parameter]).has_hooks():
+        raise SplitError(
+            f"parameter {name} got a hook between the forward and the backward, and several graphs "
+            "use it: the hook would be called for each part of the gradient. Put hooks on "
+            "parameters before the forward"
+        )
+    backward = current_backward()
+    before, total = parameter.__dict__.get(_LATE, (None, None))
+    first = before != backward or total is None
+    parameter.__dict__[_LATE] = backward, grad if first else total + grad
+    return parameter if first else None
+
+
+def _deliver_late(parameters: Sequence[Tensor]) -> None:
+    grads = [parameter.__dict__.pop(_LATE)[1] for parameter in parameters]
+    if grads:
+        torch.autograd.backward(parameters, grads)
 
 
 def _is_batch(value: Any) -> bool:

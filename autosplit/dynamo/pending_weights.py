@@ -22,7 +22,7 @@ from autosplit.autograd.function import WeightAnchor
 from autosplit.autograd.lazy_gradient import GradientSlot
 from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd import PassingLeaves, has_gradient_hooks
+from autosplit.torch_internals.autograd import PassingLeaves
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded, synchronises
 from autosplit.torch_internals.state import distinct_storage_bytes
 
@@ -51,8 +51,9 @@ class PendingOnParameters(PendingQueue):
     """Owner of one graph's deferred work, found by its parameters, as no model collects it."""
 
     def __init__(self, bound: PendingBound) -> None:
-        super().__init__(Delivery(looked_on=True), bound)
-        self.anchor = WeightAnchor(self, leaves=PassingLeaves())  # Dynamo keeps it
+        super().__init__(Delivery(), bound)
+        self._leaves = PassingLeaves()
+        self.anchor = WeightAnchor(self, leaves=self._leaves)  # Dynamo keeps it
 
     def name_of(self, parameter: nn.Parameter) -> None:
         """No name: parameters are known by Dynamo's source only."""
@@ -63,10 +64,12 @@ class PendingOnParameters(PendingQueue):
     def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> ForwardCall:
         """Microbatches are told apart by their backward alone."""
         wrapper = data_parallel()
-        if wrapper is not None and synchronises():
-            Deferral(wrapper).backward_weight()
-            return ForwardCall(True, True)
-        unsplit = torch.is_grad_enabled() and has_gradient_hooks(parameters)
+        if wrapper is not None:
+            self.deliver.looked_on = True
+            if synchronises():
+                Deferral(wrapper).backward_weight()
+                return ForwardCall(True, True)
+        unsplit = torch.is_grad_enabled() and self._leaves.among(parameters).has_hooks()
         if unsplit:
             Deferral(parameters).backward_weight()
         self.make_room()

@@ -151,16 +151,14 @@ class Leaves:
 
     Args:
         parameters: these.
-        held: whether to hold nodes, and look for the hooks of these.
 
     Attributes:
         parameters: as given.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, held: bool = True) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = tuple(parameters)
-        own = {id(p): p for p in parameters if held and p.is_leaf and p.requires_grad}
-        self._nodes = [get_gradient_edge(p).node for p in own.values()]
+        self._nodes = nodes_of_leaves(self.parameters)
         self._hooks = [hooks for node in self._nodes for hooks in _python_hooks(node)]
         self._checked = -1
 
@@ -200,12 +198,44 @@ class KnownLeaves:
 
 
 class PassingLeaves(KnownLeaves):
-    """Parameters that nothing here holds between calls; of their hooks, those of autograd's nodes
-    are not looked for.
+    """Parameters that nothing here holds between calls. Hooks on their nodes are looked for only
+    if a hook was put on anything since the last look.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ids: list[int] = []
+        self._checked = [-1]
+
     def of(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
-        return Leaves([*map(state.__getitem__, names)], held=False)
+        return self.among([*map(state.__getitem__, names)])
+
+    def among(self, parameters: Sequence[Tensor]) -> Leaves:
+        """These parameters."""
+        ids = [*map(id, parameters)]
+        if ids != self._ids:
+            self._ids, self._checked = ids, [-1]
+        return _UnheldLeaves(parameters, self._checked)
+
+
+class _UnheldLeaves(Leaves):
+    """Parameters whose nodes are not held.
+
+    Args:
+        parameters: the parameters.
+        checked: the number of hooks at the last look that found none, shared between calls.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], checked: list[int]) -> None:
+        self.parameters, self._seen = tuple(parameters), checked
+
+    def has_hooks(self) -> bool:
+        latest = RemovableHandle.next_id
+        if [latest] != self._seen:
+            if has_gradient_hooks(self.parameters) or any(node_hooks(self.parameters)):
+                return True
+            self._seen[0] = latest
+        return False
 
 
 def has_tensor_hooks(parameters: Iterable[Tensor]) -> bool:
@@ -233,8 +263,10 @@ def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def hooks_put_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """No hook of these tensors fires, though those of data parallelism do."""
+    """No hook of these tensors or their nodes fires, though those of data parallelism do."""
+    parameters = [*parameters]
     tables = [t for p in parameters for t in (_TENSOR_HOOKS(p), _LATE_HOOKS(p)) if t]
+    tables += filter(None, node_hooks(parameters))
     before = [dict(table) for table in tables]
     for table in tables:
         table.clear()
@@ -321,13 +353,33 @@ class _Visit(torch.autograd.Function):
 
 
 def visit_leaves(leaves: Mapping[int, Tensor]) -> None:
-    """Have the engine come by the nodes of leaves that need a gradient: hooks on nodes fire, those
-    of data parallelism, too; hooks on tensors do not.
+    """Have the engine come by the nodes of leaves that need a gradient: hooks of data parallelism
+    fire, the user's do not.
     """
     found = [leaf for leaf in leaves.values() if leaf.requires_grad]
     if found:
         with torch.inference_mode(False), torch.enable_grad(), hooks_put_aside(found):
             _Visit.apply(*found).backward()  # type: ignore[no-untyped-call]
+
+
+def nodes_of_leaves(tensors: Iterable[Tensor]) -> list[Node]:
+    """AccumulateGrad nodes of the leaves that need a gradient."""
+    leaves = {id(each): each for each in tensors if each.is_leaf and each.requires_grad}
+    return [get_gradient_edge(leaf).node for leaf in leaves.values()]
+
+
+_MARK = "autosplit_node"
+
+
+def node_hooks(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
+    """Dictionaries of the hooks on AccumulateGrad nodes of leaves. A node lives while somebody
+    holds it, and a new one has no hooks: only nodes that outlive a mark are asked, as asking counts
+    as a hook that is put on.
+    """
+    for metadata in [node.metadata for node in nodes_of_leaves(tensors)]:
+        metadata[_MARK] = True
+    held = [node for node in nodes_of_leaves(tensors) if _MARK in node.metadata]
+    return [hooks for node in held for hooks in _python_hooks(node)]
 
 
 def _python_hooks(node: Node) -> list[dict[int, Any]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
+from autosplit.errors import SplitError
 from tests.autograd.faces import FACES, Net, model_for
 from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_alike
@@ -38,6 +39,12 @@ def update_in_tensor_hooks(model: nn.Module) -> None:
         parameter.register_hook(lambda grad, p=parameter: update(p, grad))
 
 
+def accumulator(parameter: Tensor) -> Any:
+    """A parameter's node in autograd's graph, as Megatron and DeepSpeed get it."""
+    grad_fn: Any = parameter.expand_as(parameter).grad_fn
+    return grad_fn.next_functions[0][0]
+
+
 def sums_behind_nodes(model: nn.Module) -> None:
     """As wrappers do that keep gradients in buffers of their own."""
     model.nodes = []  # type: ignore[assignment]
@@ -48,8 +55,7 @@ def sums_behind_nodes(model: nn.Module) -> None:
         parameter.grad = None
 
     for parameter in model.parameters():
-        node: Any = parameter.expand_as(parameter).grad_fn
-        node = node.next_functions[0][0]
+        node = accumulator(parameter)
         node.register_hook(lambda *_, p=parameter: move(p))
         model.nodes.append(node)  # type: ignore[union-attr,operator]
 
@@ -57,9 +63,9 @@ def sums_behind_nodes(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("face", "register"),
     [
-        *((face, hooks) for face in FACES for hooks in (optimizers_in_backward,)),
-        *((face, update_in_tensor_hooks) for face in FACES),
-        ("whole", sums_behind_nodes),
+        (face, hooks)
+        for face in FACES
+        for hooks in (optimizers_in_backward, update_in_tensor_hooks, sums_behind_nodes)
     ],
 )
 def test_trains_as_plain_autograd_does(face: str, register: Callable[[nn.Module], None]) -> None:
@@ -104,6 +110,21 @@ class Doubling:
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
+        self.nodes: list[Any] = []
+
+    def before_node(self, parameter: Tensor) -> Any:
+        self.nodes.append(accumulator(parameter))
+        return self.nodes[-1].register_prehook(
+            lambda grads: self.seen.append(grads[0].clone()) or (grads[0] * 10,)
+        )
+
+    def behind_node(self, parameter: Tensor) -> Any:
+        def see(*_: Any) -> None:
+            assert parameter.grad is not None
+            self.seen.append(parameter.grad.clone())
+
+        self.nodes.append(accumulator(parameter))
+        return self.nodes[-1].register_hook(see)
 
     def tensor(self, parameter: Tensor) -> Any:
         return parameter.register_hook(lambda grad: self.seen.append(grad.clone()) or grad * 10)
@@ -120,6 +141,7 @@ class Doubling:
         *(("whole", kind, twice) for kind in ("tensor", "late") for twice in (False, True)),
         *(("parts", "tensor", False), ("parts", "late", True)),
         *(("compiled", "late", False), ("compiled", "tensor", True)),
+        *((face, kind, True) for kind in ("before_node", "behind_node") for face in FACES),
     ],
 )
 def test_hook_sees_nothing_from_before_it(face: str, kind: str, twice: bool) -> None:
@@ -143,6 +165,45 @@ def test_hook_sees_nothing_from_before_it(face: str, kind: str, twice: bool) -> 
         assert_same_gradients(model, plain, exact=False)
     assert len(hooks[0].seen) == len(hooks[1].seen) == 4
     torch.testing.assert_close(hooks[0].seen, hooks[1].seen)
+
+
+class Tied(nn.Module):
+    """One layer in two graphs, one in a single graph."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.layers, self.breaks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), breaks
+
+    def forward(self, x: Tensor) -> Any:
+        first, tied, second, last = self.layers
+        x = last(second(tied(first(x)).tanh()))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return last(tied(second(x)).tanh())
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_late_hook_sees_the_sum_over_calls(face: str) -> None:
+    torch._dynamo.reset()
+    model, x = Tied(breaks=face != "whole"), torch.randn(3, 4)
+    plain, seen = copy.deepcopy(model), []
+    for call, under in ((FACES[face](model), model), (plain, plain)):
+        loss = call(x).square().sum() + call(x + 1).square().sum()
+        tied: Any = under.layers[1].weight
+        tied.register_hook(lambda grad: seen.append(grad.clone()) or grad.clamp(-1, 1))
+        loss.backward()
+    assert_same_gradients(model, plain, exact=False)
+    torch.testing.assert_close(*seen)  # one each
+
+
+def test_late_hook_on_what_the_engine_has_a_part_of_is_refused() -> None:
+    torch._dynamo.reset()
+    model = Tied(breaks=True)
+    loss = FACES["parts"](model)(torch.randn(3, 4)).sum()
+    handle = model.layers[2].bias.register_hook(lambda grad: grad.clamp(-1, 1))  # type: ignore
+    with pytest.raises(SplitError, match=r"layers\.2\.bias got a hook between .* before the forward"):
+        loss.backward()
+    handle.remove()
 
 
 @pytest.mark.parametrize("face", FACES)
