@@ -241,6 +241,8 @@ def _weights(
     if functions.lent:
         lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
         deferred.own(lent)
+    if functions.handed_out:
+        at_end_of_backward(partial(deferred.own_held, functions.handed_out))
     anchor.queue.add(current_backward(), work)
     if early and not deferred.tensors:  # I has made all of them, which would be held until W
         at_end_of_backward(anchor.queue.compute)

@@ -325,6 +325,12 @@ class SplitFunctions:
         return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in found]
 
     @cached_property
+    def handed_out(self) -> list[int]:
+        """Places of deferred tensors that lie in outputs, or in gradients that come or go."""
+        inputs = {at for at, place in self.lent if place is not None}
+        return [at for at in self._handed.known.exposed if at not in inputs]
+
+    @cached_property
     def borrowed(self) -> list[bool]:
         """For each of ``parameter_names`` whether its gradient is not a tensor of its own."""
         return [name in self.dependence.borrowed for name in self.parameter_names]

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from autosplit.device import follow, has_accelerator, stream_under
 from autosplit.errors import SplitError
 from autosplit.passes.lowering import codegen
+from autosplit.torch_internals.autograd import any_held
 from autosplit.torch_internals.state import allows_other_memory, versions
 
 StorageKey = tuple[torch.device, int]
@@ -320,6 +321,19 @@ class Residuals:
             return
         self._tensors = own(self._tensors, places)
         self._recount()
+
+    def own_held(self, places: Iterable[int]) -> None:
+        """Copy those of the tensors at these places that anybody else can reach, who may write into
+        them where no version counter sees it: through NumPy, DLPack, ``.data``.
+
+        Raises:
+            SplitError: one was written in place since the hand-over.
+        """
+        tensors = self._tensors
+        held = [at for at in places if tensors and isinstance(tensors[at], Tensor) and any_held(map(tensors.__getitem__, (at,)))]
+        if held:
+            self._check_unwritten()
+            self.own(held)
 
     def storages(self) -> Mapping[StorageKey, PlacedStorage]:
         """Storages that could be detached; looked for once, as each microbatch asks for those of

@@ -376,10 +376,14 @@ def node_hooks(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
     holds it, and a new one has no hooks: only nodes that outlive a mark are asked, as asking counts
     as a hook that is put on.
     """
-    for metadata in [node.metadata for node in nodes_of_leaves(tensors)]:
+    for metadata in map(_metadata, nodes_of_leaves(tensors)):
         metadata[_MARK] = True
-    held = [node for node in nodes_of_leaves(tensors) if _MARK in node.metadata]
+    held = [node for node in nodes_of_leaves(tensors) if _MARK in _metadata(node)]
     return [hooks for node in held for hooks in _python_hooks(node)]
+
+
+def _metadata(node: Node) -> dict[str, Any]:
+    return cast(dict[str, Any], node.metadata)  # a property, whatever the stub says
 
 
 def _python_hooks(node: Node) -> list[dict[int, Any]]:
@@ -457,7 +461,7 @@ def _dispatch_outside() -> tuple[Any, Any]:
 _OUTSIDE = _dispatch_outside()
 
 
-def any_held(gradients: Sequence[Tensor]) -> bool:
+def any_held(gradients: Iterable[Tensor]) -> bool:
     """Whether anything but ``.grad`` of one parameter, and this list, refers to one of these or its
     memory: a variable, another ``.grad``, a view, an array of NumPy, a flat buffer.
     """

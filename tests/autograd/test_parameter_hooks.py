@@ -201,7 +201,8 @@ def test_late_hook_on_what_the_engine_has_a_part_of_is_refused() -> None:
     model = Tied(breaks=True)
     loss = FACES["parts"](model)(torch.randn(3, 4)).sum()
     handle = model.layers[2].bias.register_hook(lambda grad: grad.clamp(-1, 1))  # type: ignore
-    with pytest.raises(SplitError, match=r"layers\.2\.bias got a hook between .* before the forward"):
+    said = r"layers\.2\.bias got a hook between .* before the forward"
+    with pytest.raises(SplitError, match=said):
         loss.backward()
     handle.remove()
 

@@ -64,6 +64,58 @@ def test_incoming_gradient_in_memory_of_numpy(build: Callable[[], nn.Module]) ->
     assert_alike(build(), drive)
 
 
+class Hidden(nn.Module):
+    """W reads an output, or a view of it, and the incoming gradient, which ``z`` gets, too."""
+
+    def __init__(self, *, view: bool, breaks: bool = False) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.view, self.breaks = view, breaks
+
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x).tanh()
+        logits = self.head(hidden) + z
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return hidden.t() if self.view else hidden, logits * 1 if self.breaks else logits
+
+
+AFTER: list[Callable[[Tensor], object]] = [
+    lambda given: given.detach().numpy().fill(0.0),
+    lambda given: np.from_dlpack(given.detach()).fill(0.0),  # type: ignore[call-overload]
+    lambda given: given.data.zero_(),
+    lambda given: given.share_memory_().detach().numpy().fill(0.0),
+]
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_outputs_and_gradients_written_after_backward(view: bool, breaks: bool) -> None:
+    def drive(call: Any, _: nn.Module) -> None:
+        for write in AFTER:
+            z, gradient = torch.zeros(6, 4, requires_grad=True), torch.ones(6, 4)
+            hidden, logits = call(torch.from_numpy(array()), z)
+            torch.autograd.backward((hidden.sum(), logits), (None, gradient))
+            for given in (hidden, logits, gradient, z.grad):
+                write(given)
+
+    assert_alike(Hidden(view=view, breaks=breaks), drive)
+
+
+def test_an_output_that_nobody_holds_is_not_copied() -> None:
+    split, places = autosplit.split(Hidden(view=False)), []
+    for held in (True, False):
+        hidden, logits = split(torch.randn(6, 8), torch.zeros(6, 4))
+        loss, place = (hidden.sum() + logits.sum()), hidden.data_ptr()
+        if not held:
+            del hidden
+        loss.backward()
+        (work,) = works(split)
+        places.append(place in {tensor.data_ptr() for tensor in work.tensors})
+        split.backward_weight()
+    assert places == [False, True]
+
+
 VIEWS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x[:, ::2],
     lambda x: x[:, :1].expand(6, 4),
