@@ -330,7 +330,8 @@ class Residuals:
             SplitError: one was written in place since the hand-over.
         """
         tensors = self._tensors
-        held = [at for at in places if tensors and isinstance(tensors[at], Tensor) and any_held(map(tensors.__getitem__, (at,)))]
+        there = [at for at in places if tensors and isinstance(tensors[at], Tensor)]
+        held = [at for at in there if any_held(map(tensors.__getitem__, (at,)))]
         if held:
             self._check_unwritten()
             self.own(held)

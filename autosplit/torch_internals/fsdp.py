@@ -98,6 +98,7 @@ class ParameterGroup:
     def __init__(self, group: Any, name: str) -> None:
         self._group = group
         self.name = name
+        self._needed: dict[int, bool] = {}
 
     @classmethod
     def within(cls, module: nn.Module) -> list[ParameterGroup]:
@@ -162,6 +163,7 @@ class ParameterGroup:
         The first time parameters are gathered and freed for that, to be made.
         """
         if self.is_unsharded:
+            self.share_requires_grad()
             yield
             return
         own = self._group.fsdp_params
@@ -179,6 +181,19 @@ class ParameterGroup:
             for each in own:
                 fewer = getattr(each, "_sharded_post_forward_param", None)
                 each._setattr_on_modules(each.sharded_param if fewer is None else fewer)
+
+    def share_requires_grad(self) -> None:
+        """Make ``requires_grad`` of gathered and sharded parameters equal. Whoever sets it while
+        parameters are gathered sets that of the gathered ones, and FSDP would put back that of the
+        sharded ones the next time it gathers them.
+        """
+        for sharded, whole in self.pairs if self.is_unsharded else ():
+            needed, key = whole.requires_grad, id(sharded)
+            if needed != sharded.requires_grad:
+                needed = not self._needed.get(key, not needed)  # whichever was set since
+                sharded.requires_grad_(needed)
+                whole.requires_grad_(needed)
+            self._needed[key] = needed
 
     @property
     def writes(self) -> list[int]:
@@ -225,12 +240,13 @@ class ParameterGroup:
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
+        self.share_requires_grad()
         self._group.reshard()
 
     def reshard_after_forward(self) -> None:
         """As ``reshard_after_forward`` says: not, wholly, or to a smaller mesh."""
         with self._group.use_training_state(TrainingState.FORWARD):
-            self._group.reshard()
+            self.reshard()
 
     def accumulate(self) -> None:
         """Add this microbatch's unreduced gradients to those before it, in the policy's
@@ -277,6 +293,7 @@ class ParameterGroup:
         """Reduce what was accumulated: one reduce-scatter, whose result is added to ``.grad`` of
         the sharded parameters; and free the gathered ones, where FSDP does after a backward.
         """
+        self.share_requires_grad()
         with torch.no_grad():
             self._group.post_backward()
 

@@ -295,6 +295,24 @@ def test_run_by_fsdp_before() -> list[str]:
     return pair.train(1)
 
 
+@ranks(2)
+def test_requires_grad_set_while_gathered() -> list[str]:
+    pair = Pair(fully_shard)  # type: ignore[arg-type]
+    first = [*pair.mine.parameters()], [*pair.plain.parameters()]
+    found = pair.train(1)
+    for needed, held in ((False, False), (True, False), (False, True), (True, True)):
+        with torch.no_grad():
+            for module in (pair.plain, pair.split):
+                module(pair.words()[0])  # a root stays gathered
+        pair.plain.reshard()  # type: ignore[operator]  # or FSDP2 puts back what was before
+        for parameters, module in zip(first, (pair.mine, pair.plain), strict=True):
+            chosen = parameters if held else [*module.parameters()]
+            for parameter in chosen[:2]:
+                parameter.requires_grad_(needed)
+        found += pair.train(1)
+    return found
+
+
 def products() -> nn.Module:
     """Its W reads parameters, and views of them."""
     a, b = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
