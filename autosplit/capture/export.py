@@ -37,6 +37,7 @@ from autosplit.errors import CaptureError
 from autosplit.torch_internals import TORCH
 from autosplit.torch_internals.pytree import hold
 
+from .backward_reads import BackwardReads
 from .diagnosis import forward_of
 from .guards import DYNAMO, ForwardScope, Guards, traced_call
 from .side_effects import refuse_drawn, setters, writes_noted
@@ -66,13 +67,17 @@ def export(
     """
     # A loop is not unrolled too far where the forward knows another way.
     with unrolling_limited() as limit, _compiling_state_context():
-        try:
-            return _export(module, args, kwargs, regions)
-        except Exception:
-            if limit.line is None:
-                raise
+        for numbers in (True, False):
+            reads = BackwardReads(numbers=numbers)
+            try:
+                return _export(module, args, kwargs, regions, reads)
+            except Exception:
+                if limit.line is not None:
+                    break
+                if not reads.read_numbers:
+                    raise
     with compiled_not_exported():
-        return _export(module, args, kwargs, regions)
+        return _export(module, args, kwargs, regions, reads)
 
 
 def _export(
@@ -80,6 +85,7 @@ def _export(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     regions: RegionSession | None,
+    reads: BackwardReads,
 ) -> tuple[fx.GraphModule, Guards]:
     opaque = contextlib.nullcontext if regions is None else regions.opaque
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(DYNAMO):
@@ -100,6 +106,7 @@ def _export(
                 grouped_products_of_any_dtype(),
                 writes_noted() as written,
                 opaque(),
+                reads.traced(),
             ):
                 captured = fullgraph_capture(module, args, kwargs)
             output = captured.graph_capture_output

@@ -18,12 +18,15 @@ import torch
 from torch import fx
 from torch.fx.operator_schemas import normalize_function
 
-from ..graph import origin_of
+from ..graph import SUBGRAPH, calls, origin_of
 
 OVERLOAD: Any = type(torch.ops.aten.mm.default)
 
 EXCHANGE = "_c10d_functional"
 """Namespace of collectives."""
+
+READ = "autosplit_read"
+"""Namespace of reads of Python's state, which happen when I runs."""
 
 _TABLE = """
 add.Tensor                                       hands_on overwrites commutes
@@ -222,6 +225,14 @@ def writes_in_backward(node: fx.Node) -> bool:
     op = overload(node)
     marked = node.meta.get("partitioner_tag") == "must_be_in_backward"
     return marked and op is not None and op._schema.is_mutable
+
+
+def is_read(node: fx.Node) -> bool:
+    """Whether the node, or the graph that it calls, reads Python's state."""
+    if SUBGRAPH in node.meta:
+        return any(map(is_read, calls(node.meta[SUBGRAPH].module.graph)))
+    op = overload(node)
+    return op is not None and op.namespace == READ
 
 
 def is_accumulation(node: fx.Node) -> bool:

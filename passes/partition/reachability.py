@@ -28,6 +28,7 @@ from ..analysis.operators import (
     is_effect,
     is_exchange,
     is_random,
+    is_read,
 )
 from ..errors import PassError
 from ..graph import (
@@ -50,8 +51,9 @@ class Reachability:
     Attributes:
         forward: needed by the outputs of the forward, by its side effects and random operators.
         gradient: depends on the gradient of an output.
-        urgent: needed by what I must compute: the input gradients, or where no input needs one
-            the chain of derivatives down to the earliest parameters, see ``parameter_chain``.
+        urgent: needed by what I must compute: reads of Python's state, and the input gradients, or
+            where no input needs one the chain of derivatives down to the earliest parameters, see
+            ``parameter_chain``.
         recomputed: nodes of ``forward`` that the user wants recomputed and not saved.
         overwritten: what the forward overwrites when it is done.
         input_grads: the gradients that I returns.
@@ -77,7 +79,8 @@ class Reachability:
         Raises:
             PassError: an output of the forward depends on an output's gradient.
         """
-        gradient = descendants([*inputs(graph, Kind.TANGENT).values()])
+        reads = [*filter(is_read, calls(graph))]
+        gradient = descendants([*inputs(graph, Kind.TANGENT).values(), *reads])
         # Effects of the forward, assertions on values above all, stay in it though nobody reads
         # them, and so do random operators, which move the generator.
         unread = [n for n in calls(graph) if is_random(n) or (is_effect(n) and _is_forwards(n))]
@@ -88,7 +91,7 @@ class Reachability:
             raise PassError(f"forward values depend on output gradients: {names}")
         input_grads = _values(graph, Kind.INPUT_GRAD)
         weight_grads = _values(graph, Kind.PARAMETER_GRAD)
-        urgent = ancestors(input_grads)
+        urgent = ancestors([*input_grads, *reads])
         if not (input_grads or late_input):
             urgent |= parameter_chain(graph, gradient, weight_grads)
         return cls(

@@ -97,7 +97,7 @@ def refuse_lost_hooks() -> Iterator[None]:
     def register_hook(effects: Any, tensor: Any, hook: Any, handle: Any, name: str) -> None:
         register(effects, tensor, hook, handle, name)
         if tensor.source is not None:
-            lines[handle.idx] = _current_line()
+            lines[handle.idx] = current_line()
 
     def remove_hook(effects: Any, number: int) -> None:
         remove(effects, number)
@@ -116,7 +116,7 @@ def refuse_lost_hooks() -> Iterator[None]:
         )
 
 
-def _current_line() -> str:
+def current_line() -> str:
     """Where the user's code is being traced."""
     for frame in reversed(TracingContext.extract_stack()):
         return f"{os.path.basename(frame.filename)}:{frame.lineno}: {(frame.line or '').strip()}"

@@ -1,0 +1,164 @@
+"""Numbers and tensors that the backward of a custom autograd function reads when it runs.
+
+A training loop may set an attribute of a class, or a global, between forward and backward: the
+scale of an auxiliary loss, for example. Dynamo traces a function's backward with its forward, and
+takes the value of then for a constant. Here each such read is an operator of the backward's graph.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.higher_order_ops import AutogradFunctionApplyVariable
+from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+from autosplit.capture.workarounds.dynamo import current_line
+from autosplit.errors import CaptureError, SplitError
+from autosplit.passes.analysis.operators import READ
+from autosplit.torch_internals.dynamo import source_name
+
+_NUMBERS = {float: torch.float64, int: torch.int64}
+_READABLE = (Tensor, *_NUMBERS, bool, str, type(None))
+_GLOBAL = re.compile(r"G\['(\w+)'\]((?:\.\w+)*)")
+
+_LIBRARY = torch.library.Library(READ, "DEF")
+_LIBRARY.define("tensor(str place, int[] size, ScalarType dtype, Device device) -> Tensor")
+
+
+def _read(place: str, size: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    value = eval(place, {"sys": sys})
+    read = _as_tensor(value) if isinstance(value, (Tensor, *_NUMBERS)) else None
+    if read is None or ([*read.shape], read.dtype, read.device) != ([*size], dtype, device):
+        raise SplitError(
+            f"the backward of a custom autograd function reads {place.partition('].')[2]}, which "
+            f"the forward found to be of shape {[*size]} and {dtype} on {device}, and which is "
+            f"now {value!r}: between forward and backward, set it to a value of the same kind"
+        )
+    return read.clone()  # W reads it after the loop may have written into it
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    return torch.tensor(value, dtype=_NUMBERS[type(value)], device="cpu")
+
+
+def _traced(place: str, size: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+_LIBRARY.impl("tensor", _read, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{READ}::tensor", _traced, lib=_LIBRARY)
+_OPERATOR: Any = getattr(torch.ops, READ).tensor.default
+
+
+class BackwardReads:
+    """Reads of one capture.
+
+    Attributes:
+        numbers: whether numbers are read when the backward runs, or are constants.
+        read_numbers: whether any was.
+    """
+
+    def __init__(self, *, numbers: bool) -> None:
+        self.numbers, self.read_numbers = numbers, False
+        self._depth = 0
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Context in which Dynamo has such reads in its graphs."""
+        trace: Any = AutogradFunctionApplyVariable.trace_backward_graph
+        build: Any = VariableTracker.build
+
+        def trace_backward(function: Any, *args: Any) -> Any:
+            self._depth += 1
+            try:
+                return trace(function, *args)
+            finally:
+                self._depth -= 1
+
+        def build_variable(tx: Any, value: Any, source: Any = None, *rest: Any, **how: Any) -> Any:
+            # Integers are sizes and dimensions as well, which a graph must know.
+            is_read = self._depth and type(value) in (Tensor, float)
+            read = self._operator(tx, value, source) if is_read else None
+            return build(tx, value, source, *rest, **how) if read is None else read
+
+        def attribute_of_function(function: Any, tx: Any, name: str) -> Any:
+            value = getattr(function.fn_cls, name, NotImplemented)
+            if function.source is None or type(value) not in _READABLE:
+                raise NotImplementedError
+            source = AttrSource(function.source, name)
+            if not self._depth:
+                return build(tx, value, source)
+            read = self._operator(tx, value, source)
+            if read is None:
+                raise _constant(function.fn_cls, name, value)
+            return read
+
+        with (
+            patch.object(AutogradFunctionApplyVariable, "trace_backward_graph", trace_backward),
+            patch.object(VariableTracker, "build", staticmethod(build_variable)),
+            patch.object(AutogradFunctionVariable, "var_getattr", attribute_of_function),
+        ):
+            yield
+
+    def _operator(self, tx: Any, value: Any, source: Any) -> Any:
+        """Dynamo's variable of a read; None for what is to be a constant."""
+        is_tensor = type(value) is Tensor
+        is_read = is_tensor or (type(value) in _NUMBERS and self.numbers)
+        place = _place(tx, value, source) if is_read else None
+        if place is None:
+            return None
+        install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
+        for each in ("shape", "dtype", "device") if is_tensor else ():
+            install_guard(AttrSource(source, each).make_guard(GuardBuilder.EQUALS_MATCH))
+        kind = _as_tensor(value)
+        args = place, [*kind.shape], kind.dtype, kind.device
+        read = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", _OPERATOR, args, {}))
+        if is_tensor:
+            return read
+        self.read_numbers = True
+        return read.call_method(tx, "item", [], {})
+
+
+def _constant(function: type, name: str, value: Any) -> CaptureError:
+    attribute = f"{function.__qualname__}.{name}"
+    return CaptureError(
+        f"{current_line()} reads {attribute} = {value!r} in a backward. There, a graph reads "
+        "numbers and tensors of functions that are defined in a module, and does not branch on "
+        "numbers. Set it to a number or a tensor before the first forward, or read it in the "
+        f"function's forward (ctx.{name} = {attribute})"
+    )
+
+
+def _place(tx: Any, value: Any, source: Any) -> str | None:
+    """Python that finds the value in any scope; None where there is none, and for constants of
+    Python's and torch's modules.
+    """
+    found = _GLOBAL.fullmatch(source_name(source))
+    if found is None:
+        return None
+    scope = tx.output.global_scope
+    root, rest = scope.get(found[1]), found[2]
+    if not isinstance(root, ModuleType):
+        root, rest = sys.modules.get(scope["__name__"]), f".{found[1]}{rest}"
+    name = getattr(root, "__name__", "")
+    if name.partition(".")[0] in {"torch", "numpy", *sys.stdlib_module_names}:
+        return None
+    place = f"sys.modules[{name!r}]{rest}"
+    try:
+        return place if eval(place, {"sys": sys}) is value else None
+    except (AttributeError, KeyError):
+        return None
