@@ -97,7 +97,17 @@ def report(functions: SplitFunctions, title: str) -> str:
     if functions.dependence.inseparable:
         parts.append("Not deferred, for an operator makes them with what input gradients need:")
         parts.append(inseparable_table(functions))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *specialized_text(functions)])
+
+
+def specialized_text(functions: SplitFunctions) -> list[str]:
+    """For which backwards there are graphs beside those of the tables."""
+    return [
+        f"Backwards without a gradient of {few(sorted(missing), 3)} run I and W of their own, "
+        "compiled at the first of them, without what only these outputs need. The tables here and "
+        "the files of dump() are of the graphs for all gradients."
+        for missing in functions.specialized
+    ]
 
 
 def sizes_text(functions: SplitFunctions) -> list[str]:

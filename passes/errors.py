@@ -7,3 +7,7 @@ class PassError(Exception):
 
 class StrideError(PassError):
     """A kernel gave a tensor other strides than tracing saw; raised by generated code."""
+
+
+class UnknownSizeError(PassError):
+    """Zeros are needed whose size is known only when the graph runs."""

@@ -14,6 +14,7 @@ from .errors import PassError
 from .graph import SplitGraphs, calls
 from .lowering import codegen
 from .lowering.accumulate import accumulate
+from .lowering.missing_tangents import without_tangents
 from .memory_policy import BALANCED, Memory, memory_setting
 from .partition.collectives import overlap_collectives
 from .partition.split_graphs import partition_forward_backward, split_backward
@@ -65,6 +66,19 @@ def accumulating(name: str, module: fx.GraphModule, dtype: torch.dtype | None) -
     made = accumulate(module, dtype)
     verify_graph(f"{name}_accumulating", made, "accumulate")
     return made
+
+
+def specialized(program: SplitGraphs, missing: frozenset[str]) -> SplitGraphs:
+    """The program for backwards in which these outputs get no gradient, see ``without_tangents``.
+
+    Raises:
+        UnknownSizeError: it cannot be made.
+        PassError: an invariant is broken; every violation is listed.
+    """
+    graphs = without_tangents(program, missing)
+    for name in ("backward", "backward_input", "backward_weight"):
+        verify_graph(name, graphs.graphs()[name], "without_tangents")
+    return graphs
 
 
 def run(

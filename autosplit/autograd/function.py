@@ -179,7 +179,7 @@ class Split(torch.autograd.Function):
             functions.autocast_guard.check()
         arrived = list(output_grads)
         del output_grads
-        skipped, idle = functions.dependence.missing(arrived)
+        functions, (skipped, idle, _) = functions.for_gradients(arrived)
         kept = graph_is_kept()
         ctx.saved = saved.again() if kept else None
         if ctx.packed:
@@ -196,7 +196,7 @@ class Split(torch.autograd.Function):
         if asked and not call.unsplit:
             refuse_parameter_request()
         if ordinary or asked:
-            weights = _weights(ctx, deferred, early, skipped) or weights
+            weights = _weights(ctx, functions, deferred, early, skipped) or weights
         elif kept and asked_by_pipelining():
             _refuse_pipelining()
         return (None, None, *grads, *weights)
@@ -213,6 +213,7 @@ def _probes(ctx: Any) -> list[Any]:
 
 def _weights(
     ctx: Any,
+    functions: SplitFunctions,
     deferred: Residuals,
     early: Sequence[Tensor],
     skipped: frozenset[str],
@@ -222,7 +223,7 @@ def _weights(
     Returns:
         gradients of the parameters among the node's inputs; nothing where W is queued.
     """
-    functions, state, anchor, known, unsplit, _ = ctx.call
+    _, state, anchor, known, unsplit, _ = ctx.call
     if not all(map(_NEEDS_GRAD, known.parameters)):
         # Frozen since the forward: autograd drops their gradients.
         skipped |= {n for n in functions.parameter_names if not state[n].requires_grad}

@@ -41,6 +41,7 @@ class DTensorFunctions(SplitFunctions):
 
     def _graph(self, name: str, *roles: Any) -> GradientGraph:
         module, backend = self._module(name), self._backend
+        name += self._suffix
         return _DTensorGraph(self.capture.shardings, name, module, *roles, backend=backend)
 
     def _whole(self, kind: Kind, names: Sequence[str], values: Sequence[Any]) -> list[Any]:

@@ -18,14 +18,16 @@ from torch import Tensor, fx
 from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes.errors import UnknownSizeError
 from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, lent, private
+from autosplit.passes.manager import specialized
 from autosplit.passes.subgraph import inline, inlined
 from autosplit.runtime.residuals import Constants, HandOver, Residuals, State, TensorSpec
 from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
 from .compiled_graph import GradientGraph, compile_graph, hand_over, positions
-from .gradient_dependence import GradientDependence
+from .gradient_dependence import GradientDependence, Missing
 from .refusals import AutocastGuard
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _MAX_SIZES = 1024  # combinations of sizes that are known
+_MAX_SPECIALIZED = 3  # sets of outputs without a gradient that have graphs of their own
 
 
 class ForwardResult(NamedTuple):
@@ -86,8 +89,11 @@ class SplitFunctions:
         self.capture = traced
         self._graphs = graphs
         self._backend = backend
+        self._suffix = ""  # ends the names of graphs for some gradients only
         self._size: Callable[[Any], int] = concrete
+        self._key: tuple[int, ...] = ()  # of these sizes
         self._resized: dict[tuple[int, ...], SplitFunctions] = {}
+        self._specialized: dict[frozenset[str], SplitFunctions | None] = {}
         saved = self._compile_forward()
         self.tangent_specs = self._tangent_specs()
         self._tangents = [(n, self.output_names.index(n)) for n in self.tangent_specs]
@@ -153,18 +159,68 @@ class SplitFunctions:
         Args:
             leaves: of the call; the guards hold for it.
         """
-        sizes, known = self.capture.sizes, self._resized
+        sizes = self.capture.sizes
         if sizes is None:
             return self
         key = sizes.key(leaves)
-        if key not in known:
-            if len(known) >= _MAX_SIZES:
-                known.clear()
-            twin = known[key] = copy.copy(self)
-            twin._size, twin._resized = sizes.value(leaves), {}  # a shared one would hold itself
-            twin.__dict__.pop("output_specs", None)
-            twin.tangent_specs = twin._tangent_specs()
-        return known[key]
+        return self._resized.get(key) or self._twin(key, sizes.value(leaves))
+
+    def _twin(self, key: tuple[int, ...], size: Callable[[Any], int]) -> SplitFunctions:
+        """The same graphs for other sizes."""
+        if len(self._resized) >= _MAX_SIZES:
+            self._resized.clear()
+        twin = self._resized[key] = copy.copy(self)
+        twin._key, twin._size = key, size
+        twin._resized = {}  # a shared one would hold itself
+        twin.__dict__.pop("output_specs", None)
+        twin.tangent_specs = twin._tangent_specs()
+        return twin
+
+    def for_gradients(self, output_grads: Sequence[object]) -> tuple[SplitFunctions, Missing]:
+        """The callables of a backward in which only these gradients arrive, None for the others;
+        and what gets no gradient in it.
+
+        Graphs of their own are made for the first few sets of missing gradients. For further ones,
+        and where such a graph cannot be made, missing gradients are zeros.
+        """
+        missing = self.dependence.missing(output_grads)
+        if not missing.outputs:
+            return self, missing
+        variants = self._specialized
+        if missing.outputs not in variants and len(variants) < _MAX_SPECIALIZED:
+            variants[missing.outputs] = self._without(missing.outputs)
+        functions = variants.get(missing.outputs) or self
+        if functions._key != self._key:
+            key = self._key
+            functions = functions._resized.get(key) or functions._twin(key, self._size)
+        return functions, missing
+
+    def _without(self, missing: frozenset[str]) -> SplitFunctions | None:
+        """The callables of a backward in which these outputs get no gradient; None if their graphs
+        need zeros of an unknown size.
+        """
+        try:
+            graphs = specialized(self._graphs, missing)
+        except UnknownSizeError:
+            return None
+        variant = copy.copy(self)
+        for name in [*vars(variant)]:
+            if isinstance(getattr(type(self), name, None), cached_property):
+                del vars(variant)[name]
+        variant._graphs, variant._resized, variant._specialized = graphs, {}, {}
+        variant.dependence = GradientDependence(graphs, self.capture.inputs, self._tangents)
+        variant._tangents = [(name, at) for name, at in self._tangents if name not in missing]
+        gone = {Role(Kind.TANGENT, name) for name in missing}
+        variant._taken = [role for role in self._taken if role not in gone]
+        variant._suffix = f"_without_{len(self._specialized) + 1}"
+        # Before it is copied for other sizes, which share them.
+        variant._input, variant._weight, variant._unsplit  # noqa: B018
+        return variant
+
+    @property
+    def specialized(self) -> Sequence[frozenset[str]]:
+        """Sets of outputs without a gradient for which there are I, W and B of their own."""
+        return [missing for missing, functions in self._specialized.items() if functions]
 
     def _tangent_specs(self) -> dict[str, TensorSpec]:
         tangents = inputs(self._graphs.joint.graph, Kind.TANGENT)
@@ -284,7 +340,9 @@ class SplitFunctions:
         takers: Sequence[fx.GraphModule] = (),
     ) -> GradientGraph:
         module, backend = self._module(name), self._backend
-        return GradientGraph(name, module, given, parameters, others, takers, backend=backend)
+        return GradientGraph(
+            name + self._suffix, module, given, parameters, others, takers, backend=backend
+        )
 
     @property
     def _wanted(self) -> list[Role]:

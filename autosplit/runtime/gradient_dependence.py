@@ -80,13 +80,15 @@ class Missing(NamedTuple):
     Attributes:
         parameters: their names.
         inputs: their places.
+        outputs: names of the differentiable outputs without a gradient.
     """
 
     parameters: frozenset[str]
     inputs: Sequence[int]
+    outputs: frozenset[str]
 
 
-NONE_MISSING = Missing(frozenset(), ())
+NONE_MISSING = Missing(frozenset(), (), frozenset())
 
 
 class GradientDependence:
@@ -120,6 +122,7 @@ class GradientDependence:
             self._missing[absent] = Missing(
                 frozenset([name for name, outputs in sources if outputs <= absent]),
                 tuple([at for at, name in enumerate(self._taken) if name in idle]),
+                absent,
             )
         return self._missing[absent]
 

@@ -141,7 +141,7 @@ class PendingWeightGradients:
     ) -> list[Tensor | None]:
         """I of a microbatch: gradients of its inputs; empties ``grads``, one for each output."""
         functions, saved, state, lent, _ = held
-        skipped, idle = functions.dependence.missing(grads)
+        functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.early_parameters, self.sums
         into = self.into(names, state, skipped) if names else ()
         found, deferred, early = functions.backward_input(saved, grads, into or None, sums.dtype)
@@ -157,7 +157,7 @@ class PendingWeightGradients:
     def whole(self, held: InFlightMicrobatch, grads: list[Tensor | None]) -> list[Tensor | None]:
         """B of a microbatch, likewise."""
         functions, saved, state, _, _ = held
-        skipped, idle = functions.dependence.missing(grads)
+        functions, (skipped, idle, _) = functions.for_gradients(grads)
         names, sums = functions.parameter_names, self.sums
         into = self.into(names, state, skipped)
         found, gradients = functions.backward(saved, grads, into, sums.dtype)

@@ -1,0 +1,176 @@
+"""Backward graphs for a call in which some outputs get no gradient.
+
+Autograd runs nothing that depends on the gradients of such outputs alone. Zeros in their place
+would be as large as the outputs (logits beside a loss), every operator down to the inputs would
+run on them, and an infinite derivative would make them NaN.
+
+    node that depends on missing gradients alone    dropped
+    sum of two gradients, one missing               the other gradient
+    other operator, an operand missing              zeros for the operand, as autograd makes them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping
+
+import torch
+from torch import fx
+
+from ..errors import UnknownSizeError
+from ..graph import (
+    SUBGRAPH,
+    Kind,
+    Role,
+    SplitGraphs,
+    inputs,
+    is_fixed,
+    is_size,
+    module_like,
+    outputs,
+    placeholders,
+    set_outputs,
+    source_line,
+    tensor_of,
+)
+from ..rewrites.emit import eliminate_dead_code, emit
+from ..subgraph import Subgraph, call_subgraph, operands, reached
+
+aten = torch.ops.aten
+
+Dependence = dict[fx.Node, bool | None]
+"""Node -> whether a gradient that it depends on arrives; None if it depends on none."""
+
+
+def without_tangents(program: SplitGraphs, missing: Collection[str]) -> SplitGraphs:
+    """The program with I, W and B for a call in which these outputs get no gradient. They return
+    no gradient that depends on missing ones alone.
+
+    Args:
+        program: split, with a backward; not changed.
+        missing: names of the outputs.
+
+    Raises:
+        UnknownSizeError: an operator needs zeros whose size is not known before the graph runs.
+    """
+    graphs, calls = program.graphs(), _SpecializedCalls()
+    first, late = graphs["backward_input"], graphs["backward_weight"]
+    tangents = inputs(program.joint.graph, Kind.TANGENT)
+    arrivals = {role: role.name not in missing for role in tangents}
+    depends = _dependence(first.graph, arrivals)
+    crossing = {role: depends[value] for role, value in outputs(first.graph, Kind.DEFERRED)}
+    weight = calls.specialize(late, crossing)
+    return dataclasses.replace(
+        program,
+        backward=calls.specialize(graphs["backward"], arrivals),
+        backward_input=calls.specialize(first, arrivals, crossing.keys() - inputs(weight.graph)),
+        backward_weight=weight,
+    )
+
+
+def _dependence(graph: fx.Graph, arrivals: Mapping[Role, bool | None]) -> Dependence:
+    """Follow which of a graph's inputs are, or depend on, gradients that arrive."""
+    starts = {node: arrivals.get(role) for role, node in inputs(graph).items()}
+    starts = {node: arrives for node, arrives in starts.items() if arrives is not None}
+    arriving = sum(1 << at for at, arrives in enumerate(starts.values()) if arrives)
+    reach = reached(graph, [*starts])
+    return {node: bool(bits & arriving) if bits else None for node, bits in reach.items()}
+
+
+class _SpecializedCalls:
+    """Specialized copies of graphs that others call, one for each set of missing gradients."""
+
+    def __init__(self) -> None:
+        self._variants: dict[Hashable, Subgraph] = {}
+
+    def specialize(
+        self,
+        module: fx.GraphModule,
+        arrivals: Mapping[Role, bool | None],
+        unread: Collection[Role] = (),
+    ) -> fx.GraphModule:
+        """A copy without nodes that depend on missing gradients alone, and ``unread`` results."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph.graph_copy(module.graph, copies)
+        depends = _dependence(graph, arrivals)
+        missing = {node for node, arrives in depends.items() if arrives is False}
+        pairs = [pair for pair in outputs(module.graph) if pair[0] not in unread]
+        set_outputs(graph, [pair for pair in pairs if copies.get(pair[1]) not in missing], copies)
+        for node in [*depends]:
+            if node in missing or missing.isdisjoint(node.all_input_nodes):
+                continue
+            with graph.inserting_before(node):
+                if SUBGRAPH in node.meta:
+                    self._specialize_call(node, depends)
+                else:
+                    _specialize_operator(node, depends, missing)
+        eliminate_dead_code(graph)
+        for node in placeholders(graph):
+            if not (node.users or is_size(node)):  # Inductor reads sizes that no node does
+                graph.erase_node(node)
+        return module_like(module, graph, type(module).__name__)
+
+    def _specialize_call(self, node: fx.Node, depends: Dependence) -> None:
+        called: Subgraph = node.meta[SUBGRAPH]
+        operand_of = dict(zip(called.given, operands(node), strict=True))
+        arrivals = {role: depends[operand] for role, operand in operand_of.items()}
+        key = called, tuple(arrivals.values())
+        if key not in self._variants:
+            name = f"{called.name}_{len(self._variants) + 1}"
+            self._variants[key] = Subgraph.of(name, self.specialize(called.module, arrivals))
+        variant = self._variants[key]
+        roles = [role for role, _ in outputs(called.module.graph)]
+        value_of = dict(zip(roles, node.meta["val"], strict=True))
+        results = call_subgraph(
+            node.graph,
+            variant,
+            [operand_of[role] for role in variant.given],
+            [value_of[role] for role, _ in outputs(variant.module.graph)],
+        )
+        for item in [*node.users]:
+            place = variant.results.get(roles[item.args[1]])  # type: ignore[index]
+            if place is not None:
+                result = results[place] if isinstance(place, int) else operand_of[place]
+                _replace(item, result, depends)
+
+
+def _specialize_operator(node: fx.Node, depends: Dependence, missing: Collection[fx.Node]) -> None:
+    """Have an operator do without some operands, which are missing."""
+    if node.target is aten.add.Tensor and not node.kwargs:
+        (term,) = [operand for operand in node.all_input_nodes if operand not in missing]
+        if _layout(term) != _layout(node):
+            contiguous = {"memory_format": torch.contiguous_format}
+            term = emit(node.graph, term, aten.clone.default, term, **contiguous)
+        if _layout(term) == _layout(node):
+            _replace(node, term, depends)
+            return
+    for operand in node.all_input_nodes:
+        if operand in missing:
+            node.replace_input_with(operand, _zeros(operand, node.graph))
+
+
+def _replace(node: fx.Node, by: fx.Node, depends: Dependence) -> None:
+    node.replace_all_uses_with(by)
+    depends.setdefault(by, depends[node])
+
+
+def _layout(node: fx.Node) -> tuple[object, ...]:
+    """Dtype, sizes and strides, symbolic ones as text: comparing these would add guards."""
+    value = node.meta["val"]
+    return value.dtype, str(value.shape), str(value.stride())
+
+
+def _zeros(like: fx.Node, graph: fx.Graph) -> fx.Node:
+    """Zeros that lie in memory as a node's value does.
+
+    Raises:
+        UnknownSizeError: its size is symbolic.
+    """
+    value = tensor_of(like)
+    if value is None or not is_fixed(value):
+        raise UnknownSizeError(f"zeros like {like.name} (from {source_line(like)})")
+    pairs = zip(value.shape, value.stride(), strict=True)
+    span = max(1, 1 + sum((size - 1) * stride for size, stride in pairs))
+    options = {"dtype": value.dtype, "device": value.device}
+    flat = emit(graph, like, aten.full.default, [span], 0, **options)
+    return emit(graph, like, aten.as_strided.default, flat, [*value.shape], [*value.stride()])
