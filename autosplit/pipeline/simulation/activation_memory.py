@@ -77,8 +77,10 @@ class StageMemory:
             beside += self.again + 2 * self.generators
         elif kind is ActionKind.FORWARD and again:
             beside += self.again + self.generators
-        most = max(at_start, at_end, self.saved if kind is ActionKind.FORWARD else 0.0)
-        return Change(most - at_start + beside, most - at_end + beside)
+        runs_forward = kind is ActionKind.FORWARD or kind.is_memory
+        kept = self.saved if runs_forward else max(at_start, at_end)
+        most = max(at_start, at_end, kept + beside)
+        return Change(most - at_start, most - at_end)
 
     def _kept(self, kind: ActionKind, *, again: bool) -> tuple[float, float]:
         """The memory that the microbatch keeps before and after a compute action."""

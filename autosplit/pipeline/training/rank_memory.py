@@ -42,6 +42,7 @@ class RankMemory:
         feeds: who feeds whom.
         device: where the stages run.
         store: where the rank offloads, if it does.
+        grad_dtype: of the sums of gradients; None for that of each parameter.
 
     Attributes:
         step: runs the last batch.
@@ -56,7 +57,9 @@ class RankMemory:
         feeds: Feeds,
         device: torch.device,
         store: HostStore | None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
+        self._grad_dtype = grad_dtype
         self._held, self._groups, self._feeds = held, groups, feeds
         self._device, self._store = device, store
         self._calls = CallMemory(device)
@@ -86,7 +89,9 @@ class RankMemory:
         """Bytes of parameters, gradients and optimizer state."""
         state = distinct_storage_bytes(state_of(self._held.modules.values()))
         trained = [p for p in self._held.parameters if p.requires_grad]
-        gradients = sum(local_tensor(p).nbytes for p in trained)
+        gradients = sum(
+            local_tensor(p).numel() * (self._grad_dtype or p.dtype).itemsize for p in trained
+        )
         return state + gradients + state_bytes(self._held.optimizer)
 
     # --- predicted --------------------------------------------------------------------------------

@@ -145,7 +145,8 @@ class Runner:
             if len({schedule.placement[stage] for stage, _ in holders}) > 1
             for holder in holders
         ]
-        self.memory = RankMemory(held, groups, self._feeds, device, store)
+        sums = options.stages.grad_dtype
+        self.memory = RankMemory(held, groups, self._feeds, device, store, sums)
         self._tuner: Tuner | None = None
         if options.tunes:
             self._tuner = Tuner(schedule, groups, self._feeds, self.memory, options.memory_limit)

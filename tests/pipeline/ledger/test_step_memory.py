@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from autosplit.errors import PipelineError
 from autosplit.torch_internals.allocations import HostAllocations
@@ -31,6 +32,8 @@ SCALARS = 64  # bytes: losses
         {"block": workers.Convolutions},
         {"schedule": workers.running_again()},
         {"schedule": workers.running_again(), "block": workers.Convolutions},
+        # What it takes to run F again is more than what F saves.
+        {"schedule": workers.running_again(), "block": partial(nn.Linear, 32, 32)},
     ],
     ids=lambda options: ", ".join(map(str, options)),
 )
@@ -42,6 +45,12 @@ def test_on_one_rank_each_action_is_predicted_to_the_byte(options: dict[str, obj
     assert predicted == measured
     assert memory.predicted == memory.peak_activations == (max(measured.values()),)
     assert memory.left(0) == 0
+
+
+def test_sums_of_another_dtype_are_predicted() -> None:
+    usual, wide = (workers.recorded(ranks=1, grad_dtype=dtype) for dtype in (None, torch.float64))
+    gradients = 2 * sum(p.numel() for p in workers.block().parameters()) * FLOAT
+    assert wide.fixed[0] == usual.fixed[0] + gradients
 
 
 def test_bands_are_what_is_fixed_and_what_is_not() -> None:
