@@ -1,14 +1,13 @@
-"""FX graphs whose inputs and outputs carry named roles: what a pass works on.
+"""FX graphs whose inputs and outputs carry named roles. Every pass works on these.
 
-No pass counts positions. A placeholder's role is in ``node.meta["role"]``; the output
-node's roles are a tuple in ``node.meta["roles"]``, one for each returned value.
+| in ``node.meta`` | of | holds |
+|---|---|---|
+| ``"role"`` | a placeholder | its ``Role``; no pass counts positions |
+| ``"roles"`` | the output node | a tuple, one ``Role`` for each returned value |
+| ``"origin"`` | a node of a joint graph | its ``Origin``: modules, pass, checkpoint |
 
-Where a node of a joint graph comes from, as capture noted it in ``node.meta["origin"]``.
-
-Symbolic sizes as concrete numbers, without guards.
-
-A graph may be traced for many sizes at once. Prices and counts need one number each; comparing
-a symbolic size would add a guard and specialize the graph to that one size.
+A graph may be traced for many sizes at once. ``concrete`` turns a symbolic size into a number
+without a guard: comparing a symbolic size would specialize the graph to that one size.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from torch import fx
 
 from .memory_policy import BALANCED, Memory, Price
 
-SUBGRAPH = "subgraph"  # in the ``meta`` of a node that calls a graph: that, see ``subgraph``
+SUBGRAPH = "subgraph"  # key in the ``meta`` of a node that calls a graph, see ``subgraph``
 
 
 class Kind(enum.Enum):
-    """What a graph's input or output stands for."""
+    """The kind of a graph's input or output."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
     INPUT = "input"
     TANGENT = "tangent"  # gradient of an output, an input of the backward
-    SAVED = "saved"  # left by forward for the backward
-    DEFERRED = "deferred"  # left by backward_input for backward_weight
+    SAVED = "saved"  # passed from forward to the backward
+    DEFERRED = "deferred"  # passed from backward_input to backward_weight
     ACCUMULATOR = "accumulator"  # sum of a parameter's gradients, written in place
     OUTPUT = "output"
     UPDATE = "update"  # new value of a mutated buffer or input
@@ -52,7 +51,7 @@ GRADIENT = frozenset({Kind.INPUT_GRAD, Kind.PARAMETER_GRAD})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
-    """A kind and the user's name for the thing.
+    """A kind and the user's name.
 
     The name is a parameter or buffer FQN, a user input or output path, or, for saved and
     deferred tensors, the name of the node that computes them (``partition/split_graphs.py``).
@@ -71,11 +70,11 @@ class Region:
 
     Attributes:
         runs: nodes of the joint graph that it executes.
-        takes: its live-ins, values that it reads and does not compute, in graph order.
+        live_ins: values that it reads and does not compute, in graph order.
     """
 
     runs: set[fx.Node]
-    takes: list[fx.Node]
+    live_ins: list[fx.Node]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +86,11 @@ class Regions:
         input: I.
         weight: W.
         released: weight gradients that I computes and returns.
-        kept: parameters and buffers, which W reads from the module and nobody saves.
+        kept: parameters and buffers, which W reads from the module, so they are not saved.
         price: of the minimum cut.
-        cuts: what crosses the boundary behind F, and that behind I, of all that could.
-        gradient: what depends on the gradient of an output.
-        urgent: what I must compute, see ``Reachability``.
+        cuts: the nodes that cross the boundary after F, and the one after I.
+        gradient: nodes that depend on the gradient of an output.
+        urgent: nodes that I must compute, see ``Reachability``.
     """
 
     backward: Region
@@ -107,45 +106,45 @@ class Regions:
     @property
     def saved(self) -> list[fx.Node]:
         """The tensors that F saves for the backward."""
-        taken = dict.fromkeys([*self.backward.takes, *self.input.takes])
-        return [node for node in taken if node not in self.kept]
+        tensors = dict.fromkeys([*self.backward.live_ins, *self.input.live_ins])
+        return [node for node in tensors if node not in self.kept]
 
     @property
     def deferred(self) -> list[fx.Node]:
         """The tensors that I defers to W."""
-        return [node for node in self.weight.takes if node not in self.kept]
+        return [node for node in self.weight.live_ins if node not in self.kept]
 
 
 @dataclasses.dataclass(eq=False)
 class SplitGraphs:
-    """The graphs of one module: what passes split a joint graph into.
+    """The graphs of one module, into which passes split its joint graph.
 
-    A pass fills in or rewrites fields. ``backward`` is the unsplit backward; it stays beside
-    its two halves because an engine that runs I and W back to back calls it instead. It and the
-    halves are None for a module traced without gradients. ``memory`` is the policy for the
-    boundaries; ``regions`` are the division under it.
+    A pass fills in or rewrites fields. ``backward`` is the unsplit backward, which an engine calls
+    in place of its two halves where I and W run back to back. All three are None for a module
+    traced without gradients. ``memory`` is the policy for the boundaries, ``regions`` the division
+    under it.
     """
 
     joint: fx.GraphModule
     memory: Memory = BALANCED
     regions: Regions | None = None
-    forward: fx.GraphModule = None  # type: ignore[assignment]  # until a pass has made it
+    forward: fx.GraphModule = None  # type: ignore[assignment]  # until a pass fills it in
     backward: fx.GraphModule | None = None
     backward_input: fx.GraphModule | None = None
     backward_weight: fx.GraphModule | None = None
 
     def graphs(self) -> dict[str, fx.GraphModule]:
-        """The graphs that exist so far, by name, in the order in which they are made."""
-        return {n: each for n, each in vars(self).items() if isinstance(each, fx.GraphModule)}
+        """The graphs that exist so far, by name, in the order of their creation."""
+        return {n: module for n, module in vars(self).items() if isinstance(module, fx.GraphModule)}
 
 
 def module_like(module: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
-    """A graph as a module of the same class, with the constants of that module: one that writes
-    its graph as Python code only where somebody asks makes another such.
+    """A graph as a module of the same class, with the constants of ``module``. The class matters: a
+    lazy one generates Python code only when it is asked for.
     """
-    kind: Any = type(module).__base__  # torch makes each a class of its own
-    made: fx.GraphModule = kind(module, graph, class_name=name)
-    return made
+    kind: Any = type(module).__base__  # torch gives each module its own subclass
+    result: fx.GraphModule = kind(module, graph, class_name=name)
+    return result
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -153,9 +152,9 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 
 def copy_placeholder(graph: fx.Graph, node: fx.Node, role: Role | None = None) -> fx.Node:
-    """A placeholder for a node's value; under the node's own role where none is given."""
+    """A placeholder for a node's value, with this role, or the node's own."""
     copy = graph.placeholder(node.name)
-    copy.target = copy.name  # where the name was taken, it got a number
+    copy.target = copy.name  # fx adds a number to a name that exists already
     copy.meta = {**node.meta, "role": role or role_of(node)}
     return copy
 
@@ -178,9 +177,9 @@ def is_state(node: fx.Node) -> bool:
 
 
 def inputs(graph: fx.Graph, *kinds: Kind) -> dict[Role, fx.Node]:
-    """Placeholders by role, in order; only of the given kinds where kinds are given."""
-    found = {role_of(node): node for node in placeholders(graph)}
-    return {role: node for role, node in found.items() if not kinds or role.kind in kinds}
+    """Placeholders by role, in order; only those of ``kinds``, if there are any."""
+    by_role = {role_of(node): node for node in placeholders(graph)}
+    return {role: node for role, node in by_role.items() if not kinds or role.kind in kinds}
 
 
 def outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, Any]]:
@@ -193,8 +192,12 @@ def outputs(graph: fx.Graph, *kinds: Kind) -> list[tuple[Role, Any]]:
 def set_outputs(
     graph: fx.Graph, pairs: Sequence[tuple[Role, Any]], copies: Mapping[fx.Node, Any] | None = None
 ) -> None:
-    """Append an output node that returns the values as a list, with their roles; what the graph has
-    in place of them where they are another's.
+    """Append an output node that returns values as a list, with their roles.
+
+    Args:
+        graph: the graph.
+        pairs: roles and values.
+        copies: maps values of another graph to this graph's nodes; None if they are its own.
     """
     values: Any = [value for _, value in pairs]
     node = graph.output(values if copies is None else fx.node.map_arg(values, copies.__getitem__))
@@ -207,15 +210,17 @@ def calls(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def is_like(node: Any, other: fx.Node) -> bool:
-    """Whether both are tensors of one shape and dtype, known before the graph runs."""
-    mine, whole = (tensor_of(each) if isinstance(each, fx.Node) else None for each in (node, other))
+    """Whether both are tensors of the same shape and dtype, without symbolic sizes."""
+    mine, whole = (
+        tensor_of(operand) if isinstance(operand, fx.Node) else None for operand in (node, other)
+    )
     if mine is None or whole is None or not (is_fixed(mine) and is_fixed(whole)):
         return False
     return (mine.shape, mine.dtype) == (whole.shape, whole.dtype)
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor that a node yields, or None where it yields something else."""
+    """The fake tensor of a node, or None if its value is not a tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
 
@@ -252,7 +257,7 @@ def source_line(node: fx.Node) -> str:
     return _user_line(node.meta.get("stack_trace") or "")
 
 
-_DEFAULT_DEVICE = "torch/utils/_device.py"  # through which every call goes where there is one
+_DEFAULT_DEVICE = "torch/utils/_device.py"  # in every stack trace under a default device
 
 
 @functools.lru_cache(maxsize=1024)  # layers repeat the lines of one
@@ -272,13 +277,13 @@ ORIGIN = "origin"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """What tracing knew of a node.
+    """The origin of a node, as capture recorded it.
 
     Attributes:
-        modules: the modules around the user's statement, outermost first, by their names; those
-            of the forward's statement where the node is its derivative. A later call of a module
-            has its number behind it, as in ``block@1``.
-        is_backward: whether the backward was being traced; None where it cannot be told.
+        modules: names of the modules around the user's statement, outermost first; for a
+            derivative, those of the forward's statement. A later call of a module has a number, as
+            in ``block@1``.
+        is_backward: whether the backward was being traced; None if unknown.
         recomputed: whether the user asked for it to be recomputed (``torch.utils.checkpoint``).
         checkpoint: the call of ``checkpoint`` around it.
     """
@@ -293,18 +298,18 @@ _NOWHERE = Origin()
 
 
 def origin_of(node: fx.Node) -> Origin:
-    """Where a node comes from; an origin that says nothing where nobody noted it."""
+    """The origin of a node; an empty one if capture recorded none."""
     origin = node.meta.get(ORIGIN, _NOWHERE)
     if not isinstance(origin, Origin):
         raise TypeError(f"{node.name} carries {origin!r}, expected an Origin")
     return origin
 
 
-_UNKNOWN_SIZE = 4096  # stands for a size that only the data decides, such as a count of nonzeros
+_UNKNOWN_SIZE = 4096  # stands for a size that depends on data, such as a count of nonzeros
 
 
 def concrete(size: int | torch.SymInt) -> int:
-    """The size; for a symbolic one, what it was in the example that the graph was traced with."""
+    """The size as a number; a symbolic one has the value of the example inputs."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     from torch.fx.experimental import symbolic_shapes  # imports sympy
@@ -323,7 +328,7 @@ def is_fixed(tensor: torch.Tensor) -> bool:
 
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-"""Numbers that a graph computes: of sizes, or read from data (``tensor.item()``)."""
+"""Symbolic numbers: computed from sizes, or read from data (``tensor.item()``)."""
 
 
 def is_size(node: fx.Node) -> bool:
@@ -332,8 +337,8 @@ def is_size(node: fx.Node) -> bool:
 
 
 def with_concrete_sizes(value: Any) -> Any:
-    """A tensor without data and with concrete sizes in place of a symbolic one; numbers for
-    symbolic numbers; containers of them likewise; anything else as it is.
+    """Replace symbolic sizes: a tensor by one without data and with concrete sizes, a symbolic
+    number by a number, also inside containers. Other values stay as they are.
     """
     match value:
         case torch.Tensor():
@@ -344,7 +349,7 @@ def with_concrete_sizes(value: Any) -> Any:
         case torch.SymInt():
             return concrete(value)
         case torch.SymFloat() | torch.SymBool():
-            return 0  # of what is counted, nothing depends on it
+            return 0  # no count depends on it
         case list() | tuple():
             return type(value)(with_concrete_sizes(item) for item in value)
     return value

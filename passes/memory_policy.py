@@ -1,4 +1,4 @@
-"""The ``memory`` setting: how recomputation and early weight gradients are traded for memory."""
+"""The ``memory`` setting: a trade-off of memory, recomputation and early weight gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .errors import PassError
 
 
 class CollectiveCosts(NamedTuple):
-    """What a collective takes, in the time in which a device moves one byte. By default as if links
-    between devices were a tenth as fast as memory (NVLink beside HBM, loopback beside DRAM).
+    """The cost of a collective, in bytes of device-memory traffic. The defaults assume that links
+    between devices have a tenth of the bandwidth of memory (NVLink and HBM, loopback and DRAM).
 
     Attributes:
-        start: besides.
-        byte: for each byte that ranks bring to each other, those of an all-reduce counted twice.
+        start: fixed cost per collective.
+        byte: cost of each byte exchanged; an all-reduce exchanges each byte twice.
     """
 
     start: float = 200_000.0
@@ -24,19 +24,19 @@ class CollectiveCosts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """How memory, recomputation and deferred weight gradients are traded.
+    """A trade-off of memory, recomputation and deferred weight gradients.
 
     Attributes:
-        name: what the user asked for.
-        recompute: time to spend on recomputing cheap operators, as a share of the step's
+        name: as the user gave it.
+        recompute: the most time for recomputing cheap operators, as a share of the step's
             estimated time.
-        waiting: least share of the weight gradients' FLOPs that is deferred to W. Below 1, I
+        waiting: the least share of the weight gradients' FLOPs that is deferred to W. Below 1, I
             computes the weight gradients that free the most bytes for their FLOPs.
-        budget: bytes to hold between I and W for one microbatch; None asks for the fewest that
+        budget: the most bytes between I and W for one microbatch; None: the fewest that
             ``waiting`` allows.
-        late_input: whether I computes nothing where no input needs a gradient, and W does all of
-            the backward in one graph: a pipeline's other stages wait for no such I.
-        collectives: what they take, by which weight gradients are chosen that hide them.
+        late_input: whether W does the whole backward, in one graph, if no input needs a gradient.
+            In a pipeline no other stage waits for such an I.
+        collectives: their costs, by which the weight gradients that hide them are chosen.
     """
 
     name: str
@@ -56,20 +56,19 @@ FAST = Memory("fast", recompute=0.0)
 BALANCED = Memory("balanced", recompute=0.02)
 LEAN = Memory("lean", recompute=0.02, waiting=0.55)
 
-MEMORY: Mapping[str, Memory] = {each.name: each for each in (FAST, BALANCED, LEAN)}
+MEMORY: Mapping[str, Memory] = {setting.name: setting for setting in (FAST, BALANCED, LEAN)}
 
 
 def memory_setting(
     memory: str | int, *, late_input: bool = False, collectives: CollectiveCosts | None = None
 ) -> Memory:
-    """The setting of that name; a number is a budget in bytes.
+    """The setting with this name, or with a budget in bytes.
 
-    A budget bounds the distinct storage that one microbatch holds between I and W, that is
-    what I hands over. What F saves, what lives only inside a graph, and parameters and
-    gradients are not in it.
+    A budget bounds the distinct storage of one microbatch's deferred tensors, between I and W.
+    Saved tensors, temporaries of a graph, parameters and gradients do not count.
 
     Raises:
-        PassError: an unknown name (lists the known ones), or no number of bytes.
+        PassError: an unknown name (lists the known ones), or not a number of bytes.
     """
     costs = CollectiveCosts() if collectives is None else collectives
     if isinstance(memory, str):
@@ -78,21 +77,21 @@ def memory_setting(
     elif isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
         name = f"{memory} bytes"
         return Memory(name, BALANCED.recompute, 0.0, memory, late_input, costs)
-    known = ", ".join(map(repr, MEMORY))
+    names = ", ".join(map(repr, MEMORY))
     raise PassError(
-        f"memory is one of {known}, or the bytes that one microbatch may hold between I and W; "
+        f"memory is one of {names}, or the bytes that one microbatch may hold between I and W; "
         f"got {memory!r}"
     )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Price:
-    """Capacity of an edge in three currencies, which the caller weighs against each other.
+    """The price of an edge in three units, which the caller weighs against each other.
 
     Attributes:
         bytes: storage of a saved or deferred tensor.
         time: time of recomputing an operator.
-        flops: work of a weight gradient that I computes.
+        flops: FLOPs of a weight gradient that I computes.
     """
 
     bytes: int = 0

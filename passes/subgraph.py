@@ -1,13 +1,12 @@
-"""``Subgraph``: a graph that nodes of other graphs call, each with values of its own.
+"""``Subgraph``: a graph that nodes of other graphs call.
 
-Layers of one kind have the same F, I and W. A graph around them has one node a call of such a
-graph: an operator that takes and returns a list of tensors, with the graph noted in its ``meta``.
-Passes see an operator that they do not know, which is not done twice nor moved against its data.
-``inline`` puts the graphs' own operators in place of the calls.
+Layers of one kind have the same F, I and W. The graph around them has one node per call: an
+operator that takes and returns a list of tensors, with the called graph in its ``meta``. Passes see
+an unknown operator, which they neither repeat nor move against its data. ``inline`` replaces the
+calls by the operators of the called graphs.
 
-Outlining: what stands between the calls of a graph becomes graphs that are called as well.
-
-A compiler that takes seconds is then given each kind of block once, and what is around them once.
+``outline`` also turns the operators between the calls into called graphs. A slow compiler then
+compiles each kind of block once, and the operators around the blocks once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from .graph import (
     set_outputs,
 )
 
-# Never run: a graph that calls others is compiled into calls of their code.
+# These operators never run: a graph with calls is compiled into calls of the graphs' code.
 _LIBRARY = torch.library.Library("autosplit", "DEF")
 _LIBRARY.define("subgraph(str name, Tensor[] given) -> Tensor[]")
 _LIBRARY.define(
@@ -56,10 +55,10 @@ class Subgraph:
     """A graph that is called by nodes.
 
     Attributes:
-        name: of the graph, unique among those that one graph calls.
-        module: the graph; returns what it computes, each value once.
-        results: role of a result -> its place among what the graph returns, or for one that the
-            graph only passes on the role that it came in under; others are constants.
+        name: of the graph, unique among the graphs that one graph calls.
+        module: the graph; returns each computed value once.
+        results: maps the role of a result to its position among the returned values, or to the
+            role of the input that it is. Other results are constants.
     """
 
     name: str
@@ -68,10 +67,10 @@ class Subgraph:
 
     @classmethod
     def of(cls, name: str, module: fx.GraphModule) -> Subgraph:
-        """A graph with roles, as one that is called.
+        """Make a graph with roles callable.
 
         Args:
-            name: for the called graph.
+            name: of the called graph.
             module: the graph; not changed.
         """
         graph = fx.Graph()
@@ -94,8 +93,8 @@ class Subgraph:
         return cls(name, module_like(module, graph, name), results)
 
     @functools.cached_property
-    def given(self) -> list[Role]:
-        """Roles of what the graph takes, in order."""
+    def arguments(self) -> list[Role]:
+        """The roles of the graph's inputs, in order."""
         return list(inputs(self.module.graph))
 
     @functools.cached_property
@@ -110,24 +109,24 @@ class Subgraph:
 
     @functools.cached_property
     def read_by(self) -> list[list[int]]:
-        """For each result, which of what the graph takes it is computed from."""
-        taken = placeholders(self.module.graph)
-        bits = reached(self.module.graph, taken)
-        found = (bits[value] for _, value in outputs(self.module.graph))
-        return [[at for at in range(len(taken)) if read >> at & 1] for read in found]
+        """For each result, the positions of the inputs that it depends on."""
+        arguments = placeholders(self.module.graph)
+        bits = reached(self.module.graph, arguments)
+        reads = (bits[value] for _, value in outputs(self.module.graph))
+        return [[at for at in range(len(arguments)) if read >> at & 1] for read in reads]
 
     @functools.cached_property
-    def lies_in(self) -> list[tuple[bool, int] | None]:
-        """For each result, what else its memory belongs to, where that is not its own: whether to
-        an earlier result, and the place of that, or of what the graph takes.
+    def storage_owners(self) -> list[tuple[bool, int] | None]:
+        """For each result, the owner of its storage: (True, position of an earlier result), or
+        (False, position of an input); None if it has storage of its own.
         """
         owners = {node: (False, at) for at, node in enumerate(placeholders(self.module.graph))}
-        found: list[tuple[bool, int] | None] = []
+        owners_of: list[tuple[bool, int] | None] = []
         for at, (_, value) in enumerate(outputs(self.module.graph)):
             root = storage_root(value)
-            found.append(owners.get(root))
+            owners_of.append(owners.get(root))
             owners.setdefault(root, (True, at))
-        return found
+        return owners_of
 
     @functools.cached_property
     def values(self) -> list[torch.Tensor]:
@@ -138,18 +137,18 @@ class Subgraph:
 def call_subgraph(
     graph: fx.Graph,
     called: Subgraph,
-    given: list[fx.Node],
+    arguments: list[fx.Node],
     values: list[torch.Tensor],
     sums: Sequence[fx.Node] = (),
 ) -> list[fx.Node]:
-    """Add a call of a graph; returns the nodes of its results.
+    """Add a call of a graph; return the nodes of its results.
 
     Args:
-        graph: to add to, where it inserts nodes.
+        graph: the calling graph; the call goes to its insertion point.
         called: the graph.
-        given: what it takes.
+        arguments: its inputs.
         values: fake tensors like its results.
-        sums: what it takes after that, and adds to.
+        sums: the accumulators to which it adds; they follow the inputs.
     """
     if not values and not sums:
         return []
@@ -158,70 +157,71 @@ def call_subgraph(
         target = operators.adding_subgraph
     else:
         target = operators.drawing_subgraph if called.draws else operators.subgraph
-    lists = (given, list(sums)) if sums else (given,)
+    lists = (arguments, list(sums)) if sums else (arguments,)
     node = graph.call_function(target.default, (called.name, *lists))
     node.meta = {"val": values, SUBGRAPH: called}
-    found = []
+    items = []
     for at, value in enumerate(values):
         item = graph.call_function(operator.getitem, (node, at))
         item.meta = {"val": value}
-        found.append(item)
-    return found
+        items.append(item)
+    return items
 
 
 def subgraph_of(node: fx.Node) -> Subgraph | None:
-    """The graph that a node calls, behind items picked from its results."""
+    """The graph that a node calls, or of whose results it is one; None for other nodes."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    found: Subgraph | None = node.meta.get(SUBGRAPH) if node.op == "call_function" else None
-    return found
+    called: Subgraph | None = node.meta.get(SUBGRAPH) if node.op == "call_function" else None
+    return called
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node's value is computed from; behind the call of a graph, those that this
-    result of it is.
+    """The nodes on which a node's value depends. For one result of a called graph, these are the
+    inputs on which that result depends.
     """
     called = subgraph_of(node)
     if called is None or node.target is not operator.getitem:
         return node.all_input_nodes
     call, place = node.args
-    given = operands(call)  # type: ignore[arg-type]
-    return [given[at] for at in called.read_by[place]]  # type: ignore[index]
+    arguments = operands(call)  # type: ignore[arg-type]
+    return [arguments[at] for at in called.read_by[place]]  # type: ignore[index]
 
 
 def reached(graph: fx.Graph, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Which of some nodes each node depends on, as bits in their order: a walk from each would
-    take the square of the graph where every layer returns something, as those with a cache do.
+    """For every node, the starts on which it depends, as a bit mask in their order. A walk from
+    each start would take quadratic time in models whose every layer returns something, such as a
+    cache.
     """
     bits = {node: 1 << at for at, node in enumerate(starts)}
-    found: dict[fx.Node, int] = {}
+    depends: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        own = bits.get(node, 0)
+        node_bits = bits.get(node, 0)
         for operand in sources(node):
-            own |= found[operand]
-        found[node] = own
-    return found
+            node_bits |= depends[operand]
+        depends[node] = node_bits
+    return depends
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The values that a node hands to the graph that it calls."""
+    """The arguments of a call of a graph, accumulators included."""
     lists: Any = node.args[1:]
-    return [operand for given in lists for operand in given]
+    return [operand for arguments in lists for operand in arguments]
 
 
 def sums(node: fx.Node) -> list[fx.Node]:
-    """The values that the graph that a node calls adds to."""
+    """The accumulators of a call of a graph."""
     return list(node.args[2]) if SUBGRAPH in node.meta and len(node.args) > 2 else []  # type: ignore[arg-type]
 
 
 def subgraphs(graph: fx.Graph) -> list[Subgraph]:
-    """The graphs that the nodes of a graph call, each once."""
-    found = (subgraph_of(node) for node in calls(graph))
-    return list(dict.fromkeys(each for each in found if each is not None))
+    """The graphs that a graph calls, each once."""
+    called_graphs = (subgraph_of(node) for node in calls(graph))
+    return list(dict.fromkeys(graph for graph in called_graphs if graph is not None))
 
 
 def inner_calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that compute something, those of called graphs in place of their calls."""
+    """Nodes that compute something; calls are replaced by the nodes of the called graphs."""
     for node in calls(graph):
         called = node.meta.get(SUBGRAPH)
         if called is None:
@@ -231,39 +231,39 @@ def inner_calls(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def inlined(graphs: SplitGraphs) -> SplitGraphs:
-    """Graphs with the operators of those that they call."""
-    made: dict[str, Any] = {name: inline(module) for name, module in graphs.graphs().items()}
-    return dataclasses.replace(graphs, **made)
+    """The graphs with all calls inlined."""
+    modules: dict[str, Any] = {name: inline(module) for name, module in graphs.graphs().items()}
+    return dataclasses.replace(graphs, **modules)
 
 
 def inline(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with the operators of the graphs that it calls; itself where it calls none."""
+    """The graph with all calls inlined; itself if it has none."""
     if not subgraphs(module.graph):
         return module
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
-    made = module_like(module, graph, type(module).__name__)
+    result = module_like(module, graph, type(module).__name__)
     for node in module.graph.nodes:
         called = node.meta.get(SUBGRAPH)
         if called is not None:
-            given = [copies[each] for each in operands(node)]
-            copies[node] = _inlined(made, called, given, node)
+            arguments = [copies[operand] for operand in operands(node)]
+            copies[node] = _inlined(result, called, arguments, node)
         elif node.target is operator.getitem and isinstance(copies.get(node.args[0]), list):
             copies[node] = copies[node.args[0]][node.args[1]]
         elif node.op == "output":
             set_outputs(graph, outputs(module.graph), copies)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    made.graph = graph
-    return made
+    result.graph = graph
+    return result
 
 
 def _inlined(
-    into: fx.GraphModule, called: Subgraph, given: list[fx.Node], caller: fx.Node
+    into: fx.GraphModule, called: Subgraph, arguments: list[fx.Node], caller: fx.Node
 ) -> list[fx.Node]:
-    """Copies of a called graph's operators, at the end of a graph; returns its results."""
+    """Append copies of a called graph's operators; return the copies of its results."""
     inner = called.module.graph
-    copies: dict[fx.Node, Any] = dict(zip(placeholders(inner), given, strict=True))
+    copies: dict[fx.Node, Any] = dict(zip(placeholders(inner), arguments, strict=True))
     origin = caller.meta.get(ORIGIN, Origin())
     for node in inner.nodes:
         if node.op == "output":
@@ -275,20 +275,22 @@ def _inlined(
             copy.target = f"{called.name}_{node.target}"
             setattr(into, copy.target, operator.attrgetter(str(node.target))(called.module))
         elif ORIGIN in node.meta:
-            own = node.meta[ORIGIN]
+            inner_origin = node.meta[ORIGIN]
             inside = [
-                f"{name}.{each}" for name in origin.modules[-1:] or ("",) for each in own.modules
+                f"{name}.{module}"
+                for name in origin.modules[-1:] or ("",)
+                for module in inner_origin.modules
             ]
-            around = (*origin.modules, *(each.removeprefix(".") for each in inside))
-            copy.meta[ORIGIN] = dataclasses.replace(own, modules=around)
+            enclosing = (*origin.modules, *(module.removeprefix(".") for module in inside))
+            copy.meta[ORIGIN] = dataclasses.replace(inner_origin, modules=enclosing)
     return []
 
 
 def outline(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph that calls graphs and makes views, and does nothing else.
+    """Turn the operators between calls into called graphs, so that only calls and views remain.
 
     Args:
-        module: a graph that calls others; not changed.
+        module: a graph with calls; not changed.
     """
     return _Outlining(module).run()
 
@@ -299,7 +301,7 @@ class _Outlining:
         self._graph = fx.Graph()
         self._copies = {n: copy_placeholder(self._graph, n) for n in placeholders(module.graph)}
         self._run: list[fx.Node] = []
-        self._made = 0
+        self._parts = 0
 
     def run(self) -> fx.GraphModule:
         for node in self._module.graph.nodes:
@@ -317,38 +319,44 @@ class _Outlining:
         self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
 
     def _end_run(self) -> None:
-        """Have the operators since the last call be a graph, or themselves if all are free."""
+        """Turn the operators since the last call into a graph; keep them if all are free."""
         run, self._run = self._run, []
         if all(map(is_free, run)):
             for node in run:
                 self._copy(node)
             return
         inside = set(run)
-        taken = dict.fromkeys(o for n in run for o in n.all_input_nodes if o not in inside)
-        given = [node for node in taken if not _is_sum(node)]
-        totals = [node for node in taken if _is_sum(node)]
+        operands_of_run = dict.fromkeys(
+            o for n in run for o in n.all_input_nodes if o not in inside
+        )
+        arguments = [node for node in operands_of_run if not _is_sum(node)]
+        totals = [node for node in operands_of_run if _is_sum(node)]
         results = [node for node in run if not inside.issuperset(node.users)]
-        called = self._called(run, [*given, *totals], results)
+        called = self._called(run, [*arguments, *totals], results)
         values = [node.meta["val"] for node in results]
-        before, into = ([self._copies[node] for node in each] for each in (given, totals))
-        made = call_subgraph(self._graph, called, before, values, into)
-        self._copies.update(zip(results, made, strict=True))
+        argument_copies, total_copies = (
+            [self._copies[node] for node in group] for group in (arguments, totals)
+        )
+        items = call_subgraph(self._graph, called, argument_copies, values, total_copies)
+        self._copies.update(zip(results, items, strict=True))
 
     def _called(
-        self, run: Sequence[fx.Node], taken: Sequence[fx.Node], results: Sequence[fx.Node]
+        self, run: Sequence[fx.Node], operands_of_run: Sequence[fx.Node], results: Sequence[fx.Node]
     ) -> Subgraph:
         graph = fx.Graph()
-        copies = {node: _placeholder(graph, node) for node in taken}
+        copies = {node: _placeholder(graph, node) for node in operands_of_run}
         for node in run:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         set_outputs(graph, [(Role(Kind.OUTPUT, node.name), node) for node in results], copies)
-        self._made += 1
-        name = f"part_{self._made}"
+        self._parts += 1
+        name = f"part_{self._parts}"
         return Subgraph(name, module_like(self._module, graph, name), {})
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """One for a value; what may be written over around may be read behind."""
+    """A placeholder for a value. It has the role of an input, because the calling graph may still
+    read the value, so it must not be overwritten.
+    """
     copy = graph.placeholder(node.name)
     copy.target = copy.name
     role = role_of(node) if node.op == "placeholder" else Role(Kind.INPUT, f"%{node.name}")

@@ -1,4 +1,4 @@
-"""Invariants of a program, as tables. Every violation is collected and raised at once."""
+"""Invariants of split graphs, as tables. All violations are collected and raised at once."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from .graph import (
 )
 from .subgraph import subgraphs, sums
 
-# What may enter each graph. The rest of an invariant such as "backward_input never depends
-# on backward_weight" follows: nothing that W returns is among what I may take.
+# The kinds of inputs of each graph. Other invariants follow: backward_input never depends on
+# backward_weight, because no kind that W returns may enter I.
 _MAY_ENTER = {
     "joint": PRIMAL | {Kind.TANGENT},
     "forward": PRIMAL,
@@ -63,23 +63,25 @@ def verify(program: SplitGraphs, after: str = "the pipeline") -> None:
 
     Args:
         program: the program to check.
-        after: what ran before, for the message.
+        after: the pass before, for the message.
 
     Raises:
         PassError: lists every violation with its graph, node and source line.
     """
-    found = [line for name, module in program.graphs().items() for line in _check(name, module)]
-    found += [line for check in BETWEEN_GRAPHS for line in check(program)]
-    _refuse(found, after)
+    violations = [
+        line for name, module in program.graphs().items() for line in _check(name, module)
+    ]
+    violations += [line for check in BETWEEN_GRAPHS for line in check(program)]
+    _refuse(violations, after)
 
 
 def verify_graph(name: str, module: fx.GraphModule, after: str) -> None:
     """Check every invariant of one graph, such as a form of W made from a verified program.
 
     Args:
-        name: which graph it is.
+        name: of the graph.
         module: the graph.
-        after: what ran before, for the message.
+        after: the pass before, for the message.
 
     Raises:
         PassError: lists every violation with its node and source line.
@@ -91,9 +93,9 @@ def _check(name: str, module: fx.GraphModule) -> Iterator[str]:
     return (line for check in OF_A_GRAPH for line in check(name, module))
 
 
-def _refuse(found: list[str], after: str) -> None:
-    if found:
-        raise PassError(f"after {after}:\n" + "\n".join(f"  - {line}" for line in found))
+def _refuse(violations: list[str], after: str) -> None:
+    if violations:
+        raise PassError(f"after {after}:\n" + "\n".join(f"  - {line}" for line in violations))
 
 
 def _lint(name: str, module: fx.GraphModule) -> Iterator[str]:
@@ -135,11 +137,13 @@ def _backward_is_pure(name: str, module: fx.GraphModule) -> Iterator[str]:
 def _nothing_writes_in_backward(name: str, module: fx.GraphModule) -> Iterator[str]:
     for node in calls(module.graph):
         if name == "joint" and writes_in_backward(node):
-            yield _at(name, node, "the backward writes, which no graph would")
+            yield _at(name, node, "the backward writes, and its graphs would not")
 
 
 def _accumulators_only_grow(name: str, module: fx.GraphModule) -> Iterator[str]:
-    """Each is added into, and nothing reads it: it holds other microbatches' sums."""
+    """Each accumulator is added to, and nothing reads it, because it has other microbatches'
+    sums.
+    """
     accumulators = inputs(module.graph, Kind.ACCUMULATOR)
     if not accumulators:
         return
@@ -163,13 +167,13 @@ def _called_graphs_add(name: str, module: fx.GraphModule) -> Iterator[str]:
 
 
 def _adds_into(node: fx.Node) -> list[fx.Node]:
-    """Accumulators that a node adds to."""
-    return sums(node) or [each for each in node.args[:1] if is_accumulation(node)]  # type: ignore[misc]
+    """The accumulators to which a node adds."""
+    return sums(node) or [operand for operand in node.args[:1] if is_accumulation(node)]  # type: ignore[misc]
 
 
 def _only_adds(node: fx.Node) -> bool:
     into = _adds_into(node)
-    return bool(into) and all(_is_accumulator(storage_root(each)) for each in into)
+    return bool(into) and all(_is_accumulator(storage_root(accumulator)) for accumulator in into)
 
 
 def _is_accumulator(node: fx.Node) -> bool:
@@ -177,9 +181,9 @@ def _is_accumulator(node: fx.Node) -> bool:
 
 
 def _nodes_in(arguments: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(arguments, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(arguments, nodes.append)
+    return nodes
 
 
 def _boundaries_match(program: SplitGraphs) -> Iterator[str]:
@@ -191,10 +195,10 @@ def _boundaries_match(program: SplitGraphs) -> Iterator[str]:
     for giver, taker, kind in pairs:
         if giver not in graphs or taker not in graphs:
             continue
-        given = [role for role, _ in outputs(graphs[giver].graph, kind)]
-        taken = list(inputs(graphs[taker].graph, kind))
-        if sorted(map(str, given)) != sorted(map(str, taken)):
-            yield f"{giver} returns {kind.value} {given}, {taker} takes {taken}"
+        returned = [role for role, _ in outputs(graphs[giver].graph, kind)]
+        accepted = list(inputs(graphs[taker].graph, kind))
+        if sorted(map(str, returned)) != sorted(map(str, accepted)):
+            yield f"{giver} returns {kind.value} {returned}, {taker} takes {accepted}"
         for role, value in outputs(graphs[giver].graph, kind):
             if not isinstance(value, fx.Node) or not (
                 is_size(value) or tensor_of(value) is not None
@@ -211,14 +215,14 @@ def _outputs_once(program: SplitGraphs) -> Iterator[str]:
         return
     kept = FORWARD_OUTPUT | GRADIENT
     wanted = Counter(role for role, _ in outputs(program.joint.graph, *kept))
-    made = Counter(role for part in parts for role, _ in outputs(part.graph, *kept))
-    for role in wanted | made:
-        if wanted[role] != made[role]:
-            yield f"{role} is returned {made[role]} times over the graphs, not {wanted[role]}"
+    actual = Counter(role for part in parts for role, _ in outputs(part.graph, *kept))
+    for role in wanted | actual:
+        if wanted[role] != actual[role]:
+            yield f"{role} is returned {actual[role]} times over the graphs, not {wanted[role]}"
 
 
-def _results_lie_as_traced(program: SplitGraphs) -> Iterator[str]:
-    """A result has the shape and dtype that the joint graph gives it."""
+def _results_match_the_joint_graph(program: SplitGraphs) -> Iterator[str]:
+    """A result has the shape and dtype that it has in the joint graph."""
 
     def form(value: object) -> object:
         tensor = tensor_of(value) if isinstance(value, fx.Node) else None
@@ -233,7 +237,7 @@ def _results_lie_as_traced(program: SplitGraphs) -> Iterator[str]:
 
 
 def _only_cheap_work_runs_again(program: SplitGraphs) -> Iterator[str]:
-    """Copies of a joint graph's node keep its name."""
+    """Only cheap operators are recomputed. Copies of a joint graph's node keep its name."""
     ran: dict[str, str] = {}
     for name in ("forward", "backward_input", "backward_weight"):
         module = program.graphs().get(name)
@@ -243,9 +247,9 @@ def _only_cheap_work_runs_again(program: SplitGraphs) -> Iterator[str]:
                 yield _at(name, node, f"{node.target} ran in {first} and runs again")
 
 
-def _at(graph: str, node: fx.Node, what: str) -> str:
+def _at(graph: str, node: fx.Node, problem: str) -> str:
     line = source_line(node)
-    return f"{graph}: {node.name}: {what}" + (f" (from {line})" if line else "")
+    return f"{graph}: {node.name}: {problem}" + (f" (from {line})" if line else "")
 
 
 OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
@@ -260,6 +264,6 @@ OF_A_GRAPH: tuple[Callable[[str, fx.GraphModule], Iterator[str]], ...] = (
 BETWEEN_GRAPHS: tuple[Callable[[SplitGraphs], Iterator[str]], ...] = (
     _boundaries_match,
     _outputs_once,
-    _results_lie_as_traced,
+    _results_match_the_joint_graph,
     _only_cheap_work_runs_again,
 )

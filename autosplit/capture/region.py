@@ -338,7 +338,7 @@ class _Expansion:
         region, known = call.region, self._known[call]
         part = region.parts[half]
         with self._graph.inserting_before(node):
-            given = [known[role] for role in part.given]
+            given = [known[role] for role in part.arguments]
             values = [self._shared(part, at, each, region) for at, each in enumerate(part.values)]
             made = call_subgraph(self._graph, part, given, values)
         roles = {at: role for role, at in part.results.items() if isinstance(at, int)}

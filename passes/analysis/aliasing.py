@@ -33,21 +33,21 @@ def is_free(node: fx.Node) -> bool:
 
 
 def storage_root(node: fx.Node) -> fx.Node:
-    """The node that allocated the storage this node's value lies in."""
+    """The node that allocated the storage of this node's value."""
     while (owner := _owner(node)) is not None:
         node = owner
     return node
 
 
 def _owner(node: fx.Node) -> fx.Node | None:
-    """A node before this one in whose storage its value lies."""
+    """An earlier node whose storage this node's value shares, or None."""
     parent = node.args[0] if node.args else None
     if not isinstance(parent, fx.Node):
         return None
     if is_view(node) or is_wait(node):
         return parent
     called = parent.meta.get(SUBGRAPH) if node.target is operator.getitem else None
-    owner = called.lies_in[node.args[1]] if called else None
+    owner = called.storage_owners[node.args[1]] if called else None
     if owner is None:
         return None
     is_result, place = owner
@@ -57,7 +57,7 @@ def _owner(node: fx.Node) -> fx.Node | None:
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """The operator that computed the node's value, behind views and results picked from tuples."""
+    """The operator that computed the node's value, through views and items of tuples."""
     while is_view(node) or node.target is operator.getitem:
         parent = node.args[0]
         if not isinstance(parent, fx.Node):
@@ -73,7 +73,7 @@ def storage_bytes(node: fx.Node) -> int:
         value = tensor_of(node)
     if value is None:
         return 0
-    if value.layout is not torch.strided:  # of a sparse gradient: what it has if it is dense
+    if value.layout is not torch.strided:  # a sparse gradient counts as if it were dense
         return math.prod(map(concrete, value.shape)) * value.element_size()
     return concrete(value.untyped_storage().nbytes())
 
@@ -84,8 +84,8 @@ def distinct_bytes(nodes: list[fx.Node]) -> int:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two of its elements may lie in the same memory. Told from sizes and strides alone,
-    so some that interlock without a shared element count too.
+    """Whether two elements may share memory, judged by sizes and strides alone. Interleaved layouts
+    without shared elements may count too.
     """
     if tensor.layout is not torch.strided:
         return False

@@ -1,6 +1,6 @@
-"""Cost model of a node: FLOPs, memory traffic, time, price of recomputation.
+"""Cost model of a node: FLOPs, memory traffic, time, and cost of recomputation.
 
-Where the products that make weight gradients run, in the graphs as they are.
+``weight_flops`` counts in which graphs the products of weight gradients run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ..memory_policy import CollectiveCosts
 from .aliasing import is_free, is_view
 from .operators import OPERATORS, is_effect, is_exchange, is_random, overload
 
-# A core of a processor does about ten operations of a matrix product in the time of moving a
-# byte, an accelerator well over a hundred.
+# Floating-point operations of a matrix product in the time of moving one byte: about ten on a CPU
+# core, well over a hundred on an accelerator.
 _BALANCE_CPU = 10.0
 _BALANCE = 150.0
 
-_CALL = 20_000  # bytes moved in the time that calling an operator takes (1 to 10 us)
+_CALL = 20_000  # the overhead of calling an operator (1 to 10 us), in bytes moved
 
-_SLOW = 3  # passes over the operands that a slow operator counts as
+_SLOW = 3  # a slow operator counts as this many passes over its operands
 
 
 def is_cheap(node: fx.Node) -> bool:
@@ -51,7 +51,7 @@ def is_cheap(node: fx.Node) -> bool:
         return True
     op = overload(node)
     if op is not None and torch.Tag.data_dependent_output in op.tags:
-        return False  # it waits for the data
+        return False  # it synchronises with the device
     if op is None or is_size(node):
         return node.op == "call_function" and tensor_of(node) is None
     if is_random(node) or is_effect(node):
@@ -62,18 +62,19 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def _of_grouped_product(first: Any, second: Any, *_: Any, out_val: Any, **options: Any) -> int:
-    """Each element of the result is of one group; of two matrices, a sum is over one group's."""
+    """FLOPs of a grouped product. Each element of the result belongs to one group; between two
+    matrices, each sum runs over one group's rows.
+    """
     groups = len(out_val) if first.dim() == second.dim() == 2 else 1
     return int(2 * out_val.numel() * first.shape[-1] // groups)
 
 
-_FORMULAS = {torch.ops.aten._grouped_mm: _of_grouped_product}  # that torch's table has not
+_FORMULAS = {torch.ops.aten._grouped_mm: _of_grouped_product}  # not in torch's table
 
 
 def flops(node: fx.Node) -> int:
-    """Floating-point operations of a node by torch's own table (matrix products, attention,
-    convolutions; everything else counts 0), as ``torch.utils.flop_counter`` counts them, and of
-    grouped products.
+    """Floating-point operations of a node, as ``torch.utils.flop_counter`` counts them: matrix
+    products, attention and convolutions, and also grouped products. Other operators count 0.
     """
     op = overload(node)
     packet: Any = None if op is None else op.overloadpacket
@@ -105,8 +106,8 @@ def value_bytes(value: Any) -> int:
 
 
 def duration(node: fx.Node) -> float:
-    """Estimated time of a node in that of moving one byte; of a collective, none that the device is
-    busy for; of a call of a graph, that of all its operators.
+    """Estimated time of a node, in units of moving one byte. A collective takes none of the
+    device's time; a call of a graph takes that of all its operators.
     """
     called = node.meta.get(SUBGRAPH)
     if called is not None:
@@ -119,14 +120,16 @@ def duration(node: fx.Node) -> float:
 
 
 def exchange_duration(node: fx.Node, costs: CollectiveCosts) -> float:
-    """Time between the start of a collective and its end, as ``duration``."""
-    largest = max(value_bytes(each.meta.get("val")) for each in (node, *node.all_input_nodes))
+    """Time from the start of a collective to its end, in the unit of ``duration``."""
+    largest = max(
+        value_bytes(value_node.meta.get("val")) for value_node in (node, *node.all_input_nodes)
+    )
     exchanged = largest * (2 if "all_reduce" in str(node.target) else 1)
     return costs.start + costs.byte * exchanged
 
 
 def recompute_cost(node: fx.Node) -> float | None:
-    """Cost of recomputing the node, as ``duration``; None where it must not be.
+    """Cost of recomputing the node, in the unit of ``duration``; None if it must not be recomputed.
 
     Views and constants are free. Pointwise work, copies and the reductions of norms may be
     recomputed. Matrix products, convolutions, attention, gathers, and everything random, with an
@@ -140,7 +143,7 @@ def recompute_cost(node: fx.Node) -> float | None:
 
 
 def effort(node: fx.Node) -> int:
-    """FLOPs of a node; for one that has none, its time in FLOPs."""
+    """FLOPs of a node; without any, its time in units of a FLOP."""
     return flops(node) or round(duration(node) * _balance(node))
 
 
@@ -150,7 +153,7 @@ def _balance(node: fx.Node) -> float:
 
 
 def balance(device: torch.device) -> float:
-    """Floating-point operations that a device is taken to do while it moves one byte."""
+    """Assumed floating-point operations of a device in the time of moving one byte."""
     return _BALANCE_CPU if device.type == "cpu" else _BALANCE
 
 
@@ -160,25 +163,25 @@ def graph_flops(graph: fx.Graph) -> int:
 
 
 def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
-    """Floating-point operations of weight gradients' products: those that W does, and those that I
-    does, as a memory setting has it, to hide a collective, or as an operator makes them with what I
-    needs.
+    """FLOPs of the products of weight gradients, in W and in I. I computes some because of the
+    memory setting, to hide a collective, or because an operator computes them along with its own
+    result.
 
     Args:
-        graphs: with all their operators.
+        graphs: inlined graphs.
     """
     if graphs.backward_weight is None or graphs.backward_input is None:
         return 0, 0
     waiting, handed = _products(_gradients(graphs.backward_weight, ()))
-    made = _gradients(graphs.backward_input, handed)
+    gradients = _gradients(graphs.backward_input, handed)
     results = outputs(graphs.backward_input.graph, Kind.INPUT_GRAD)
     urgent = ancestors([value for _, value in results if isinstance(value, fx.Node)])
-    early = _products(made)[0] - urgent
+    early = _products(gradients)[0] - urgent
     return sum(map(flops, waiting)), sum(map(flops, early))
 
 
 def _gradients(module: fx.GraphModule, also: Iterable[Role]) -> list[fx.Node]:
-    """Weight gradients that a graph returns, and other results."""
+    """The weight gradients that a graph returns, and the results with the roles ``also``."""
     wanted = set(also)
     return [
         value
@@ -192,8 +195,8 @@ def _hands_on(node: fx.Node) -> bool:
 
 
 def _products(values: list[fx.Node]) -> tuple[set[fx.Node], set[Role]]:
-    """The products that values are sums or views of, and the inputs that they are."""
-    found: set[fx.Node] = set()
+    """The products of which values are sums or views, and the roles of inputs among them."""
+    products: set[fx.Node] = set()
     handed: set[Role] = set()
     seen: set[fx.Node] = set()
     stack = list(values)
@@ -205,7 +208,7 @@ def _products(values: list[fx.Node]) -> tuple[set[fx.Node], set[Role]]:
         if node.op == "placeholder":
             handed.add(role_of(node))
         elif flops(node):
-            found.add(node)
+            products.add(node)
         elif is_view(node) or is_exchange(node) or _hands_on(node):
             stack += node.all_input_nodes
-    return found, handed
+    return products, handed

@@ -1,7 +1,7 @@
-"""Gradient accumulation inside the graph: each gradient is added where it is computed.
+"""Gradient accumulation inside a graph: each gradient is added where it is computed.
 
-Over several microbatches weight gradients are summed. Returned and added by the caller, all of
-them are alive at once, beside the sums. Added here, each dies as soon as it has been computed.
+If a graph returned the weight gradients of a microbatch for the caller to add, all of them would be
+alive at once, beside the sums. Added inside the graph, each is freed as soon as it is computed.
 ``accumulator.add_(gradient)`` rounds as autograd's own accumulation does.
 """
 
@@ -31,12 +31,12 @@ from ..subgraph import Subgraph, call_subgraph, operands, subgraph_of
 
 
 def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.GraphModule:
-    """A graph that takes an accumulator for each parameter's gradient and adds into it in place
-    rather than returning the gradient.
+    """A graph that takes an accumulator for each parameter's gradient, and adds to it in place
+    instead of returning the gradient.
 
     Args:
         module: a graph that returns gradients of parameters.
-        dtype: of the accumulators; None where each has its gradient's own.
+        dtype: of the accumulators; None: each has its gradient's dtype.
     """
     results = outputs(module.graph)
     sums = {role: value for role, value in results if _is_sum(role, value)}
@@ -50,8 +50,8 @@ def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.G
     for node in [None, *module.graph.nodes]:
         if node in adding:
             called = variants.setdefault(node.meta[SUBGRAPH], _adding(node.meta[SUBGRAPH], dtype))
-            given = [copies[each] for each in operands(node)]
-            call_subgraph(graph, called, given, [], [totals[role] for role in adding[node]])
+            arguments = [copies[operand] for operand in operands(node)]
+            call_subgraph(graph, called, arguments, [], [totals[role] for role in adding[node]])
         elif node is not None and node.op not in {"placeholder", "output"} and node not in items:
             copy_behind(graph, node, copies)
         for role in ready[node]:
@@ -63,10 +63,10 @@ def accumulate(module: fx.GraphModule, dtype: torch.dtype | None = None) -> fx.G
 
 
 def _calls_that_add(sums: Mapping[Role, fx.Node]) -> dict[fx.Node | None, list[Role]]:
-    """Calls of graphs that return such gradients and nothing else, each with their roles in order:
-    what is called can add by itself.
+    """Calls of graphs that return only such gradients, with their roles in order. The called graph
+    can add them itself.
     """
-    found: dict[fx.Node | None, list[Role]] = {}
+    adding: dict[fx.Node | None, list[Role]] = {}
     roles = {value: role for role, value in sums.items()}
     for value in roles:
         called = subgraph_of(value)
@@ -74,8 +74,8 @@ def _calls_that_add(sums: Mapping[Role, fx.Node]) -> dict[fx.Node | None, list[R
         items.sort(key=lambda item: item.args[1])
         alone = all([*item.users] == [*value.users] for item in items)
         if called and alone and len(items) == len(called.values) and {*items} <= roles.keys():
-            found[value.args[0]] = [roles[item] for item in items]  # type: ignore[index]
-    return found
+            adding[value.args[0]] = [roles[item] for item in items]  # type: ignore[index]
+    return adding
 
 
 def _adding(called: Subgraph, dtype: torch.dtype | None) -> Subgraph:
@@ -85,12 +85,12 @@ def _adding(called: Subgraph, dtype: torch.dtype | None) -> Subgraph:
 def _ready(
     graph: fx.Graph, sums: Mapping[Role, fx.Node]
 ) -> Mapping[fx.Node | None, Sequence[Role]]:
-    """Behind which node each gradient is added."""
+    """The gradients to add after each node."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    found: dict[fx.Node | None, list[Role]] = defaultdict(list)
+    ready: dict[fx.Node | None, list[Role]] = defaultdict(list)
     for role, value in sums.items():
-        found[_last_work(value, order)].append(role)
-    return found
+        ready[_last_work(value, order)].append(role)
+    return ready
 
 
 def _is_sum(role: Role, value: object) -> bool:
@@ -109,10 +109,10 @@ def _accumulator(
 
 
 def _last_work(value: fx.Node, order: dict[fx.Node, int]) -> fx.Node | None:
-    """The last operator that the value needs besides views; None if it needs none.
+    """The last operator that a value depends on, views excepted; None if there is none.
 
-    A view of a gradient may stand far behind the gradient in the graph, and would keep it
-    alive until there.
+    A view of a gradient may come much later in the graph than the gradient, and would keep it alive
+    until then.
     """
     roots: set[fx.Node] = set()
     stack = [value]

@@ -1,20 +1,19 @@
-"""Buffers: how long each lives while generated code runs, and who may write over it.
+"""The lifetime of buffers while generated code runs, and which of them may be overwritten.
 
-*Reuse.* Autograd's engine adds gradients up in place, and models write ``x += y``; in a functional
-graph each such sum is a new tensor, which costs memory and, on the CPU, the time to map its pages.
-The code that is generated from the graph takes the place back: an operator may write its result
-over an operand that dies in it. The graphs themselves stay functional.
+*Reuse.* Autograd's engine accumulates gradients in place, and models write ``x += y``. In a
+functional graph each such sum is a new tensor, which costs memory and, on the CPU, the time to map
+its pages. Generated code may therefore write an operator's result over an operand that dies in it.
+The graphs themselves stay functional.
 
-*Liveness in bytes* is counted in distinct storage: a tensor's memory dies with the last of its
-views. What a kernel takes for itself and gives back before it returns is not in the graph, and
-known only where it is told.
+*Liveness in bytes* counts distinct storage: a tensor's memory is freed with the last of its views.
+The workspace that a kernel frees before it returns is not in the graph; callers pass it in.
 
-*Donation.* A backward reads most of what the forward saved for the last time where it makes a value
-of the same size. Written over the old one, the new value needs no memory of its own, and it goes
-where the cache has just been. That may be done to what nobody else can reach.
+*Donation.* A backward reads most saved tensors for the last time where it computes a value of the
+same size. Writing the value over the saved tensor needs no further memory, and stays in the cache.
+It is allowed if nothing else can reach the tensor.
 
-*Lending.* What crosses from I to W may lie in memory of whoever calls: inputs, and incoming
-gradients.
+*Lending.* A deferred tensor may share storage with an input or an incoming gradient, which belong
+to the caller.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from ..graph import (
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Liveness: for every node, the values that are dead after it."""
+    """For every node, the values whose last use it is."""
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -55,8 +54,8 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if node.op != "placeholder" and node not in seen:
             last.setdefault(node, []).append(node)  # its value is never read
             seen.add(node)
-        held = read_until(node) if is_wait(node) else []
-        for operand in (*node.all_input_nodes, *held):
+        operands = read_until(node) if is_wait(node) else []
+        for operand in (*node.all_input_nodes, *operands):
             if operand not in seen:
                 seen.add(operand)
                 last.setdefault(node, []).append(operand)
@@ -64,27 +63,27 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def reusable_operands(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Node -> position of the operand whose memory it may write its result into: one made in
-    this graph, as large as the result, that nobody reads afterwards under any name.
+    """For each node that may overwrite an operand, the operand's position. Such an operand was
+    computed in this graph, is as large as the result, and is not read afterwards under any name.
     """
     last_read = _last_reads(graph)
-    found: dict[fx.Node, int] = {}
+    reusable: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.target not in OPERATORS["overwrites"] or node.kwargs:
             continue
         for position in (0, 1) if node.target in OPERATORS["commutes"] else (0,):
             if _is_free_for(node, position, last_read):
-                found[node] = position
+                reusable[node] = position
                 break
-    return found
+    return reusable
 
 
 def _last_reads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The last reader of each storage, by the node that allocates it."""
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        held = read_until(node) if is_wait(node) else []
-        last |= dict.fromkeys(map(storage_root, (*node.all_input_nodes, *held)), node)
+        operands = read_until(node) if is_wait(node) else []
+        last |= dict.fromkeys(map(storage_root, (*node.all_input_nodes, *operands)), node)
     return last
 
 
@@ -93,12 +92,12 @@ def _is_free_for(node: fx.Node, position: int, last_read: Mapping[fx.Node, fx.No
     if not isinstance(operand, fx.Node):
         return False
     root = storage_root(operand)
-    others = [each for each in node.all_input_nodes if each is not operand]
+    operands = [other for other in node.all_input_nodes if other is not operand]
     return (
         last_read[root] is node
         and _is_fresh(root)
         and _fills(operand, root, node)
-        and all(storage_root(each) is not root for each in others)
+        and all(storage_root(other) is not root for other in operands)
     )
 
 
@@ -114,7 +113,7 @@ def _is_fresh(root: fx.Node) -> bool:
 
 
 def _fills(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
-    """Whether the result lies in the operand's memory as it would in its own."""
+    """Whether the result fits the operand's memory with the same layout."""
     mine, base, wanted = tensor_of(operand), tensor_of(root), tensor_of(result)
     if mine is None or base is None or wanted is None:
         return False
@@ -132,8 +131,8 @@ class Result:
 
     Attributes:
         role: its role.
-        memory: the number of the storage that it lies in, of those made by the graph; or the role
-            of the input that it lies in; None for what is no tensor.
+        memory: the number of its storage, among those that the graph allocates; or the role of the
+            input whose storage it shares; None for other values than tensors.
         bytes: of that storage.
     """
 
@@ -150,8 +149,8 @@ class LiveBytes:
         workspace: bytes that kernels take beyond their results, by node.
 
     Attributes:
-        takes: the roles of its inputs.
-        results: what it returns, in order.
+        input_roles: the roles of its inputs.
+        results: the returned values, in order.
     """
 
     def __init__(
@@ -160,16 +159,16 @@ class LiveBytes:
         graph = module.graph
         homes = _homes(graph)
         roles = {node: role_of(node) for node in placeholders(graph)}
-        self.takes = {*roles.values()}
-        # Per statement the bytes that it allocates, those that it gives back itself, and what is
-        # gone after it: an input's role, or the bytes of what was made here.
+        self.input_roles = {*roles.values()}
+        # Per statement: bytes that it allocates, its workspace, and the storages that die after it
+        # (an input's role, or the bytes of a storage of this graph).
         self._order = [
             (
-                sum(map(storage_bytes, made)),
+                sum(map(storage_bytes, new)),
                 0 if node is None else workspace.get(node, 0),
                 [roles[home] if home in roles else storage_bytes(home) for home in dead],
             )
-            for node, made, dead in _lifetimes(graph, homes)
+            for node, new, dead in _lifetimes(graph, homes)
         ]
         numbers: dict[fx.Node, int] = {}
         self.results = [
@@ -177,24 +176,24 @@ class LiveBytes:
         ]
 
     def peak(self, released: Iterable[tuple[Collection[Role], int]] = ()) -> int:
-        """The most bytes alive at any time of a run over those alive when it begins.
+        """The peak of a run, above the bytes that are alive when it begins.
 
         Args:
-            released: of memory that nobody but the run holds, so that it is gone with its last use
-                in it: the inputs that lie in one storage, and its bytes.
+            released: storages that only the run references, so that each is freed after its last
+                use: the roles of the inputs that share it, and its bytes.
         """
         groups = [({*roles}, size) for roles, size in released]
         group_of = {role: group for group in groups for role in group[0]}
         level = highest = 0
-        for made, workspace, dead in self._order:
-            level += made
+        for new, workspace, dead in self._order:
+            level += new
             highest = max(highest, level + workspace)
-            for each in dead:
-                if isinstance(each, int):
-                    level -= each
-                elif each in group_of:
-                    roles, size = group_of[each]
-                    roles.discard(each)
+            for home in dead:
+                if isinstance(home, int):
+                    level -= home
+                elif home in group_of:
+                    roles, size = group_of[home]
+                    roles.discard(home)
                     level -= 0 if roles else size
         return highest
 
@@ -209,7 +208,7 @@ def _result(
     if not isinstance(value, fx.Node) or tensor_of(value) is None:
         return Result(role, None, 0)
     home = homes[value]
-    if home.op == "get_attr":  # the graph's own
+    if home.op == "get_attr":  # a constant of the graph
         return Result(role, None, 0)
     if home in roles:
         return Result(role, roles[home], storage_bytes(home))
@@ -217,7 +216,7 @@ def _result(
 
 
 def _homes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Each tensor's node -> the node that allocated the memory that it lies in."""
+    """For each tensor's node, the node that allocated its storage, reuse included."""
     reused = reusable_operands(graph)
     homes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -231,7 +230,7 @@ def _homes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _written_argument(node: fx.Node) -> int | None:
-    """The place of the argument that an operator writes and returns."""
+    """The position of the argument that an operator writes and returns."""
     op = overload(node)
     if op is None or len(op._schema.returns) != 1:
         return None
@@ -248,8 +247,8 @@ def _written_argument(node: fx.Node) -> int | None:
 def _lifetimes(
     graph: fx.Graph, homes: Mapping[fx.Node, fx.Node]
 ) -> Iterator[tuple[fx.Node | None, list[fx.Node], list[fx.Node]]]:
-    """Each statement with the storages that it makes, and those that are gone after it; before
-    them, what nobody reads.
+    """Yield each statement with the storages that it allocates and those that die after it. First
+    comes None with the inputs that are never read.
     """
     kept = {homes[value] for _, value in outputs(graph) if isinstance(value, fx.Node)}
     names: dict[fx.Node, int] = defaultdict(int)
@@ -262,14 +261,14 @@ def _lifetimes(
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        made = [home for home in allocated(node) if homes[home] is home]
+        new = [home for home in allocated(node) if homes[home] is home]
         dead = []
-        for each in dying.get(node, ()):
-            for home in _ended(each, homes):
+        for name in dying.get(node, ()):
+            for home in _ended(name, homes):
                 names[home] -= 1
                 if not names[home] and home not in kept:
                     dead.append(home)
-        yield node, made, dead
+        yield node, new, dead
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -277,8 +276,8 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def allocated(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a statement allocates, unless it writes into an argument: its own, or
-    those of the results picked from its tuple.
+    """The nodes whose memory a statement allocates, unless it writes into an argument: the node
+    itself, or the items of its tuple.
     """
     if node.op == "get_attr" or node.target is operator.getitem:
         return []
@@ -295,8 +294,8 @@ _DONATED = "donated"
 
 
 def donatable(forward: fx.Graph) -> set[Role]:
-    """Roles of the saved tensors that only the backward can reach: not of inputs and
-    state, nor of what is also an output or another saved value, nor of views of any of these.
+    """Roles of the saved tensors that only the backward can reach. Inputs, state, outputs, values
+    that are saved twice, and views of any of these are excluded.
     """
     returned = [(role, node) for role, node in outputs(forward) if isinstance(node, fx.Node)]
     holders = Counter(storage_root(node) for _, node in returned)
@@ -306,32 +305,32 @@ def donatable(forward: fx.Graph) -> set[Role]:
         if role.kind is Kind.SAVED
         and holders[storage_root(node)] == 1
         and fills_storage(node)
-        # An operator says which of its results are views; any other callable does not.
+        # A schema says which results are views; other callables have none.
         and overload(producer(node)) is not None
     }
 
 
-def private(graph: fx.Graph, kind: Kind, given: Collection[Role] = ()) -> set[Role]:
-    """Results of a kind that nobody but graphs can write into: they are handed out under no other
-    kind, and made here, or given by the graph before under these roles.
+def private(graph: fx.Graph, kind: Kind, donated: Collection[Role] = ()) -> set[Role]:
+    """Roles of results of a kind that only graphs can write into: they are not returned under
+    another kind, and they are computed here, or passed on from inputs with a donated role.
     """
     pairs = [(role, value) for role, value in outputs(graph) if isinstance(value, fx.Node)]
     out = {storage_root(value) for role, value in pairs if role.kind is not kind}
-    return {role for role, node in pairs if role.kind is kind and _is_private(node, out, given)}
+    return {role for role, node in pairs if role.kind is kind and _is_private(node, out, donated)}
 
 
-def _is_private(node: fx.Node, out: Collection[fx.Node], given: Collection[Role]) -> bool:
+def _is_private(node: fx.Node, out: Collection[fx.Node], donated: Collection[Role]) -> bool:
     root = storage_root(node)
     if root.op == "placeholder":
-        return role_of(root) in given and root not in out
+        return role_of(root) in donated and root not in out
     maker = producer(root)
-    # An operator says which of its results are views; any other callable does not.
-    said = overload(maker) is not None or SUBGRAPH in maker.meta or tensor_of(node) is None
-    return said and root.op == "call_function" and root not in out
+    # A schema says which results are views; other callables have none.
+    has_schema = overload(maker) is not None or SUBGRAPH in maker.meta or tensor_of(node) is None
+    return has_schema and root.op == "call_function" and root not in out
 
 
 def donate(roles: Collection[Role], *takers: fx.GraphModule | None) -> None:
-    """Mark the inputs with these roles as donated, in every taker that does not return them."""
+    """Mark the inputs with these roles as donated, in every graph that does not return them."""
     for module in takers:
         if module is None:
             continue
@@ -343,34 +342,34 @@ def donate(roles: Collection[Role], *takers: fx.GraphModule | None) -> None:
 
 
 def is_donated(node: fx.Node) -> bool:
-    """Whether a graph may write over the value of this input of it."""
+    """Whether a graph may overwrite this input."""
     return bool(node.meta.get(_DONATED))
 
 
 def lent(graphs: SplitGraphs) -> dict[Role, Role]:
-    """What W takes from I -> the input, or the tangent, in whose storage it lies.
+    """Maps each deferred role whose tensor shares storage with an input or a tangent to that role.
 
-    Storage that the graphs allocate, and that of parameters and buffers, is left out.
+    Storage of the graphs, and that of parameters and buffers, is left out.
     """
     if graphs.backward_input is None:
         return {}
     lenders = _lenders(graphs.forward.graph, Kind.SAVED)
-    found = {}
+    lenders_of = {}
     for role, root in _roots(graphs.backward_input.graph, Kind.DEFERRED).items():
         lender = lenders.get(root, root)
         if lender.kind in {Kind.INPUT, Kind.TANGENT}:
-            found[role] = lender
-    return found
+            lenders_of[role] = lender
+    return lenders_of
 
 
 def _lenders(forward: fx.Graph, kind: Kind) -> dict[Role, Role]:
-    """What F leaves -> the input in whose storage it lies."""
-    taken = inputs(forward, Kind.INPUT)
-    return {role: root for role, root in _roots(forward, kind).items() if root in taken}
+    """Maps each result of F that shares storage with an input to that input's role."""
+    user_inputs = inputs(forward, Kind.INPUT)
+    return {role: root for role, root in _roots(forward, kind).items() if root in user_inputs}
 
 
 def _roots(graph: fx.Graph, kind: Kind) -> dict[Role, Role]:
-    """Results of a kind -> what the graph takes in whose storage they lie."""
+    """Maps each result of a kind that shares storage with an input to that input's role."""
     pairs = [(role, value) for role, value in outputs(graph, kind) if isinstance(value, fx.Node)]
     roots = [(role, storage_root(value)) for role, value in pairs]
     return {role: role_of(root) for role, root in roots if root.op == "placeholder"}

@@ -1,15 +1,13 @@
-"""Code generation, graph -> Python source: the code that is dumped is the code that runs.
+"""Generate Python source from a graph. The source that is dumped is the code that runs.
 
-The generated function takes one list and empties it ("boxed"), and deletes every name
-after its last use, so each tensor dies inside the function as early as it can, provided
-that the caller kept no reference. Results are written over operands that die in them, where
-``reusable_operands`` finds that they may. Shapes, roles and the user's source lines are comments.
+The generated function is boxed: it takes one list and empties it. It deletes every name after its
+last use, so each tensor is freed inside the function as early as possible, if the caller kept no
+reference. A result overwrites an operand that dies in it where ``reusable_operands`` allows it.
+Comments show shapes, roles and the user's source lines.
 
-Runtime checks of strides before operators that address memory directly.
-
-Tracing decides by the strides that torch's fake kernels promise, and some real kernels give
-others (batch norm of a transposed input). Most operators do not care; ``as_strided`` would
-read other elements, and so would the gradient that was traced for it.
+Before an operator that addresses memory by strides (``as_strided``), the function checks strides at
+run time: some real kernels return other strides than torch's fake kernels promised to tracing
+(batch norm of a transposed input), and the operator would read other elements.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from .buffers import last_uses, reusable_operands
 
 
 def stride_check(node: fx.Node, name_of: Callable[[fx.Node], str]) -> list[str]:
-    """Lines of Python to run before the node; none where it does not address memory.
+    """The lines that check strides before the node; none if it does not address memory.
 
     Raises:
         PassError: the operand's strides are not known before the graph runs.
@@ -42,22 +40,22 @@ def stride_check(node: fx.Node, name_of: Callable[[fx.Node], str]) -> list[str]:
     operand = node.args[0]
     value = operand.meta["val"] if isinstance(operand, fx.Node) else None
     if not isinstance(operand, fx.Node) or not isinstance(value, Tensor):
-        raise PassError(f"{node.name}: {node.target} without a tensor to address")
+        raise PassError(f"{node.name}: the first argument of {node.target} is not a tensor")
     name = name_of(operand)
-    # Where there is one element, or none, its stride says nothing.
+    # The stride of a dimension with one element is irrelevant.
     expected = {dim: value.stride(dim) for dim, size in enumerate(value.shape) if size != 1}
     if not all(type(stride) is int for stride in (*expected.values(), *value.shape)):
         line = source_line(node)
         raise PassError(
-            f"{node.target} addresses memory in a graph whose sizes vary"
+            f"{node.target} addresses memory by strides in a graph with symbolic sizes"
             + (f" (from {line})" if line else "")
         )
     if not expected or 0 in value.shape:
         return []
-    found = "".join(f"{name}.stride({dim}), " for dim in expected).strip()
+    strides = "".join(f"{name}.stride({dim}), " for dim in expected).strip()
     message = _message(node, tuple(value.stride()))
     return [
-        f"    if ({found}) != {tuple(expected.values())}:",
+        f"    if ({strides}) != {tuple(expected.values())}:",
         f"        from {StrideError.__module__} import StrideError",
         f"        raise StrideError({message!r} + str({name}.stride()))",
     ]
@@ -68,8 +66,8 @@ def _message(node: fx.Node, expected: tuple[int, ...]) -> str:
     return (
         f"{node.target}"
         + (f" (of {line})" if line else "")
-        + f" addresses the memory of a tensor with strides {expected}, as tracing saw it; call "
-        "contiguous() on the tensor first. The kernel gave it strides "
+        + f" addresses memory by the strides {expected} that tracing saw; call "
+        "contiguous() on the tensor first. The kernel returned strides "
     )
 
 
@@ -79,13 +77,12 @@ HEADER = "import operator\n\nimport torch\n\naten = torch.ops.aten\n"
 def generate(name: str, module: fx.GraphModule) -> str:
     """Source of ``def name(args, constants)`` for one graph.
 
-    ``args`` is a list in the order of the placeholders; it is emptied. ``constants`` maps
-    the names of tensors and submodules stored on the graph module, and those of graphs that it
-    calls, as functions like this one of their first argument. Returns a list in the
-    order of the outputs.
+    ``args`` is a list in the order of the placeholders; it is emptied. ``constants`` maps names to
+    tensors and submodules of the graph module, and to the functions of called graphs, which take a
+    list likewise. The function returns a list in the order of the outputs.
 
     Raises:
-        PassError: the graph holds something that has no source form.
+        PassError: a value in the graph has no source form.
     """
     graph = module.graph
     last_use = last_uses(graph)
@@ -153,7 +150,7 @@ def _statement(node: fx.Node, dead: list[fx.Node], reused: int | None) -> str:
 
 
 def _subgraph_call(node: fx.Node, dead: list[fx.Node]) -> str:
-    """The call of a graph, which empties the list that it is handed: what dies there dies in it."""
+    """The call of a graph. It empties its argument list, so tensors are freed inside the call."""
     name, gone = _name(node), [_name(item) for item in dead if item is not node]
     text = f"    {name} = [{', '.join(map(_name, operands(node)))}]"
     text += f"; del {', '.join(gone)}" if gone else ""
@@ -173,15 +170,15 @@ def _call(node: fx.Node) -> str:
 
 def _call_in_place(node: fx.Node, operand: int) -> str:
     """The call that writes its result over an operand."""
-    others = [_text(value) for index, value in enumerate(node.args) if index != operand]
-    return f"{IN_PLACE[node.target]}({', '.join([_text(node.args[operand]), *others])})"
+    operands = [_text(value) for index, value in enumerate(node.args) if index != operand]
+    return f"{IN_PLACE[node.target]}({', '.join([_text(node.args[operand]), *operands])})"
 
 
 def _callee(node: fx.Node) -> str:
     target = node.target
     op = overload(node)
-    # Tracing decides by the strides that torch's fake kernels promise, and some real kernels give
-    # others (batch norm of a transposed input). A reshape is the view where that is possible.
+    # A real kernel may return other strides than its fake one, for which a view was legal. A
+    # reshape is a view where possible, and copies otherwise.
     if op in OPERATORS["reshapes"]:
         return "aten.reshape.default"
     if op is not None:

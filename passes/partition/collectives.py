@@ -1,15 +1,15 @@
-"""Collectives of the backward, and what runs while they are under way.
+"""Overlap the backward's collectives with weight gradients.
 
-Traced, a wait stands right behind its collective. Between both, a rank has nothing to do for the
-input gradients, but for weight gradients, which depend on nothing that is under way.
+In a traced graph, the wait for a collective directly follows its start. In between, a rank could
+compute weight gradients, which depend on no unfinished collective.
 
-A list schedule: an operator is urgent where a later collective depends on it; urgent ones run in
-the order of the graph, which has no costs in it, so that all ranks begin their collectives in one
-order. Before an urgent wait comes what is ready and not urgent, for as long as the collective is
-estimated to take. Results are the same bit for bit.
+Operators are reordered by a list schedule. An operator is urgent if a later collective depends on
+it. Urgent operators keep the order of the graph, which does not depend on costs, so all ranks start
+their collectives in the same order. Before an urgent wait, ready operators that are not urgent run,
+for as long as the collective is estimated to take. Results are equal bit for bit.
 
-Which weight gradients I computes, in place of W, is told by the same schedule of the unsplit
-backward: those that fill waits of I there.
+The same schedule of the unsplit backward decides which weight gradients I computes instead of W:
+those that fill a wait of I.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from ..memory_policy import CollectiveCosts
 from .reachability import Reachability
 from .regions import with_released
 
-_ROOM = 0.4  # of an operator that I computes in place of W, in what is left of a wait
-# Of one that I computes anyway. It has about as many as its waits take: one that would hardly begin
-# in this wait is kept for the next. The unsplit backward has all of them.
+# The fraction of an operator that must fit into the rest of a wait: for one that I computes instead
+# of W, and for one that I computes anyway. I has about as many fillers as its waits can take, so
+# one that would hardly start in this wait is kept for the next.
+_ROOM = 0.4
 _ROOM_OF_I = 0.25
-_MOST = 0.5  # of a weight gradient's work that fits into waits
+_MOST = 0.5  # the fraction of a weight gradient's work that must fit into waits
 
 
 def overlap_collectives(program: SplitGraphs) -> bool:
-    """Reorder I, W and the unsplit backward; True if anything was moved."""
+    """Reorder I, W and the unsplit backward; True if the order changed."""
     rooms = {"backward_input": _ROOM_OF_I, "backward_weight": 0.0, "backward": 0.0}
     graphs = [(m.graph, rooms[name]) for name, m in program.graphs().items() if name in rooms]
     costs = program.memory.collectives
@@ -58,13 +59,14 @@ def _overlap(graph: fx.Graph, costs: CollectiveCosts, room: float) -> bool:
 def hide_collectives(
     graph: fx.Graph, reach: Reachability, regions: Regions, costs: CollectiveCosts
 ) -> Regions:
-    """The division with weight gradients in I that fill its waits; itself where there are none.
+    """Move weight gradients that fill waits of I from W to I. Returns ``regions`` if there are
+    none.
 
     Args:
         graph: the joint graph.
-        reach: what its nodes are needed for.
+        reach: the results that its nodes are needed for.
         regions: its division.
-        costs: what collectives take.
+        costs: of collectives.
     """
     if not any(map(is_start, regions.input.runs)):
         return regions
@@ -89,37 +91,38 @@ def hide_collectives(
 def schedule(
     nodes: Sequence[fx.Node], costs: CollectiveCosts, *, room: float
 ) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
-    """Operators in a new order; and those that fill a wait -> that wait.
+    """Return the operators in a new order, and the wait that each filler fills.
 
     Args:
-        nodes: operators, as they run now; what they read besides is there.
-        costs: what collectives take.
-        room: share of itself for which an operator must find room in what is left of a wait.
+        nodes: operators in their present order; other operands exist from the start.
+        costs: of collectives.
+        room: the fraction of an operator that must fit into the rest of a wait.
     """
     return _ListSchedule(nodes, costs, room).run()
 
 
 class _ListSchedule:
-    """Two resources: the device runs operators one after another, the link collectives, in the
-    order in which they begin.
+    """A list schedule with two resources: the device, which runs operators one after another, and
+    the link, which runs collectives in the order of their starts.
     """
 
     def __init__(self, nodes: Sequence[fx.Node], costs: CollectiveCosts, room: float) -> None:
         self._costs, self._room = costs, room
         self._index = {node: at for at, node in enumerate(nodes)}
         self._heavy = [node for node in nodes if not _is_light(node)]
-        # What takes no time runs right before its first reader: others read what it reads.
+        # Operators that take no time run just before their first reader, which inherits their
+        # reads.
         self._reads: dict[fx.Node, set[fx.Node]] = {}
         for node in nodes:
-            read = [each for each in node.all_input_nodes if each in self._index]
+            read = [operand for operand in node.all_input_nodes if operand in self._index]
             self._reads[node] = {n for e in read for n in (self._reads[e] if _is_light(e) else [e])}
         self._urgent = ancestors(filter(is_start, nodes), self._reads.__getitem__)
         self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._missing = {node: len(self._reads[node]) for node in self._heavy}
         for node in self._heavy:
-            for each in self._reads[node]:
-                self._readers[each].append(node)
-        # Ready operators by their places: urgent or not, waits or not.
+            for source in self._reads[node]:
+                self._readers[source].append(node)
+        # Ready operators in order, by (urgent, wait).
         self._ready: dict[tuple[bool, bool], list[fx.Node]] = defaultdict(list)
         self._order: dict[fx.Node, None] = {}
         self._filling: dict[fx.Node, fx.Node] = {}
@@ -130,19 +133,19 @@ class _ListSchedule:
         for node in self._heavy:
             self._arrive(node)
         keys = ((True, False), (True, True), (False, False), (False, True))
-        urgent, waits, fillers, others = (self._ready[key] for key in keys)
-        while urgent or waits or fillers or others:
-            wait = None if urgent else next(iter(waits or others), None)
+        urgent, waits, fillers, late_waits = (self._ready[key] for key in keys)
+        while urgent or waits or fillers or late_waits:
+            wait = None if urgent else next(iter(waits or late_waits), None)
             filler = None if wait is None else self._filler(fillers, self._end(wait) - self._clock)
             if filler is not None and wait is not None:
                 self._filling[filler] = wait
-            self._emit(filler or (urgent or waits or fillers or others)[0])
-        for node in self._index:  # what nobody here reads
+            self._emit(filler or (urgent or waits or fillers or late_waits)[0])
+        for node in self._index:  # operators without readers here
             self._append(node)
         return list(self._order), self._filling
 
     def _filler(self, ready: Sequence[fx.Node], left: float) -> fx.Node | None:
-        """The oldest that has room in what is left of a wait."""
+        """The oldest ready operator that fits into the rest of a wait."""
         fits = (node for node in ready if left > 0 and self._room * duration(node) <= left)
         return next(fits, None)
 
@@ -150,13 +153,13 @@ class _ListSchedule:
         return self._ends.get(start_of(wait), 0.0)
 
     def _arrive(self, node: fx.Node) -> None:
-        """Note an operator as ready, if it is."""
+        """Record an operator as ready, if all its operands are."""
         if not self._missing[node]:
             ready = self._ready[node in self._urgent, is_wait(node)]
             insort(ready, node, key=self._index.__getitem__)
 
     def _emit(self, node: fx.Node) -> None:
-        """Run an operator, and the views before it."""
+        """Schedule an operator, and the views that it reads."""
         self._ready[node in self._urgent, is_wait(node)].remove(node)
         self._append(node)
         if is_start(node):
@@ -174,9 +177,9 @@ class _ListSchedule:
         stack = [node]
         while stack:
             missing = [
-                each
-                for each in stack[-1].all_input_nodes
-                if each in self._index and each not in self._order
+                operand
+                for operand in stack[-1].all_input_nodes
+                if operand in self._index and operand not in self._order
             ]
             if missing:
                 stack += missing
@@ -185,5 +188,5 @@ class _ListSchedule:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Whether the node takes no time and runs just before its first reader."""
+    """Whether the node takes no time; it then runs just before its first reader."""
     return is_free(node) or node.target is operator.getitem or is_size(node)

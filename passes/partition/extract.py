@@ -1,4 +1,4 @@
-"""Extract a subgraph with given live-ins, nodes and results."""
+"""Extract a subgraph, given its live-ins, nodes and results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def extract(
     returns: list[tuple[Role, Any]],
     on_demand: Collection[fx.Node] = (),
 ) -> fx.GraphModule:
-    """A graph that takes the carried values and the placeholders in ``compute``, runs the
-    other nodes of ``compute``, and returns ``returns``.
+    """A graph whose inputs are the carried values and the placeholders in ``compute``. It runs the
+    other nodes of ``compute`` and returns ``returns``.
 
     Args:
-        module: where the nodes come from.
+        module: the graph of the nodes.
         name: class name of the new module.
-        carried: nodes whose values come in from outside, and the roles they come in under.
+        carried: nodes whose values are inputs, with the roles of these inputs.
         compute: nodes to copy, in their order.
         on_demand: nodes of ``compute`` to run just before their first reader instead, so that
-            what is recomputed for the backward does not fill memory before it is needed.
-        returns: role and value of everything the new graph returns.
+            recomputed values do not take memory before they are needed.
+        returns: role and value of every result.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -54,18 +54,18 @@ def extract(
 
 
 def _checks(node: fx.Node, compute: set[fx.Node], on_demand: Collection[fx.Node]) -> bool:
-    """Whether the node checks a value that this graph computes and does not recompute."""
+    """Whether the node checks a value that this graph computes for the first time."""
     if not is_check(node):
         return False
-    made = {producer(operand) for operand in node.all_input_nodes}
-    return made <= compute and made.isdisjoint(on_demand)
+    producers = {producer(operand) for operand in node.all_input_nodes}
+    return producers <= compute and producers.isdisjoint(on_demand)
 
 
 def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
     """Copy a node after its operands that have not been copied yet."""
     stack = [node]
     while stack:
-        missing = [each for each in stack[-1].all_input_nodes if each not in copies]
+        missing = [operand for operand in stack[-1].all_input_nodes if operand not in copies]
         if stack[-1] in copies:
             stack.pop()
         elif missing:
@@ -76,7 +76,7 @@ def copy_behind(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) 
 
 
 def copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A copy to hand over in place of a value that is overwritten before it is read."""
+    """Clone a value that is overwritten before it is read."""
     after = node if node.op != "placeholder" else placeholders(graph)[-1]
     with graph.inserting_after(after):
         copy = graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -85,17 +85,17 @@ def copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _take_apart_at_once(graph: fx.Graph) -> None:
-    """Items right behind the operators that make them: a tuple that waits for one of its items to
-    be read keeps them all.
+    """Move every getitem directly after its operator. A tuple keeps all its items alive until the
+    last of them is read from it.
     """
     for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
-        made = node.args[0]
-        if isinstance(made, fx.Node) and made.op != "placeholder":
-            made.append(node)
+        parent = node.args[0]
+        if isinstance(parent, fx.Node) and parent.op != "placeholder":
+            parent.append(node)
 
 
 def _placeholders_first(graph: fx.Graph) -> fx.Graph:
-    """Placeholders must lead; a carried value may have come from the middle of the graph."""
+    """Move placeholders to the front. A carried value may be from the middle of the graph."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node in placeholders(graph):
         first.prepend(node)

@@ -1,15 +1,12 @@
 """Minimum cuts of networks in which most edges must never be cut.
 
-An edge from ``a`` to ``b`` is paid for when ``a`` ends on the source's side and ``b`` on the
-sink's. Edges without a price cannot be paid for at all: their capacity is more than that of all
-others together.
+An edge from ``a`` to ``b`` is cut if ``a`` is on the source's side and ``b`` on the sink's. Edges
+without a price must not be cut: their capacity exceeds that of all others together.
 
-Maximum flow by Dinitz's algorithm, on lists of integers.
-
-One joint graph is cut at about a dozen weights of the currencies, and with networkx, which has
-every edge in dictionaries, these cuts took half as long as the rest of capture together: a second
-in place of fifteen milliseconds. Here the network is laid out once and only capacities change; its
-shortest paths have few lengths, so few phases do.
+Maximum flow by Dinitz's algorithm, on lists of integers. One joint graph is cut at about a dozen
+weights of the prices. With networkx, whose edges are dictionaries, these cuts took a second instead
+of fifteen milliseconds, half of all of capture. Here the network is built once and only capacities
+change. Its shortest paths have few different lengths, so few phases suffice.
 """
 
 from __future__ import annotations
@@ -25,27 +22,29 @@ SINK = -2
 
 
 class Network:
-    """A flow network over integers, with edges of a price or (None) of unlimited capacity."""
+    """A flow network over integers. Edges have a price; None stands for unlimited capacity."""
 
     def __init__(self) -> None:
         self._prices: dict[tuple[int, int], Price | None] = {}
 
     def add(self, tail: int, head: int, price: Price | None = None) -> None:
-        """Add an edge; parallel edges add up."""
-        known = self._prices.get((tail, head), Price())
-        self._prices[tail, head] = None if known is None or price is None else known + price
+        """Add an edge; prices of parallel edges are added."""
+        present = self._prices.get((tail, head), Price())
+        self._prices[tail, head] = None if present is None or price is None else present + price
 
     def cut(self, weigh: Callable[[Price], float]) -> tuple[set[int], Price]:
-        """The source's side of a minimum cut, the smallest among all, and the cut's price. After
-        the first cut no edge may be added.
+        """The smallest source side of a minimum cut, and the cut's price. No edge may be added
+        after the first cut.
 
         Raises:
             PassError: edges without a price lead from the source to the sink.
         """
         places, flow = self._laid_out
-        known = [None if price is None else round(weigh(price)) for price in self._prices.values()]
-        unlimited = 1 + sum(capacity for capacity in known if capacity is not None)
-        capacities = [unlimited if capacity is None else capacity for capacity in known]
+        weights = [
+            None if price is None else round(weigh(price)) for price in self._prices.values()
+        ]
+        unlimited = 1 + sum(capacity for capacity in weights if capacity is not None)
+        capacities = [unlimited if capacity is None else capacity for capacity in weights]
         reached = flow.reached(capacities, places[SOURCE], places[SINK])
         side = {node for node, place in places.items() if place in reached}
         total = Price()
@@ -58,7 +57,7 @@ class Network:
 
     @cached_property
     def _laid_out(self) -> tuple[dict[int, int], FlowNetwork]:
-        """The place of every node, and the network over places."""
+        """The index of every node, and the network over indices."""
         ends = (node for edge in self._prices for node in edge)
         places = {node: at for at, node in enumerate(dict.fromkeys([SOURCE, SINK, *ends]))}
         edges = ((places[tail], places[head]) for tail, head in self._prices)
@@ -82,47 +81,47 @@ class FlowNetwork:
                 self._head.append(other)
 
     def reached(self, capacities: Sequence[int], source: int, sink: int) -> set[int]:
-        """The nodes to which more could flow when as much as possible flows to the sink: the
-        source's side of the minimum cut that has the fewest nodes there.
+        """The smallest source side of a minimum cut: the nodes that a maximum flow leaves
+        reachable.
 
         Args:
             capacities: of the edges, in the order of ``ends``.
-            source: where flow comes from.
-            sink: where it goes.
+            source: the source node.
+            sink: the sink node.
         """
         free = [0] * len(self._head)
         free[::2] = capacities
         while distance := self._distances(free, source, sink):
             self._block(free, distance, source, sink)
-        found, stack = {source}, [source]
+        side, stack = {source}, [source]
         while stack:
             for edge in self._leaving[stack.pop()]:
-                if free[edge] and self._head[edge] not in found:
-                    found.add(self._head[edge])
+                if free[edge] and self._head[edge] not in side:
+                    side.add(self._head[edge])
                     stack.append(self._head[edge])
-        return found
+        return side
 
     def _distances(self, free: list[int], source: int, sink: int) -> list[int]:
-        """Of every node nearer to the sink than the source is, and of the source: how many edges
-        with room lead there. Nothing where the source has no way.
+        """Distance to the sink, over edges with free capacity, of the source and every nearer node.
+        Empty if the source cannot reach the sink.
         """
         leaving, heads = self._leaving, self._head
-        found = [-1] * len(leaving)
-        found[sink] = 0
+        distances = [-1] * len(leaving)
+        distances[sink] = 0
         queue = [sink]
         for node in queue:
-            further = found[node] + 1
+            further = distances[node] + 1
             for edge in leaving[node]:
                 tail = heads[edge]
-                if found[tail] < 0 and free[edge ^ 1]:
-                    found[tail] = further
+                if distances[tail] < 0 and free[edge ^ 1]:
+                    distances[tail] = further
                     if tail == source:
-                        return found
+                        return distances
                     queue.append(tail)
         return []
 
     def _block(self, free: list[int], distance: list[int], source: int, sink: int) -> None:
-        """Send flow along shortest paths until each has a full edge."""
+        """Send flow along shortest paths until each has a saturated edge."""
         leaving, heads = self._leaving, self._head
         tried = [0] * len(leaving)
         path: list[int] = []
@@ -146,7 +145,7 @@ class FlowNetwork:
                 node = heads[path.pop() ^ 1]
 
     def _send(self, free: list[int], path: list[int]) -> int:
-        """Fill a path and cut it off at its first full edge; returns the node in front of that."""
+        """Saturate a path and truncate it before its first full edge; return the node there."""
         amount = min([free[edge] for edge in path])
         for edge in path:
             free[edge] -= amount

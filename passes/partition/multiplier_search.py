@@ -1,9 +1,8 @@
 """Search for the Lagrange multipliers at which the minimum cut meets the memory setting.
 
-At fixed multipliers, the division of a joint graph is a minimum cut. A constraint (on the time of
-recomputation, on bytes between I and W, on the share of deferred work) is relaxed: its quantity
-is priced into the cut by a multiplier, and the larger the multiplier, the less of the quantity the
-cut has.
+At fixed multipliers, the division of a joint graph is a minimum cut. Each constraint (on the time
+of recomputation, the bytes between I and W, the share of deferred work) is relaxed: a multiplier
+prices its quantity into the cut. A larger multiplier gives a cut with less of that quantity.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from .regions import Division
 
 _STEPS = 24
 
-# In bytes for the time of moving one byte: pointwise work that is recomputed for less frees
-# hardly anything, and for more would free more than it touches.
+# Bytes per time of moving one byte. At lower rates, recomputing pointwise work frees hardly
+# anything; at higher rates, it would have to free more than it touches.
 _RATES = (2.0**-8, 8.0)
-# In bytes for one FLOP of a weight gradient that I computes: one of [m, n] over b rows has
-# 2bmn, and frees at most 8b(m + n) bytes. At this multiplier all are deferred.
+# Bytes per FLOP of a weight gradient that I computes. An [m, n] gradient over b rows has 2bmn FLOPs
+# and frees at most 8b(m + n) bytes, so at this multiplier all are deferred.
 _ALL_WAIT = 16.0
 
 
-# Splits a price into what has no multiplier and what the multiplier weighs.
+# Splits a price into a constant part and the part that the multiplier weighs.
 Parts = Callable[[Price], tuple[float, float]]
 
 
@@ -39,7 +38,7 @@ def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regio
     """The cheapest division of a joint graph that meets the memory setting.
 
     Raises:
-        PassError: the graph cannot be divided, or a budget not be met; names the least possible.
+        PassError: the graph cannot be divided, or the budget cannot be met; names the least one.
     """
     division = Division(
         graph, reach, recompute=memory.recompute > 0, release=memory.releases_weights
@@ -73,7 +72,7 @@ def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regio
 
 
 def recompute_time(regions: Regions, reach: Reachability) -> float:
-    """Estimated time of recomputation, without what the user asked to recompute."""
+    """Estimated time of recomputation, except what the user asked to recompute."""
     return sum(
         (count - 1 - (node in reach.recomputed)) * duration(node)
         for node, count in run_counts(regions, reach).items()
@@ -82,13 +81,13 @@ def recompute_time(regions: Regions, reach: Reachability) -> float:
 
 
 def run_counts(regions: Regions, reach: Reachability) -> Counter[fx.Node]:
-    """How many of F, I and W run each node."""
+    """The number of graphs among F, I and W that run each node."""
     forward = reach.forward | ancestors(regions.saved)
     return Counter([*forward, *regions.input.runs, *regions.weight.runs])
 
 
 def weight_work(reach: Reachability) -> set[fx.Node]:
-    """Nodes that only weight gradients need, all of which may be deferred."""
+    """Nodes that only weight gradients need, and that may all be deferred."""
     return ancestors(reach.weight_grads) & reach.gradient - reach.urgent
 
 
@@ -108,7 +107,7 @@ def _meet_budget(budget: int, at: Callable[[float], Regions], parts: Parts) -> R
     least = distinct_bytes(at(0.0).deferred)
     if least > budget:
         raise PassError(
-            f"memory={budget}: no division holds so little between I and W; the least possible "
+            f"memory={budget}: no division keeps so few bytes between I and W; the least possible "
             f"is {least} bytes for one microbatch"
         )
     _, most, within = _search(at, (0.0, _ALL_WAIT), parts, exceeds)

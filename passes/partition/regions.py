@@ -1,18 +1,22 @@
 """The division of the joint graph into F, I and W as a minimum cut over two boundaries.
 
-Both boundaries are chosen together. Saved tensors cross the first, deferred tensors the second, and
-a value that W has from F crosses both. Each boundary is a layer
-of one flow network, in which a node has an "in" and an "out" half:
+            F  |  I  |  W          a saved tensor crosses the first boundary,
+        -------+-----+------       a deferred tensor the second,
+          first  second            a tensor from F to W both
 
-- "in" on the source's side: the node runs before the boundary, or not at all; on the sink's
-  side: it runs behind it.
-- "out" on the sink's side: its value is there behind the boundary. If its "in" is not, the
-  value is carried, at the price of the storage that it keeps alive.
+Both boundaries are chosen together. Each boundary is a layer of one flow network, in which every
+node has an "in" and an "out" half:
 
-Whatever runs behind a boundary has its operands there, and whatever W has, the backward had:
-the edge between the layers. Running a node on both sides costs time where it is cheap and is
-impossible elsewhere. So the minimum cut is the optimum. (Torch's own partitioner uses the same
-reduction, after Chen et al., arXiv 1604.06174, for one boundary.)
+| half | source's side | sink's side |
+|---|---|---|
+| in | the node runs before the boundary, or not at all | it runs after the boundary |
+| out | its value is not needed after the boundary | its value exists after the boundary |
+
+A node with "in" on the source's side and "out" on the sink's is carried over the boundary, at the
+price of the storage that it keeps alive. A node that runs after a boundary has its operands there.
+A value that W has was in the backward before: an edge between the layers says so. Running a cheap
+node on both sides costs time; other nodes must not run twice. So the minimum cut is the optimum.
+Torch's partitioner uses the same reduction (after Chen et al., arXiv 1604.06174) for one boundary.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from ..memory_policy import Price
 from .min_cut import SINK, SOURCE, Network
 from .reachability import Reachability
 
-_SIZE_BYTES = 8  # of an integer that crosses
+_SIZE_BYTES = 8  # of a symbolic size that crosses
 _SPREAD = 0.05
 
 
@@ -39,9 +43,9 @@ class Division:
 
     Args:
         graph: the joint graph.
-        reach: which results its nodes are needed for.
+        reach: the results that its nodes are needed for.
         recompute: whether cheap nodes may run on both sides of a boundary.
-        release: whether I may compute weight gradients, and return them.
+        release: whether I may compute and return weight gradients.
     """
 
     def __init__(
@@ -53,14 +57,17 @@ class Division:
         self._releasable = reach.releasable if release else set()
         self._network = Network()
         self._in_first: set[fx.Node] = set()
-        # Made once: a set made for each node would take the square of the graph.
+        # Computed once: a set per node would take quadratic time.
         self._settled = reach.forward - reach.recomputed
         self._add_needs_of_backward()
         self._add_second_layer()
 
     def cut(self, rate: float = 0.0, charge: float = 0.0) -> Regions:
-        """The minimum cut where a unit of recomputation time costs ``rate`` bytes and a FLOP of a
-        weight gradient in I costs ``charge`` bytes.
+        """The minimum cut.
+
+        Args:
+            rate: bytes per unit of recomputation time.
+            charge: bytes per FLOP of a weight gradient in I.
 
         Raises:
             PassError: the backward needs a value that can neither be carried nor recomputed.
@@ -74,8 +81,8 @@ class Division:
         first, second = self._cut_nodes(early, _first), self._cut_nodes(early, _second)
         reach = self._reach
         waiting, _ = walk(reach.weight_grads, second)
-        made = self._releasable - waiting
-        released = {node for node in reach.weight_grads if storage_root(node) in made}
+        computed = self._releasable - waiting
+        released = {node for node in reach.weight_grads if storage_root(node) in computed}
         return _regions(self._order, reach, (first, second), released, price)
 
     def _cut_nodes(self, early: Collection[int], layer: Callable[[int], int]) -> set[fx.Node]:
@@ -92,7 +99,7 @@ class Division:
             self._add_to_first_layer(node)
 
     def _add_to_first_layer(self, start: fx.Node) -> None:
-        """Add the node and what it may be recomputed from."""
+        """Add the node, and the nodes from which it may be recomputed."""
         reach, stack = self._reach, [start]
         while stack:
             node = stack.pop()
@@ -124,14 +131,14 @@ class Division:
             if node not in reach.gradient and node not in reach.recomputed:
                 self._network.add(_first(index), half, self._price_recompute(node))
             if not reach.urgent or not is_cheap(node):
-                # To run in F is for the first layer to decide.
+                # The first layer decides whether it runs in F.
                 beyond = SINK if node in reach.gradient else _first(index)
                 self._network.add(half, beyond, self._price_early(node))
 
     def _tie(self, node: fx.Node, layer: Callable[[int], int], *, early: bool) -> None:
         """Edges between a node and its operands.
 
-        ``early``: the node is needed before the boundary; running it behind is recomputing it.
+        If ``early``, the node is needed before the boundary, and running it after it recomputes it.
         """
         half = layer(self._order[node])
         for operand in node.all_input_nodes:
@@ -141,18 +148,18 @@ class Division:
         if early or node.op == "placeholder" or is_random(node):
             self._network.add(SOURCE, half, self._price_recompute(node))
             return
-        # Running a node before the boundary needs its operands there. One that runs behind it
-        # nevertheless runs twice.
-        for operand in {producer(each) for each in node.all_input_nodes}:
+        # Running a node before the boundary needs its operands there. An operand that also runs
+        # after the boundary runs twice.
+        for operand in {producer(value_node) for value_node in node.all_input_nodes}:
             if not is_free(operand) and not (operand in self._reach.recomputed and layer is _first):
                 price = self._price_recompute(operand) if self._ready(operand, layer) else None
                 self._network.add(half, layer(self._order[operand]), price)
 
     def _ready(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
-        """Whether all that the node reads is before the boundary in any case, so that running it
-        there as well as behind takes nothing else along.
+        """Whether all operands of the node exist before the boundary in any case, so that running
+        the node there as well moves no other node.
         """
-        return all(self._is_before(producer(each), layer) for each in node.all_input_nodes)
+        return all(self._is_before(producer(operand), layer) for operand in node.all_input_nodes)
 
     def _is_before(self, node: fx.Node, layer: Callable[[int], int]) -> bool:
         if is_free(node) or node.op == "placeholder":
@@ -162,11 +169,10 @@ class Division:
         return node in self._reach.urgent or node not in self._reach.gradient
 
     def _price(self, node: fx.Node) -> Price | None:
-        """Price of carrying a node's value over a boundary; None where it cannot be carried.
+        """Price of carrying a node's value over a boundary; None if it cannot be carried.
 
-        What the module keeps anyway costs nothing, nor does a weight gradient that leaves I. A
-        view costs a byte more than its base, so that its base crosses and the
-        view is redone.
+        State that the module keeps, and a weight gradient that I returns, cost nothing. A view
+        costs a byte more than its base, so that the base is carried and the view recomputed.
         """
         if is_size(node):
             return Price(_SIZE_BYTES)
@@ -177,19 +183,19 @@ class Division:
         return Price((0 if free else storage_bytes(root)) + (node is not root))
 
     def _price_early(self, node: fx.Node) -> Price | None:
-        """Price of running a node of W in I; None where it must be deferred."""
+        """Price of running a node of W in I; None if it must be deferred."""
         return Price(flops=self._spread(node, effort(node))) if self._releasable else None
 
     def _spread(self, node: fx.Node, cost: float) -> float:
-        """The cost, a little less for nodes early in the graph: of equal layers some can then be
-        on the one side and some on the other.
+        """The cost, slightly less for nodes early in the graph. Equal layers can then be divided:
+        some go to one side, some to the other.
         """
         return cost * (1 + _SPREAD * self._order[node] / len(self._order))
 
     def _price_recompute(self, node: fx.Node) -> Price | None:
-        """Price of running a node on both sides of a boundary; None where it must not."""
+        """Price of running a node on both sides of a boundary; None if it must not."""
         if checkpoint_region(node) is not None and node not in self._reach.recomputed:
-            return None  # what leaves a checkpointed region is what recomputing others starts from
+            return None  # recomputation in a region starts from the values that leave earlier ones
         time = recompute_cost(node) if self._recompute else None
         return None if time is None or is_random(node) else Price(time=self._spread(node, time))
 
@@ -197,7 +203,7 @@ class Division:
 def with_released(
     graph: fx.Graph, reach: Reachability, regions: Regions, more: Collection[fx.Node]
 ) -> Regions:
-    """The same cut, with more weight gradients that I computes and returns."""
+    """The same cut, with further weight gradients that I computes and returns."""
     order = {node: index for index, node in enumerate(graph.nodes)}
     return _regions(order, reach, regions.cuts, regions.released.union(more), regions.price)
 
@@ -209,17 +215,17 @@ def _regions(
     released: set[fx.Node],
     price: Price,
 ) -> Regions:
-    # All graphs take the open sizes. Inductor wants them: of two sizes whose product is all that
-    # crosses a boundary it knows neither.
+    # Every graph takes all symbolic sizes. Inductor needs them: from a boundary tensor whose shape
+    # is a product of two sizes it could derive neither.
     sizes = {node for node in order if node.op == "placeholder" and is_size(node)}
 
     def region(wanted: Iterable[fx.Node], carried: set[fx.Node]) -> Region:
-        runs, takes = walk([*wanted, *sizes], carried | sizes)
-        return Region(runs, sorted(takes, key=order.__getitem__))
+        runs, live_ins = walk([*wanted, *sizes], carried | sizes)
+        return Region(runs, sorted(live_ins, key=order.__getitem__))
 
     first, second = cuts
     weight = region([n for n in reach.weight_grads if n not in released], second)
-    handed = [node for node in weight.takes if not reach.is_kept(node)]
+    handed = [node for node in weight.live_ins if not reach.is_kept(node)]
     early = [node for node in reach.weight_grads if node in released]
     return Regions(
         backward=region([*reach.input_grads, *reach.weight_grads], first),
@@ -246,8 +252,8 @@ def _second(index: int) -> int:
 def walk(
     wanted: Iterable[fx.Node], carried: Collection[fx.Node]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The nodes to run for the wanted values given the carried ones, and the carried ones that they
-    read.
+    """The nodes that must run for the wanted values, given the carried ones; and the carried values
+    that they read.
     """
     late: set[fx.Node] = set()
     used: set[fx.Node] = set()

@@ -1,32 +1,30 @@
-"""Partition of the joint graph into forward and backward, with the division into F, I and W.
+"""Partition the joint graph into forward, backward_input and backward_weight.
 
-Forward keeps everything the outputs need, and every random operator: a random number drawn
-in the backward would neither match the forward's nor leave the generator alone. In the
-backward views are redone, because they cost nothing; what the user put under
-``torch.utils.checkpoint``; and cheap operators, as far as the memory setting gives them time.
-Operators that only the backward needs (a cast of a weight, say) move there.
+**Forward** has everything that the outputs need, and every random operator: a random number drawn
+in the backward would differ from the forward's and would advance the generator. The backward
+recomputes views, which cost nothing; the regions that the user put under
+``torch.utils.checkpoint``; and cheap operators, as far as the memory setting allows. Operators that
+only the backward needs (a cast of a weight, for example) move there.
 
-Names of saved and deferred tensors: a module, and what the tensor is to it.
+**I** has the operators that input gradients need; if no input needs one, the chain of derivatives
+down to the earliest parameters. Everything else may be deferred. Matrix products, convolutions and
+scatters are; views, pointwise operators and reductions go where fewer bytes cross. So the gradient
+of a norm's weight or of a bias is computed in I if only it needs the tensors that it reduces (a
+vector crosses instead of [batch, sequence, hidden] tensors), and in W if deferred matrix products
+keep them anyway.
 
-    layers_4_mlp_down_input       what a module was given
-    layers_4_norm_output          what a module made
-    layers_4_mlp_down_dy          the gradient of a module's output
-    layers_4_attn_dx              the gradient of what a module was given
-    layers_4_norm_weight_grad     the gradient of a parameter, all but done
-    layers_4_attn_softmax         made and read within one module: the operator
-    tanh_model_line_12            outside of all modules: the operator, file and line
+**Names** of saved and deferred tensors consist of a module and the tensor's relation to it:
 
-A tensor is named for its readers behind the last boundary that it crosses. Inputs, parameters and
-gradients of outputs keep the names that the user has for them.
+    layers_4_mlp_down_input       an input of the module
+    layers_4_norm_output          its output
+    layers_4_mlp_down_dy          the gradient of its output
+    layers_4_attn_dx              the gradient of its input
+    layers_4_norm_weight_grad     the gradient of a parameter, up to a view
+    layers_4_attn_softmax         computed and read within one module: the operator
+    tanh_model_line_12            outside all modules: the operator, file and line
 
-The halves of the backward: backward_input | backward_weight, as the graph was divided.
-
-The input-gradient graph I is what the input gradients need, or where no input needs one the chain
-of derivatives down to the earliest parameters. Everything else may wait. Of
-that, matrix products, convolutions and scatters do wait; views, pointwise work and reductions
-go wherever fewer bytes cross. So the gradient of a norm's weight or of a bias is computed in I
-when nobody else keeps the tensors it reduces (a vector crosses in place of [batch, sequence,
-hidden] tensors), and in W when the deferred matrix products keep them anyway.
+A tensor is named by its readers after the last boundary that it crosses. Inputs, parameters and
+gradients of outputs keep the user's names.
 """
 
 from __future__ import annotations
@@ -72,31 +70,31 @@ _NO_WORD = re.compile(r"\W+")
 
 def name_boundaries(graph: fx.Graph, regions: Regions, reach: Reachability) -> None:
     """Rename the saved and deferred tensors in the joint graph; names are unique."""
-    taken = {node.name for node in graph.nodes}
+    used_names = {node.name for node in graph.nodes}
     repeats: Counter[str] = Counter()
     parameters = {node: role.name for role, node in outputs(graph, Kind.PARAMETER_GRAD)}
     readers = dict.fromkeys(regions.saved, regions.backward.runs)
     readers |= dict.fromkeys(regions.deferred, regions.weight.runs)
     for node, region in readers.items():
         if node.op != "call_function" or subgraph_of(node) is not None:
-            continue  # results of a called graph have the names that they have there
-        results = [parameters[each] for each in _views(node) if each in parameters]
+            continue  # results of a called graph keep its names
+        results = [parameters[view] for view in _views(node) if view in parameters]
         used = [origin_of(user).modules for user in _readers(node, region)]
         if used or not results:
             wanted = _name(node, used, derivative=node in reach.gradient)
         else:
             wanted = f"{results[0]}_grad"
-        taken.discard(node.name)
-        node.name = _unique(_identifier(wanted), taken, repeats)
-        taken.add(node.name)
+        used_names.discard(node.name)
+        node.name = _unique(_identifier(wanted), used_names, repeats)
+        used_names.add(node.name)
 
 
 def _name(node: fx.Node, used: list[Modules], *, derivative: bool) -> str:
-    """The name for a tensor that operators of these modules read."""
+    """The name of a tensor that operators of these modules read."""
     made_in = origin_of(node).modules
-    around = functools.reduce(_common, used) if used else made_in
-    if around != made_in[: len(around)]:  # made outside of what reads it
-        return f"{around[-1]}_{'dy' if derivative else 'input'}"
+    enclosing = functools.reduce(_common, used) if used else made_in
+    if enclosing != made_in[: len(enclosing)]:  # computed outside the modules that read it
+        return f"{enclosing[-1]}_{'dy' if derivative else 'input'}"
     operator = _operator(node) + ("_grad" if derivative else "")
     if not made_in:
         return operator + _place(node)
@@ -112,15 +110,15 @@ def _readers(node: fx.Node, region: Collection[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _views(node: fx.Node) -> Iterable[fx.Node]:
-    """The value and all views of it."""
-    found = [node]
-    for each in found:
-        found += [user for user in each.users if user.op == "call_function" and is_free(user)]
-    return found
+    """The value and all its views."""
+    views = [node]
+    for view in views:
+        views += [user for user in view.users if user.op == "call_function" and is_free(user)]
+    return views
 
 
 def _common(one: Modules, other: Modules) -> Modules:
-    """The modules around both."""
+    """The modules that enclose both."""
     pairs = zip(one, other, strict=False)
     return tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -133,7 +131,7 @@ def _operator(node: fx.Node) -> str:
 
 
 def _place(node: fx.Node) -> str:
-    """File and line of the user's statement, where they are known."""
+    """File and line of the user's statement, or an empty string."""
     path, _, line = source_line(node).partition(" ")[0].rpartition(":")
     stem, _ = os.path.splitext(os.path.basename(path))
     return f"_{stem}_line_{line}" if line else ""
@@ -145,23 +143,23 @@ def _identifier(text: str) -> str:
     return f"_{name}" if name[0].isdigit() else name
 
 
-def _unique(name: str, taken: Collection[str], repeats: Counter[str]) -> str:
-    """The name, with a number behind it where a node has it already.
+def _unique(name: str, used_names: Collection[str], repeats: Counter[str]) -> str:
+    """The name, with a number if a node has it already.
 
     Args:
         name: the name.
-        taken: names of nodes.
-        repeats: how often a number was needed before, by name; counted on.
+        used_names: names of nodes.
+        repeats: the last number, by name; updated.
     """
-    found = name
-    while found in taken:
+    candidate = name
+    while candidate in used_names:
         repeats[name] += 1
-        found = f"{name}_{repeats[name] + 1}"
-    return found
+        candidate = f"{name}_{repeats[name] + 1}"
+    return candidate
 
 
 def partition_forward_backward(program: SplitGraphs) -> bool:
-    """Fill in ``forward`` and, where an output takes a gradient, ``regions`` and ``backward``.
+    """Fill in ``forward`` and, if an output has a gradient, ``regions`` and ``backward``.
 
     Raises:
         PassError: an output of the forward depends on an output's gradient, the backward needs
@@ -182,11 +180,11 @@ def partition_forward_backward(program: SplitGraphs) -> bool:
 
 
 def _refuse_draws_in_backward(graph: fx.Graph) -> None:
-    """A custom backward may draw random numbers that depend on no gradient. Drawn in forward
-    instead, they and all that follow would be others than autograd's.
+    """Refuse random numbers that a custom backward draws. Those that depend on no gradient would be
+    drawn in the forward, and they and all later draws would differ from autograd's.
     """
     if all(origin_of(node).is_backward is None for node in graph.nodes):
-        return  # tracing had no backward to tell apart
+        return  # tracing recorded no backward
     for node in calls(graph):
         if is_random(node) and origin_of(node).is_backward is not False:
             line = source_line(node)
@@ -198,7 +196,7 @@ def _refuse_draws_in_backward(graph: fx.Graph) -> None:
 
 
 def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role, fx.Node]]:
-    """Divide the graph and fill in ``backward``; returns what forward must save for it."""
+    """Divide the graph and fill in ``backward``; return the tensors that forward must save."""
     graph = program.joint.graph
     regions = best_division(graph, reach, program.memory)
     program.regions = regions = hide_collectives(graph, reach, regions, program.memory.collectives)
@@ -207,7 +205,7 @@ def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role
     program.backward = extract(
         program.joint,
         "backward",
-        carried=[(saved.get(node) or role_of(node), node) for node in regions.backward.takes],
+        carried=[(saved.get(node) or role_of(node), node) for node in regions.backward.live_ins],
         compute=regions.backward.runs,
         returns=outputs(graph, *GRADIENT),
         on_demand=regions.backward.runs - reach.gradient,
@@ -219,10 +217,10 @@ def _fill_backward(program: SplitGraphs, reach: Reachability) -> list[tuple[Role
 
 
 def split_backward(program: SplitGraphs) -> bool:
-    """Fill in ``backward_input`` and ``backward_weight``; False where there is no backward.
+    """Fill in ``backward_input`` and ``backward_weight``; False if there is no backward.
 
-    Where no input needs a gradient and there is no chain of derivatives either (see
-    ``parameter_chain``), I only hands over what W needs.
+    If no input needs a gradient, and there is no chain of derivatives either (see
+    ``parameter_chain``), I only passes on the tensors that W needs.
     """
     regions = program.regions
     if regions is None:
@@ -235,7 +233,7 @@ def split_backward(program: SplitGraphs) -> bool:
     program.backward_input = extract(
         program.joint,
         "backward_input",
-        carried=[(saved.get(node) or role_of(node), node) for node in regions.input.takes],
+        carried=[(saved.get(node) or role_of(node), node) for node in regions.input.live_ins],
         compute=regions.input.runs,
         returns=[
             *outputs(graph, Kind.INPUT_GRAD),
@@ -247,7 +245,7 @@ def split_backward(program: SplitGraphs) -> bool:
     program.backward_weight = extract(
         program.joint,
         "backward_weight",
-        carried=[(deferred.get(node) or role_of(node), node) for node in regions.weight.takes],
+        carried=[(deferred.get(node) or role_of(node), node) for node in regions.weight.live_ins],
         compute=regions.weight.runs,
         returns=[pair for pair in results if pair not in released],
         on_demand=regions.weight.runs - (regions.gradient - regions.urgent),

@@ -1,8 +1,8 @@
 """Emit and erase nodes of a graph that a pass rewrites in place, and eliminate dead code.
 
-Random operators stay in the joint graph and in forward: without one, all that is drawn later
-would differ from eager's. Each runs once, in forward; a copy left in a backward graph would
-draw a second time and must go. Un-functionalised mutations are kept: they are effects.
+Random operators are kept in the joint graph and in forward: without one, all later draws would
+differ from eager's. Each runs once, in forward; a copy in a backward graph would draw again, so it
+is removed. Un-functionalised mutations are effects, and are kept.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import fx
 from ..analysis.operators import is_effect, is_random
 from ..graph import SplitGraphs
 
-_OWN = ("val", "role")  # what a node says of itself alone
+_NODE_KEYS = ("val", "role")  # keys that are not copied from another node
 
 
 def emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **options: Any) -> fx.Node:
-    """A call where the graph inserts, for the user's line that made ``like``.
+    """Insert a call at the graph's insertion point, with the origin of the node ``like``.
 
     Raises:
-        RuntimeError: the operator does not take such tensors.
+        RuntimeError: the operator does not accept these tensors.
     """
     with like.meta["val"].fake_mode:
-        value = target(*fx.node.map_arg(args, lambda each: each.meta["val"]), **options)
+        value = target(*fx.node.map_arg(args, lambda operand: operand.meta["val"]), **options)
     node = graph.call_function(target, args, options)
-    node.meta = {key: each for key, each in like.meta.items() if key not in _OWN}
+    node.meta = {key: value for key, value in like.meta.items() if key not in _NODE_KEYS}
     node.meta["val"] = value
     return node
 
 
 def erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Erase the nodes without readers, in reverse order of the graph."""
-    for node in sorted(nodes, reverse=True):  # nodes compare by their places
+    """Erase those of the nodes that have no readers, in reverse order of the graph."""
+    for node in sorted(nodes, reverse=True):  # nodes compare by position
         if not node.users:
             graph.erase_node(node)
 
@@ -42,7 +42,7 @@ _DRAWING = ("joint", "forward")
 
 
 def dead_code(program: SplitGraphs) -> bool:
-    """Run over every graph of the program; True if anything was removed."""
+    """Eliminate dead code of every graph; True if anything was removed."""
     removed = [
         module.graph.eliminate_dead_code(_is_kept_drawing if name in _DRAWING else _is_kept)
         for name, module in program.graphs().items()

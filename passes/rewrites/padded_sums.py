@@ -1,9 +1,9 @@
-"""Rewrite sums of zero-padded slices that lie side by side as one concatenation.
+"""Rewrite sums of adjacent zero-padded slices as one concatenation.
 
-The gradient of ``x[:, t]`` is a tensor as large as ``x``, zero but for one slice. A loop over
-``t`` (a scan written in Python), or the two halves of a rotary embedding, adds up one such
-tensor for every slice. Where slices lie side by side, every element of their sum has one term that
-is not padding: concatenating the slices gives the same bits.
+The gradient of ``x[:, t]`` is as large as ``x`` and zero except for one slice. A loop over ``t`` (a
+scan written in Python), or the two halves of a rotary embedding, adds one such tensor per slice. If
+the slices are adjacent, every element of the sum has one term that is not padding, so concatenating
+the slices gives the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _PaddedSlice:
 
     Attributes:
         padded: the node that pads it.
-        value: the part, without the dimension where ``is_selected``.
+        value: the slice, without its dimension if ``is_selected``.
         sizes: of the sum.
     """
 
@@ -42,7 +42,7 @@ class _PaddedSlice:
 
 
 def concatenate_padded_sums(program: SplitGraphs) -> bool:
-    """Rewrite such sums in the joint graph; True if there was any."""
+    """Rewrite these sums in the joint graph; True if there was one."""
     graph = program.joint.graph
     tops = [node for node in calls(graph) if _is_sum(node) and not _is_inner(node)]
     changed = [_rewrite(graph, top) for top in tops]
@@ -53,12 +53,12 @@ def _is_sum(node: fx.Node) -> bool:
     return (
         node.target is aten.add.Tensor
         and not node.kwargs
-        and all(is_like(each, node) for each in node.args)
+        and all(is_like(term, node) for term in node.args)
     )
 
 
 def _is_inner(node: fx.Node) -> bool:
-    """Whether another sum is the only reader, so that both are one sum of more terms."""
+    """Whether the only reader is another sum, so that both are one sum of more terms."""
     return len(node.users) == 1 and _is_sum(next(iter(node.users)))
 
 
@@ -68,21 +68,21 @@ def _rewrite(graph: fx.Graph, top: fx.Node) -> bool:
     if not slices:
         return False
     dim, _ = Counter(part.dim for part in slices).most_common(1)[0]
-    slices = sorted((each for each in slices if each.dim == dim), key=lambda each: each.start)
+    slices = sorted((part for part in slices if part.dim == dim), key=lambda part: part.start)
     padded = {part.padded for part in slices}
-    others = [term for term in terms if term not in padded]
-    # With two terms that are no slices, the order of additions would matter.
-    if len(slices) < 2 or len(others) > 1 or not _fit_together(slices):
+    unpadded = [term for term in terms if term not in padded]
+    # With two further terms, the order of additions would matter.
+    if len(slices) < 2 or len(unpadded) > 1 or not _fit_together(slices):
         return False
     with graph.inserting_before(top):
         result = _concatenated(graph, slices, top)
-        if others:
-            result = emit(graph, top, aten.add.Tensor, others[0], result)
+        if unpadded:
+            result = emit(graph, top, aten.add.Tensor, unpadded[0], result)
     if result.meta["val"].stride() != top.meta["val"].stride():
         erase(graph, [*result.all_input_nodes, result])
         return False
     top.replace_all_uses_with(result)
-    zeros = [node for each in padded for node in each.all_input_nodes if _is_zeros(node)]
+    zeros = [node for term in padded for node in term.all_input_nodes if _is_zeros(node)]
     erase(graph, [*zeros, *padded, *sums])
     return True
 
@@ -101,15 +101,15 @@ def _terms(top: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def _padded_slice(term: fx.Node) -> _PaddedSlice | None:
-    """The slice that a term pads, where its place is known before the graph runs."""
+    """The slice that a term pads, if its position is known before the graph runs."""
     padding = _padding(term)
     if padding is None:
         return None
     value, sizes, dim, place = padding
     selected = not isinstance(place, slice)
     ends = [place] if selected else [place.start, place.stop, place.step]
-    known = (*sizes, dim, *(each for each in ends if each is not None))
-    if not all(isinstance(each, int) for each in known):
+    numbers = (*sizes, dim, *(end for end in ends if end is not None))
+    if not all(isinstance(number, int) for number in numbers):
         return None
     dim %= len(sizes)
     extent = sizes[dim]
@@ -124,9 +124,7 @@ def _padded_slice(term: fx.Node) -> _PaddedSlice | None:
 
 
 def _padding(term: fx.Node) -> tuple[Any, Any, Any, Any] | None:
-    """What a term pads, the sizes of the whole, and along which dimension it is put at which
-    index, or slice.
-    """
+    """The padded value of a term, the sizes of the sum, and the dimension and index (or slice)."""
     arguments: Any = term.args
     if term.target is aten.select_backward.default:
         value, sizes, dim, index = arguments
@@ -134,7 +132,7 @@ def _padding(term: fx.Node) -> tuple[Any, Any, Any, Any] | None:
     if term.target is aten.slice_backward.default:
         value, sizes, dim, *ends = arguments
         return value, sizes, dim, slice(*ends)
-    # A decomposition scatters it into zeros.
+    # A decomposition scatters the value into zeros.
     if term.target not in (aten.select_scatter.default, aten.slice_scatter.default):
         return None
     zeros, value, dim, *ends = (*arguments, 0)[: max(len(arguments), 3)]
@@ -153,7 +151,7 @@ def _is_zeros(node: fx.Node) -> bool:
 
 
 def _fit_together(slices: list[_PaddedSlice]) -> bool:
-    """Whether each begins where the one before ends, and they fill the sum."""
+    """Whether each slice starts where the one before ends, and together they fill the sum."""
     ends = [0, *(part.stop for part in slices)]
     return ends == [*(part.start for part in slices), slices[0].sizes[slices[0].dim]]
 

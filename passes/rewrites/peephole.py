@@ -1,27 +1,26 @@
 """Peephole rewrites of the joint graph: a node or two at a time.
 
-``divide_backward_operators``: backward operators that compute dX and dW in one call become one
-call for each. ``convolution_backward`` yields the gradients of input, weight and bias together, so
-plain reachability would put all of it into the input-gradient graph. Its ``output_mask`` says
-which are wanted: one call for the input and one for weight and bias do the same work. The
-mask exists on the normalisation operators too; there the weight gradient is a by-product of
-the input's and dividing would do the reductions twice, so they stay whole.
+``divide_backward_operators``: backward operators that compute dX and dW in one call become one call
+for each. ``convolution_backward`` computes the gradients of input, weight and bias together, so
+reachability would put all of it into I. Its ``output_mask`` selects results: one call for the input
+and one for weight and bias do the same work. Normalisation operators have the mask too. There the
+weight gradient is a by-product of the input's, and dividing would repeat the reductions, so they
+stay whole.
 
-``forget_statistics``: the backward of batch norm in training takes running statistics and reads
-those of the batch. Without the former, F saves less.
+``forget_statistics``: in training, the backward of batch norm takes running statistics as arguments
+but reads only those of the batch. Without these arguments, F saves less.
 
-``half_precision_dropout``: dropout's backward, rounded as autograd rounds it on a CPU. Autograd
-multiplies the gradient by noise, ``mask / (1 - p)``, which a tensor of bfloat16 or float16 holds
-rounded. The operator that tracing puts there multiplies by the exact number: gradients would
-differ from autograd's by one constant factor, 0.15% for p = 0.1 in bfloat16.
+``half_precision_dropout``: round dropout's backward as autograd does on a CPU. Autograd multiplies
+the gradient by noise, ``mask / (1 - p)``, rounded to bfloat16 or float16. The traced operator
+multiplies by the exact number: gradients would differ from autograd's by a constant factor, 0.15%
+for p = 0.1 in bfloat16.
 
-``fold_transposes``: ``t(t(x))`` is ``x``. Autograd transposes the gradient of a transposed weight
-back, one call behind the other. Both are views of the same
-elements at the same strides, so the value that was transposed first takes the place of the second
-view, and nothing that is computed changes.
+``fold_transposes``: ``t(t(x))`` becomes ``x``. Autograd transposes the gradient of a transposed
+weight back, in two consecutive calls. Both are views of the same elements, so no computed value
+changes.
 
-``drop_summed_dimensions``: a sum that keeps the dimensions it sums over, and a view without them,
-as of every bias's gradient, become one sum without them: the same kernel, one call less.
+``drop_summed_dimensions``: a sum that keeps its dimensions, followed by a view without them, as in
+every bias's gradient, becomes one sum without them: the same kernel, one call less.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ from torch import fx
 
 from ..graph import FORWARD_OUTPUT, SplitGraphs, calls, outputs, tensor_of
 from .emit import emit, erase
+
+aten = torch.ops.aten
 
 _MASK = 10  # position of output_mask in convolution_backward's schema
 
@@ -71,11 +72,8 @@ def _divide_call(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-aten = torch.ops.aten
-
-
 def forget_statistics(program: SplitGraphs) -> bool:
-    """Take running statistics from every backward that ignores them; True if there was one."""
+    """Remove running statistics from every backward that ignores them; True if there was one."""
     changed = False
     for node in calls(program.joint.graph):
         if node.target is aten.native_batch_norm_backward.default and node.args[7] is True:
@@ -89,10 +87,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def half_precision_dropout(program: SplitGraphs) -> bool:
-    """Rewrite every such backward into those steps; True if there was one."""
+    """Rewrite dropout's backward in half precision; True if there was one."""
     graph = program.joint.graph
-    found = [node for node in calls(graph) if _rounds_otherwise(node)]
-    for node in found:
+    backwards = [node for node in calls(graph) if _rounds_otherwise(node)]
+    for node in backwards:
         grad, mask, scale = node.args
         with graph.inserting_before(node):
             cast = emit(graph, node, aten._to_copy.default, mask, dtype=node.meta["val"].dtype)
@@ -100,7 +98,7 @@ def half_precision_dropout(program: SplitGraphs) -> bool:
             step = emit(graph, node, aten.mul.Tensor, grad, noise)
         node.replace_all_uses_with(step)
         graph.erase_node(node)
-    return bool(found)
+    return bool(backwards)
 
 
 def _rounds_otherwise(node: fx.Node) -> bool:
@@ -110,13 +108,10 @@ def _rounds_otherwise(node: fx.Node) -> bool:
     return value is not None and value.device.type == "cpu" and value.dtype in _HALF
 
 
-aten = torch.ops.aten
-
-
 def fold_transposes(program: SplitGraphs) -> bool:
     """Replace pairs of transposes that cancel by the first one's operand; True if any was."""
     graph, folded = program.joint.graph, False
-    # What the user's forward returns stays a tensor of its own, as in eager.
+    # An output of the user's forward stays a separate tensor, as in eager.
     returned = {value for _, value in outputs(graph, *FORWARD_OUTPUT)}
     for node in graph.find_nodes(op="call_function", target=aten.t.default):
         first: Any = node.args[0]
@@ -128,19 +123,19 @@ def fold_transposes(program: SplitGraphs) -> bool:
 
 
 def drop_summed_dimensions(program: SplitGraphs) -> bool:
-    """Have sums drop a dimension where a view behind them does; True if one does."""
+    """Merge sums with the views that drop their dimensions; True if there was one."""
     graph = program.joint.graph
     views = [node for node in calls(graph) if node.target is aten.view.default]
-    found: list[tuple[fx.Node, Any]]
-    found = [(view, total) for view in views if _is_kept_sum(total := view.args[0], view)]
-    for view, total in found:
+    pairs: list[tuple[fx.Node, Any]]
+    pairs = [(view, total) for view in views if _is_kept_sum(total := view.args[0], view)]
+    for view, total in pairs:
         view.target, view.args, view.kwargs = total.target, total.args[:2], total.kwargs
         graph.erase_node(total)
-    return bool(found)
+    return bool(pairs)
 
 
 def _is_kept_sum(total: Any, view: fx.Node) -> bool:
-    """Whether only this view, which drops it, takes what sums over the first dimension, kept."""
+    """Whether ``total`` keeps the first dimension, and only this view, which drops it, reads it."""
     return (
         total.target is aten.sum.dim_IntList
         and total.args[1:] == ([0], True)

@@ -163,9 +163,9 @@ def test_all_violations_at_once_with_source_lines() -> None:
     assert "zoo.py:" in text
 
 
-def test_write_of_the_backward_that_no_graph_would_make() -> None:
+def test_a_write_of_the_backward_is_refused() -> None:
     module, nodes = hand_made()
     write = append(module, aten.copy_.default, nodes["x"], nodes["dx"])
     write.meta["partitioner_tag"] = "must_be_in_backward"
-    with pytest.raises(PassError, match=r"joint: copy__default: the backward writes, which no"):
+    with pytest.raises(PassError, match=r"joint: copy__default: the backward writes, and its"):
         verify(SplitGraphs(module))

@@ -106,7 +106,7 @@ class StageBytes:
         """
         name = BACKWARDS.get(kind, "forward")
         live = self._calls.of(self._stage, name)
-        if kind is ActionKind.BACKWARD and not live.takes.issuperset(arguments):
+        if kind is ActionKind.BACKWARD and not live.input_roles.issuperset(arguments):
             # If I only passes its inputs on to W, B runs the graph of W.
             passed = self._calls.of(self._stage, "backward_input").results
             names = {result.memory: result.role for result in passed}
