@@ -49,6 +49,10 @@ class SplitError(AutosplitError):
     """A graph could not be split, or a split module was driven in a wrong order."""
 
 
+class CheckError(SplitError):
+    """``AUTOSPLIT_CHECK=1`` found a gradient, a write or a hook unlike plain autograd's."""
+
+
 class ShardedError(SplitError):
     """A model is sharded (FSDP) where whole parameters are needed, or in a way that cannot be taken
     apart; or its parameters are DTensors that cannot be trained.

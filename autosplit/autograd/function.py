@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,10 +47,6 @@ from .pending import PendingQueue, PendingWork
 if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule
 
-
-T = TypeVar("T")
-
-_SOME = 2
 
 _IS_LEAF = attrgetter("is_leaf")
 _NEEDS_GRAD = attrgetter("requires_grad")
@@ -103,7 +99,7 @@ def run_split(
     unsplit = unsplit or not all(map(_IS_LEAF, parameters))
     probes: Sequence[Tensor] = parameters
     if not unsplit:
-        probes = () if counted else probe_sample(parameters)
+        probes = () if counted else functions.probe_sample(parameters)
     call = _Call(functions, state, anchor, known, unsplit, len(probes))
     return list(_apply(call, anchor.leaf, *leaves, *probes))
 
@@ -132,7 +128,8 @@ class Split(torch.autograd.Function):
     """F, whose backward is I.
 
     Gradients of parameters come later, from W. The anchor gives the outputs a gradient
-    function all the same, and a few parameters are inputs besides, see ``probe_sample``. Where a
+    function all the same, and a few parameters are inputs besides, see
+    ``SplitFunctions.probe_sample``. Where a
     reducer waits for weight gradients, or parameters are computed, all of them are, and the
     backward is I and W.
     """
@@ -333,14 +330,6 @@ def _refuse_pipelining() -> None:
         "not; give the module to autosplit.pipelining.SplitPipelineStage, or pass "
         "dw_builder=autosplit.pipelining.dw_builder(module) to torch's PipelineStage"
     )
-
-
-def probe_sample(found: Sequence[T]) -> list[T]:
-    """The parameters, or leaves in their place, that a split graph has edges to in autograd's graph
-    though it gives them no gradients, so that a backward that asks for them is noticed: each costs
-    the engine a visit.
-    """
-    return [*found] if len(found) <= 2 * _SOME else [*found[:_SOME], *found[-_SOME:]]
 
 
 def refuse_parameter_request() -> NoReturn:

@@ -240,7 +240,7 @@ def capture(
     Raises:
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
-    with user_errors(module), _same_tensors(module), unobserved():
+    with user_errors(module), same_tensors(module), unobserved():
         if split is not None and regions_wanted():
             around = _around_regions(module, args, kwargs, decompositions, split)
             if around is not None:
@@ -314,9 +314,9 @@ def _traced(
 
 
 @contextlib.contextmanager
-def _same_tensors(module: nn.Module) -> Iterator[None]:
-    """Restore parameters and buffers after tracing, as AOTAutograd leaves its own where a submodule
-    has two names.
+def same_tensors(module: nn.Module) -> Iterator[None]:
+    """Restore parameters and buffers afterwards, as AOTAutograd leaves its own where a submodule
+    has two names, and so does a functional call.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
     before = [dict(space) for space in spaces]

@@ -37,6 +37,7 @@ from autosplit.passes import Kind, PassError, Role, SplitGraphs
 from autosplit.passes.analysis.operator_cost import weight_flops
 from autosplit.passes.graph import STATE, outputs, source_line
 from autosplit.runtime.build import SplitOptions, dump_folder, split_capture
+from autosplit.runtime.check import checked
 from autosplit.runtime.dtensor_functions import DTensorFunctions
 from autosplit.runtime.functions import ForwardResult, SplitFunctions
 from autosplit.runtime.residuals import State
@@ -218,7 +219,15 @@ def _functions(
     traced = capture_graph(module, example_inputs, roles, backend.decompositions)
     made = DTensorGraphFunctions if traced.shardings else GraphFunctions
     graphs = split_capture(traced, backend, options.memory_policy, dump_folder(module))
-    functions = made(traced, graphs, backend)
+    names = [role.name for role in roles]
+
+    def plain(state: State, leaves: Sequence[Any]) -> Sequence[Any]:
+        values = {**dict(zip(traced.inputs, leaves, strict=True)), **state}
+        if not values.keys() >= {*names}:
+            raise CaptureError("inputs share their memory")
+        return [*unsplit(module)(*map(values.__getitem__, names))]
+
+    functions = checked(made, plain)(traced, graphs, backend)
     functions.compile()
     return functions
 

@@ -39,6 +39,7 @@ from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.dtensor import refuse_lost_shardings
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
+from .check import checked, plain_call
 from .compiled_graph import prepare_joint
 from .dtensor_functions import DTensorFunctions
 from .functions import SplitFunctions
@@ -145,7 +146,8 @@ def trace(
         traced = _capture(module, args, kwargs, compiler, split, called, insist)
         try:
             made = DTensorFunctions if traced.shardings else SplitFunctions
-            functions = made(traced, split_capture(traced, compiler, setting, dump), compiler)
+            make = checked(made, partial(plain_call, module, tree_flatten((args, kwargs))[1]))
+            functions = make(traced, split_capture(traced, compiler, setting, dump), compiler)
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error

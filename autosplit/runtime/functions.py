@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _MAX_SIZES = 1024  # combinations of sizes that are known
 _MAX_SPECIALIZED = 3  # sets of outputs without a gradient that have graphs of their own
+_SOME = 2
 
 
 class ForwardResult(NamedTuple):
@@ -83,7 +84,10 @@ class SplitFunctions:
             not listed are not differentiable.
         dependence: static facts about the gradients.
         has_backward: whether it was traced with gradients.
+        residuals: the class of what one graph leaves for the next.
     """
+
+    residuals = Residuals
 
     def __init__(self, traced: Capture, graphs: SplitGraphs, backend: Backend) -> None:
         self.capture = traced
@@ -229,6 +233,16 @@ class SplitFunctions:
     def _specs(self, traced: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
         """Specs of traced tensors with the sizes that they have in a call."""
         return {name: TensorSpec.of(value).at(self._size) for name, value in traced.items()}
+
+    @staticmethod
+    def probe_sample(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parameters that a split graph has edges to in autograd's graph though it gives them
+        no gradients, so that a backward that asks for them is noticed: each costs the engine a
+        visit.
+        """
+        if len(parameters) <= 2 * _SOME:
+            return parameters
+        return [*parameters[:_SOME], *parameters[-_SOME:]]
 
     @cached_property
     def autocast_guard(self) -> AutocastGuard:
@@ -415,7 +429,7 @@ class SplitFunctions:
         results = self._forward(pool)
         outputs = len(self.output_names)
         end = outputs + len(self.updated_state)
-        saved = Residuals(self._saves, results[end:], tuple(read))
+        saved = self.residuals(self._saves, results[end:], tuple(read))
         return ForwardResult(results[:outputs], results[outputs:end], saved)
 
     def backward_input(
@@ -445,7 +459,7 @@ class SplitFunctions:
         pool = self._backward_pool(saved.take(), output_grads)
         results, early = self._input.run(pool, gradients, dtype)
         count = len(self.capture.inputs)
-        deferred = Residuals(known, results[count:], tuple([read[at] for at in read_at]))
+        deferred = self.residuals(known, results[count:], tuple([read[at] for at in read_at]))
         return results[:count], deferred, early
 
     def backward_weight(

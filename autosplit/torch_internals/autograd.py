@@ -261,12 +261,16 @@ def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
     return has_tensor_hooks(parameters) or has_accumulate_hooks(parameters)
 
 
+def hook_tables(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
+    """Dictionaries of hooks of these tensors and of their nodes, those that have some."""
+    tables = [table for t in tensors for table in (_TENSOR_HOOKS(t), _LATE_HOOKS(t)) if table]
+    return [*tables, *filter(None, node_hooks(tensors))]
+
+
 @contextlib.contextmanager
 def hooks_put_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
     """No hook of these tensors or their nodes fires, though those of data parallelism do."""
-    parameters = [*parameters]
-    tables = [t for p in parameters for t in (_TENSOR_HOOKS(p), _LATE_HOOKS(p)) if t]
-    tables += filter(None, node_hooks(parameters))
+    tables = hook_tables([*parameters])
     before = [dict(table) for table in tables]
     for table in tables:
         table.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..page import Page, Part
 from . import (
     autograd_overhead,
+    checks,
     memory,
     steps,
 )
@@ -78,6 +79,16 @@ from an `autograd.Function` that does nothing else, the least that any autograd 
 their guards at every forward, which *guards* shows alone.""",
         autograd_overhead.measure,
         autograd_overhead.render,
+    ),
+    "check": Part(
+        "AUTOSPLIT_CHECK=1",
+        """\
+A stage with [the checks](../../docs/debugging.md#check-every-gradient) over the same stage without
+them, microbatch by microbatch in turn. The first microbatch, which is compared with plain autograd,
+is left out of the time; its peak also has the module's own forward and backward, on a copy of its
+parameters.""",
+        checks.measure,
+        checks.render,
     ),
 }
 

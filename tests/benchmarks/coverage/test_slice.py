@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from autosplit.runtime.check import CHECK_VARIABLE
 from autosplit.torch_internals import TORCH
 from benchmarks.coverage import pieces
 from benchmarks.coverage.examine import Verdict, examine
@@ -66,7 +69,8 @@ IN_PARTS += ["mask of documents", "autograd in a backward"] if TORCH < (2, 12) e
 
 
 @pytest.mark.parametrize("name", PIECES)
-def test_piece(name: str) -> None:
+def test_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHECK_VARIABLE, "1")
     (subject,) = (each for each in pieces.subjects() if each.name == name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,7 +89,7 @@ def test_piece(name: str) -> None:
 )
 @given(plans(longest=5))
 def test_generated_modules(plan: Plan) -> None:
-    with warnings.catch_warnings():
+    with patch.dict(os.environ, {CHECK_VARIABLE: "1"}), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         finding = examine(plan.subject())
     assert finding.verdict not in {Verdict.WRONG, Verdict.CRASHED}, f"{finding.detail}\n{plan}"

@@ -1,0 +1,336 @@
+"""Checks that ``AUTOSPLIT_CHECK=1`` turns on: gradients, memory and hooks beside autograd's.
+
+``checked`` is asked for the class of a graph's functions whenever one is captured. Without the
+variable it returns the class that it is given, and nothing else of this file runs.
+
+Contract: with the checks on, results are the same bits, and modules, buffers, generators and
+``.grad`` are left as they are found. Three things raise ``CheckError``:
+
+- the first microbatch of a capture is run beforehand by the graphs and by the forward that they
+  were captured from, on copies, with random gradients of its outputs: outputs, buffers or gradients
+  differ by more than rounding;
+- a tensor that W reads and others can reach was written between I and W without autograd's count
+  of writes: some of its elements are kept at I and compared at W. If there may be an accelerator,
+  the comparisons are read after the optimizer's step, so that the host does not wait before it;
+- hooks on a parameter fired more or less often than autograd fires them, once a backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from autosplit.device import generators_kept, has_accelerator
+from autosplit.errors import CheckError
+from autosplit.passes import Kind, Role
+from autosplit.passes.analysis.operators import is_random
+from autosplit.passes.graph import inputs, outputs, source_line, tensor_of
+from autosplit.torch_internals.autograd import (
+    at_end_of_backward,
+    current_backward,
+    hook_tables,
+    is_asked_for,
+    without_autocast,
+)
+from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
+from autosplit.torch_internals.state import allows_other_memory
+
+from .functions import ForwardResult, SplitFunctions
+from .residuals import Residuals, State, is_plain
+
+CHECK_VARIABLE = "AUTOSPLIT_CHECK"
+
+Plain = Callable[[State, Sequence[Any]], Sequence[Any]]
+"""A forward under plain autograd: its parameters and buffers by name, and the leaves of its inputs,
+to the leaves of its outputs.
+"""
+
+F = TypeVar("F", bound=SplitFunctions)
+
+
+def checked(kind: type[F], plain: Plain) -> Callable[..., F]:
+    """What makes a graph's functions: with the checks, if ``AUTOSPLIT_CHECK=1`` asks for them.
+
+    Args:
+        kind: their class without checks.
+        plain: what the graph was captured from.
+    """
+    if os.environ.get(CHECK_VARIABLE, "0") == "0":
+        return kind
+    checking = type(f"Checked{kind.__name__}", (CheckedFunctions, kind), {})
+    return cast("Callable[..., F]", partial(checking, plain))
+
+
+def plain_call(
+    module: nn.Module, spec: TreeSpec, state: State, leaves: Sequence[Any]
+) -> Sequence[Any]:
+    """``Plain`` of a module that takes arguments of this structure."""
+    from autosplit.capture.joint_graph import same_tensors  # imports Dynamo
+
+    with same_tensors(module):  # functional_call leaves its own in a module of two names
+        return tree_flatten(functional_call(module, {**state}, *tree_unflatten(leaves, spec)))[0]
+
+
+class HookCount:
+    """A hook beside those of the user on one parameter: how often they fire in one backward.
+
+    Args:
+        name: of the parameter.
+        table: the hooks.
+    """
+
+    def __init__(self, name: str, table: dict[int, Any]) -> None:
+        self._name, self._table, self._fired = name, table, 0
+
+    def __call__(self, *args: Any) -> None:
+        grads = args[-1]  # one, or a tuple where a node has the hook
+        self._fired += (grads[0] if isinstance(grads, tuple) else grads) is not None
+
+    def check(self) -> None:
+        """Raise ``CheckError`` unless they fired once."""
+        if self._table.get(_COUNT) is not self:  # another graph of this backward counts
+            return
+        del self._table[_COUNT]
+        if self._fired != 1:
+            raise CheckError(
+                f"hooks on parameter {self._name} fired {self._fired} times with a gradient in one "
+                "backward(), where autograd fires them once; use the unsplit model, and report this"
+            )
+
+
+_COUNT = -1  # the key of a count among the user's hooks, which torch numbers from 0
+
+
+def count_hooks(name: str, parameter: Tensor) -> None:
+    """Count calls of a parameter's hooks in the backward under way, if that comes to it."""
+    for table in hook_tables([parameter]):
+        if parameter.requires_grad and is_asked_for(get_gradient_edge(parameter).node):
+            count = table[_COUNT] = HookCount(name, table)
+            at_end_of_backward(count.check)
+
+
+class CheckedResiduals(Residuals):
+    """Residuals that can tell whether somebody has written into them.
+
+    Attributes:
+        parameters: those that get a gradient, by name.
+        samples: what ``sample`` gave at the hand-over.
+    """
+
+    parameters: Sequence[tuple[str, Tensor]] = ()
+    samples: Sequence[Tensor] = ()
+
+    def sample(self) -> list[Tensor]:
+        """Some elements, as bytes, of each tensor that others than graphs can reach."""
+        exposed = map(self._tensors.__getitem__, self._known.exposed)
+        return [*map(_sample, (*exposed, *self._watched))]
+
+    def written(self) -> Iterator[tuple[str, Tensor]]:
+        """Name of each such tensor, and whether these elements have changed."""
+        names = self._known.watched(len(self._tensors))
+        for name, before, now in zip(names, self.samples, self.sample(), strict=True):
+            yield name, (before != now).any()
+
+
+_SAMPLED = 1024  # elements of a tensor
+
+
+@torch.no_grad()
+def _sample(value: Any) -> Tensor:
+    if not is_plain(value) or allows_other_memory(value):
+        return torch.empty(0)
+    share = round(_SAMPLED ** (1 / max(1, value.dim())))
+    part: Tensor = value[tuple([slice(None, None, size // share + 1) for size in value.shape])]
+    part = part.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return part.view(-1).view(torch.uint8)
+
+
+class CheckedFunctions(SplitFunctions):
+    """F, I, W and B with the checks; a base to be put before the class that is checked.
+
+    Args:
+        plain: what the graphs were captured from.
+        args: as for the class that is checked.
+    """
+
+    residuals = CheckedResiduals
+
+    def __init__(self, plain: Plain, *args: Any) -> None:
+        super().__init__(*args)
+        # Both are shared with the same graphs for other sizes.
+        self._due = [plain]
+        self._unread: list[tuple[str, Tensor]] = []
+        read = weakref.WeakMethod(self._read_written)
+        hook = register_optimizer_step_post_hook(lambda *_: (method := read()) and method())
+        weakref.finalize(self, hook.remove)
+
+    @staticmethod
+    def probe_sample(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        return parameters
+
+    def run(self, state: State, leaves: list[Any]) -> ForwardResult:
+        if self._due:
+            self._compare(self._due.pop(), state, leaves)
+        result = super().run(state, leaves)
+        saved = cast(CheckedResiduals, result.saved)
+        saved.parameters = [(name, state[name]) for name in self.parameter_names]
+        return result
+
+    def backward_input(self, saved: Any, output_grads: Any, *sums: Any) -> Any:
+        missing = self.dependence.missing(output_grads).parameters
+        for name, parameter in saved.parameters:
+            if name not in missing and current_backward() >= 0:
+                count_hooks(name, parameter)
+        results = super().backward_input(saved, output_grads, *sums)
+        deferred = cast(CheckedResiduals, results[1])
+        deferred.samples = deferred.sample()
+        return results
+
+    def backward_weight(self, deferred: Any, *sums: Any) -> Sequence[Tensor]:
+        written = [*deferred.written()]
+        gradients = super().backward_weight(deferred, *sums)
+        self._unread += written
+        if not has_accelerator():
+            self._read_written()
+        return gradients
+
+    def _read_written(self) -> None:
+        """Raise ``CheckError`` if something was written unseen."""
+        names = [name for name, written in self._unread if written]
+        self._unread.clear()
+        if names:
+            raise CheckError(
+                "written between backward() and backward_weight(), unseen by autograd (through "
+                f"NumPy, DLPack, shared memory or .data): {', '.join(map(self._reader, names))}. "
+                "Call backward_weight() before writing, or write into a clone"
+            )
+
+    def _reader(self, name: str) -> str:
+        """The name of what W reads, with the user's line that it is read for."""
+        nodes = inputs(self.graphs.graphs()["backward_weight"].graph).items()
+        users = [user for role, node in nodes if role.name == name for user in node.users]
+        line = next(filter(None, map(source_line, users)), "")
+        return f"{name} (for {line})"
+
+    def _compare(self, plain: Plain, state: State, leaves: Sequence[Any]) -> None:
+        """Compare a microbatch with plain autograd.
+
+        Raises:
+            CheckError: names what differs, and by how much.
+        """
+        joint = self.graphs.joint.graph
+        try:
+            if self.capture.shardings or self._backend.gathering:
+                raise CheckError("parameters are sharded")
+            if self._backend.compiles and any(map(is_random, joint.nodes)):
+                raise CheckError("compiled graphs draw random numbers of their own")
+            with generators_kept():
+                expected, grads = self._autograds(plain, state, leaves)
+            sizes = [*map(_largest, expected)]
+            largest = max(sizes, default=0.0)
+        except Exception as error:  # the user's forward may raise anything
+            text = f"{CHECK_VARIABLE}: not compared with plain autograd: {error}"
+            warnings.warn(text, stacklevel=2)
+            return
+        dtypes = {v.dtype for v in map(tensor_of, joint.nodes) if v is not None}
+        rounded = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+        eps = max((torch.finfo(dtype).eps for dtype in rounded), default=0.0)
+        with generators_kept(), without_autocast(), torch.no_grad():
+            for results in self._computed(state, leaves, grads):
+                pairs = zip(self._roles(), results, expected, sizes, strict=False)
+                for role, value, wanted, size in pairs:
+                    if isinstance(value, Tensor) and isinstance(wanted, Tensor):
+                        allowed = math.sqrt(eps) * size + 16 * eps * largest
+                        _assert_close(value, wanted, allowed, role, joint)
+
+    def _roles(self) -> list[Role]:
+        """Roles of all that is compared."""
+        names = {
+            Kind.OUTPUT: self.output_names,
+            Kind.UPDATE: self.updated_state,
+            Kind.INPUT_GRAD: self.capture.inputs,
+            Kind.PARAMETER_GRAD: self.parameter_names,
+        }
+        return [Role(kind, name) for kind, group in names.items() for name in group]
+
+    def _autograds(
+        self, plain: Plain, state: State, leaves: Sequence[Any]
+    ) -> tuple[list[Any], dict[int, Tensor]]:
+        """What autograd computes, and for which gradients of outputs, by their places."""
+        values = copy.deepcopy({**state})
+        roots = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
+        trained = self.dependence.inputs_given(self.output_names)
+        pairs = zip(leaves, trained, strict=True)
+        wanted = [roots[id(leaf)].requires_grad_() for leaf, is_trained in pairs if is_trained]
+        wanted += map(values.__getitem__, self.parameter_names)
+        with torch.set_grad_enabled(self.has_backward):
+            clones = {key: root.clone() for key, root in roots.items()}
+            args = [clones.get(id(leaf), leaf) for leaf in leaves]
+            results = [*plain(values, args)]
+        results += [args[self.capture.inputs.index(name)] for name in self.updated_inputs]
+        tangents = {at: torch.randn_like(results[at]) for _, at in self._tangents}
+        differentiable = [results[at] for at in tangents]
+        gradients: Iterator[Tensor | None] = iter(())
+        if tangents and wanted:
+            gradients = iter(
+                torch.autograd.grad(differentiable, wanted, [*tangents.values()], allow_unused=True)
+            )
+        inner = [next(gradients, None) if is_trained else None for is_trained in trained]
+        updates = map(values.get, self.updated_state)
+        return [*results, *updates, *inner, *gradients], tangents
+
+    def _computed(
+        self, state: State, leaves: Sequence[Any], tangents: dict[int, Tensor]
+    ) -> Iterator[list[Any]]:
+        """What the graphs compute, by I and W, and by B."""
+        results, updates, saved = self.forward(state, [*leaves])
+        if not self.has_backward:
+            yield [*results, *updates]
+            return
+        again, arrived = saved.again(), [tangents.get(at) for at in range(len(results))]
+        inner, deferred, early = self.backward_input(saved, [*arrived])
+        weights = dict(zip(self.early_parameters, early, strict=True))
+        weights |= zip(self.late_parameters, self.backward_weight(deferred), strict=True)
+        yield [*results, *updates, *inner, *map(weights.get, self.parameter_names)]
+        inner, gradients = self.backward(again, arrived)
+        yield [*results, *updates, *inner, *gradients]
+
+
+def _assert_close(
+    value: Tensor, wanted: Tensor, allowed: float, role: Role, joint: fx.Graph
+) -> None:
+    """Compare a result with that of plain autograd.
+
+    Raises:
+        CheckError: names it, its line and how far it is off.
+    """
+    try:
+        torch.testing.assert_close(
+            value, wanted, rtol=0.0, atol=allowed, equal_nan=True, check_stride=False
+        )
+    except AssertionError as error:
+        line = next((source_line(v) for r, v in outputs(joint) if r == role), "")
+        raise CheckError(
+            f"{role} (of {line}) is not what plain autograd computes. {error}\nTake passes of your "
+            "own out of autosplit.passes.manager.PASSES, whose graphs AUTOSPLIT_DUMP=dir shows; "
+            "without any, use the unsplit model, and report this"
+        ) from None
+
+
+def _largest(value: Any) -> float:
+    if not isinstance(value, Tensor) or not value.numel() or value.dtype is torch.bool:
+        return 0.0
+    dense = value if value.layout is torch.strided else value.to_dense()
+    return float(dense.abs().nan_to_num(0.0, 0.0, 0.0).max())
