@@ -1,10 +1,11 @@
 """Split stages for torch.distributed.pipelining: its schedules, its runtime, our graphs."""
 
-from .schedule import dw_builder, torch_schedule
+from .schedule import dw_builder, reset_shapes, torch_schedule
 from .stage import SplitPipelineStage
 
 __all__ = [
     "SplitPipelineStage",
     "dw_builder",
+    "reset_shapes",
     "torch_schedule",
 ]

@@ -94,9 +94,9 @@ class Results:
             raise StageShapeError(
                 f"{owner}: microbatch {chunk} has the outputs {described(self.metas)}, but "
                 f"the next stage was told to expect {described(agreed.metas)} at first. "
-                "Give every step batches of one size that the number of microbatches divides "
-                "(drop_last=True in a DataLoader); where the module itself was changed, such as by "
-                "training parameters that were frozen, build stages and schedule anew"
+                "Call autosplit.pipelining.reset_shapes(schedule) on every rank before a step with "
+                "batches of another size, and where the module itself was changed, such as by "
+                "training parameters that were frozen"
             )
 
     def inputs_given(self, come: Sequence[bool] | None) -> list[bool]:

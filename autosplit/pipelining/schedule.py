@@ -17,7 +17,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.validation.torch_csv import check_memory
 from autosplit.pipeline.validation.validate import validate
 from autosplit.torch_internals.distributed import fsdp_part
-from autosplit.torch_internals.pipelining_schedules import runtime_of
+from autosplit.torch_internals.pipelining_schedules import forget_shapes, runtime_of
 
 
 def torch_schedule(
@@ -48,6 +48,13 @@ def torch_schedule(
     rows = [[*map(str, row)] for row in schedule.ranks]
     _check_stages(schedule, stages)
     return runtime_of(schedule.name, rows, stages, schedule.microbatches, loss_fn, options)
+
+
+def reset_shapes(schedule: Any) -> None:
+    """Let the next step of a schedule of torch's have batches of another size: its stages agree on
+    shapes anew. To be called on every rank of the pipeline, between two steps.
+    """
+    forget_shapes(schedule)
 
 
 def _check_stages(schedule: Schedule, stages: Sequence[Any]) -> None:

@@ -18,6 +18,7 @@ from autosplit.pipeline.engine.board import Board, Fault
 from autosplit.pipeline.engine.first_error import RankError
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action
+from autosplit.runtime.specializations import CallSignature, flatten
 from autosplit.torch_internals.distributed import store_of
 from autosplit.torch_internals.pipelining_schedules import (
     action_lists,
@@ -56,6 +57,7 @@ class ScheduleSteps:
         self._lists: Any = self  # not the schedule's
         self._ended: Fault | None = None
         self._given: tuple[Any, Any, Any] | None = None
+        self._inputs: list[CallSignature] = []
         self._due: Agreement | None = None
         self._agreement: Agreement | None = None
         self._connected = self._agreeing = False
@@ -107,35 +109,47 @@ class ScheduleSteps:
             self._given = None
 
     def agree(self) -> None:
-        """Have this rank's stages agree with the others, where that is due in this step.
+        """Have this rank's stages agree with the others, unless they have in this step: where torch
+        asks for it, in a first step or after a reset, or before it asks.
 
         Raises:
             PipelineError: a neighbouring rank has stages of torch's own.
         """
-        due, self._due = self._due, None
-        if due is None or self._given is None:
+        given, self._given = self._given, None
+        if given is None:
             return
+        due, stages = self._due or self._new_agreement(), self.running.stages
         if not self._connected and not all(map(due.has_begun, self._neighbours())):
             self._refuse_torchs_stages()
-        stages = sorted(self.running.stages, key=attrgetter("stage_index"))
+        stages = sorted(stages, key=attrgetter("stage_index"))
         self._agreement, self._connected, self._agreeing = None, True, True
-        due.run(stages, *self._given)
+        due.run(stages, *given)
         self._agreement, self._agreeing = due, False
         for stage in stages:
             stage.agreement = due
 
     def _begin_agreement(self) -> None:
-        """Agree anew in the first step, where training becomes evaluation, and where another
-        schedule has had the stages meanwhile.
+        """Agree anew in the first step, where training becomes evaluation, where another schedule
+        has had the stages meanwhile, and for other inputs, if all stages are on this rank.
         """
         stages, done = self.running.stages, self._agreement
         if not all(isinstance(stage, RuntimeStage) for stage in stages):
             self._refuse_torchs_stages()
-        trains, self._due = stages[0].has_backward, None
-        if done is None or done.trains != trains or any(s.agreement is not done for s in stages):
-            self._due = Agreement(self._group, self._store, stages[0].device, trains)
-        if self._connected:  # else when the schedule has connected the ranks, and asks for it
-            self.agree()
+        trains, self._due, inputs = stages[0].has_backward, None, self._inputs
+        if not self._neighbours() and self._given is not None:
+            args, kwargs, _ = self._given
+            self._inputs = [
+                CallSignature.of(*flatten(*each)) for each in zip(args, kwargs, strict=True)
+            ]
+        is_known = done is not None and done.trains == trains and self._inputs == inputs
+        if not is_known or any(stage.agreement is not done for stage in stages):
+            self._due = self._new_agreement()
+            if self._connected:  # else when the schedule has connected the ranks, and asks for it
+                self.agree()
+
+    def _new_agreement(self) -> Agreement:
+        stage = self.running.stages[0]
+        return Agreement(self._group, self._store, stage.device, stage.has_backward)
 
     def _refuse_torchs_stages(self) -> NoReturn:
         raise PipelineError(

@@ -70,6 +70,13 @@ def finalizes(schedule: Any) -> bool:
     return getattr(schedule, "_finalize_gradients", True)
 
 
+def forget_shapes(schedule: Any) -> None:
+    """Have a schedule initialise its stages anew in its next step."""
+    for name in vars(schedule):
+        if name.startswith("_stage") and name.endswith("_initialized"):
+            setattr(schedule, name, False)
+
+
 def action_lists(schedule: Any) -> Any:
     """The object that holds a schedule's actions: another one once they were exchanged."""
     listed = getattr(schedule, "pipeline_order_with_comms", None)

@@ -96,7 +96,6 @@ class RuntimeStage(PipelineStage):
 
     def __init__(self, *torchs: Any, **others: Any) -> None:
         super().__init__(*torchs, **others)
-        self.args_recv_info = {0: ()}  # schedules look for stages that skip others in it
         self.agreed, self.agreement = Agreed(), None
         self.ranks = self.group or dist.group.WORLD  # type: ignore[assignment]
         self.fwd_cache: dict[int, tuple[Tensor, ...]] = {}  # type: ignore[assignment]
@@ -112,6 +111,7 @@ class RuntimeStage(PipelineStage):
         self.output_chunks.clear()
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> Any:
+        self.args_recv_info = {0: ()}  # schedules look for stages that skip others in it
         self.agree()
 
     def _prepare_backward_infra(self, *_: Any, **__: Any) -> Any:

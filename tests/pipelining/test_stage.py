@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autosplit.pipeline import build
 from autosplit.pipeline.validation.torch_csv import add_communication
-from autosplit.pipelining import SplitPipelineStage, torch_schedule
+from autosplit.pipelining import SplitPipelineStage, reset_shapes, torch_schedule
 from autosplit.torch_internals import TORCH
 from tests.ranks import ranks
 from tests.zoo import Made
@@ -230,6 +230,43 @@ def test_evaluation_before_and_after_training() -> list[str]:
                 found.append("evaluation differs")
         found += program.run()
     return found
+
+
+def reset_as_automodel(program: Program) -> None:
+    """What NeMo AutoModel writes for another length."""
+    for stage in program.stages:
+        stage._outputs_meta = stage.inputs_meta = stage.grad_send_info = None
+        stage.args_recv_info, stage.grad_recv_info = {}, {}
+    for name in ("_stage_forward", "_stage_backward", "_stages_forward", "_stages_backward"):
+        if hasattr(program.schedule, f"{name}_initialized"):
+            setattr(program.schedule, f"{name}_initialized", False)
+
+
+@pytest.mark.parametrize("kind", ["Schedule1F1B", ZB])
+@ranks(2)
+def test_batches_of_other_sizes_after_a_reset(kind: str) -> list[str]:
+    parts = [block() for _ in range(2 if kind == "Schedule1F1B" else 4)]
+    parts[0].requires_grad_(False)
+    program = trained(*parts, kind=kind)
+    found = program.run()
+    for rows, reset in [(12, reset_as_automodel), (4, None), (8, None), (12, None)]:
+        program.args, program.target = [torch.randn(rows, 4)], torch.randn(rows, 4)
+        (reset or (lambda each: reset_shapes(each.schedule)))(program)
+        if rows == 8:
+            program.step("eval")
+            for part in (program.parts[0], program.plain[0]):  # until now, nothing waits for it
+                part.requires_grad_()
+        found += program.run(2)
+    return found
+
+
+@ranks(2)
+def test_batches_of_other_sizes_on_one_rank() -> list[str]:
+    group = [dist.new_group([at]) for at in range(2)][dist.get_rank()]
+    program = of_blocks(2, kind="ScheduleInterleaved1F1B", options={"group": group})
+    found = program.run()
+    program.args, program.target = [torch.randn(12, 4)], torch.randn(12, 4)
+    return found + program.run(2)
 
 
 @dataclasses.dataclass
