@@ -23,7 +23,11 @@ from autosplit.runtime.in_flight import (
 from autosplit.runtime.residuals import State
 from autosplit.runtime.stage_specializations import StageSpecializations
 from autosplit.sharded import ShardedModule
-from autosplit.torch_internals.autograd import without_autocast, without_grad
+from autosplit.torch_internals.autograd import (
+    call_accumulate_hooks,
+    without_autocast,
+    without_grad,
+)
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .errors import SplitError
@@ -50,7 +54,11 @@ class Stage:
         index: position in the pipeline.
         module: the module whose parameters and buffers are read, as they are at each forward.
         sharding: gathers its parameters and reduces their gradients, where they are sharded.
+        waiting_hooks: if a list, ``publish`` adds parameters to it instead of calling their hooks,
+            as their gradients are not whole yet.
     """
+
+    waiting_hooks: list[Tensor] | None = None
 
     def __init__(
         self,
@@ -370,12 +378,17 @@ class Stage:
         self.functions.compile(calls, self._weights.sums.dtype)
 
     def publish(self) -> None:
-        """Move ``gradients`` into the parameters' ``.grad``, adding to what is there.
+        """Move ``gradients`` into the parameters' ``.grad``, adding to what is there. Hooks of
+        ``register_post_accumulate_grad_hook`` are called.
 
         Raises:
             SplitError: a microbatch's gradients are still pending.
         """
-        self._weights.publish()
+        hooked = self._weights.publish()
+        if self.waiting_hooks is None:
+            call_accumulate_hooks(hooked)
+        else:
+            self.waiting_hooks += hooked
 
     def reset(self) -> None:
         """Forget every microbatch in flight and the gradients gathered so far."""

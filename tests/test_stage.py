@@ -53,13 +53,16 @@ def test_hooks_of_parameters_see_each_microbatch(whole: bool) -> None:
     twins.assert_alike()
 
 
-def test_a_hook_that_waits_for_a_gradient_is_refused() -> None:
-    model = nn.Linear(3, 2)
-    model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+def test_a_hook_that_waits_for_a_gradient_is_called_when_it_is_published() -> None:
+    model, seen = nn.Linear(3, 2), []
+    model.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     stage = Stage(model, [torch.randn(4, 3)])
-    stage.forward(0, [torch.randn(4, 3)])
-    with pytest.raises(SplitError, match="parameter bias has a hook of register_post_accumulate_"):
-        stage.backward(0, [torch.randn(4, 2)])
+    for microbatch in range(2):
+        stage.forward(microbatch, [torch.randn(4, 3)])
+        stage.backward(microbatch, [torch.ones(4, 2)])
+    assert not seen
+    stage.publish()
+    assert [each.tolist() for each in seen] == [[8, 8]]
 
 
 def test_a_module_may_write_into_what_an_earlier_stage_computed() -> None:

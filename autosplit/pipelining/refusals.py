@@ -40,7 +40,7 @@ def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
     """The module to capture.
 
     Raises:
-        PipelineError: it is compiled already, or no module.
+        PipelineError: it is no module.
     """
     if isinstance(submodule, DistributedDataParallel):
         return unwrapped(submodule.module, stage_index)
@@ -48,13 +48,8 @@ def unwrapped(submodule: nn.Module, stage_index: int) -> nn.Module:
         raise PipelineError(
             f"stage {stage_index}: expected an nn.Module, got {type(submodule).__name__}"
         )
-    compiled = [name for name, part in submodule.named_modules() if hasattr(part, "_orig_mod")]
-    if compiled:
-        where = f"its part {compiled[0]!r}" if compiled[0] else "the module"
-        raise PipelineError(
-            f"stage {stage_index}: {where} is compiled by torch.compile, which hides its graph. "
-            "Give the module itself, and backend='inductor' to have its F, I, W and B compiled"
-        )
+    if hasattr(submodule, "_orig_mod"):  # of torch.compile, which goes through parts by itself
+        return unwrapped(submodule._orig_mod, stage_index)  # type: ignore[arg-type]
     return submodule.unsplit if isinstance(submodule, SplitModule) else submodule
 
 

@@ -25,6 +25,7 @@ from autosplit.runtime.specializations import CallSignature, Specializations, fl
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.distributed import average_gradients
+from autosplit.torch_internals.pipelining_schedules import asks_for_compiled_parts
 from autosplit.torch_internals.pipelining_stage import RuntimeStage, TensorMeta
 from autosplit.torch_internals.pytree import tree_unflatten
 
@@ -122,9 +123,10 @@ class SplitPipelineStage(RuntimeStage):
         has been parallelised.
 
         Raises:
-            PipelineError: of the setter; it is compiled already, or no module.
+            PipelineError: of the setter; it is no module.
         """
-        return self._submodule
+        # Parts that torch.compile has compiled are captured as they were before.
+        return None if asks_for_compiled_parts() else self._submodule  # type: ignore[return-value]
 
     @submod.setter
     def submod(self, module: nn.Module) -> None:
@@ -295,21 +297,25 @@ class SplitPipelineStage(RuntimeStage):
         if any(group.adds_in_another_dtype for group in self.sharding.groups):
             self._publish()
 
-    def _publish(self) -> None:
-        """Add the sums so far to ``.grad``; those of sharded parameters are divided later."""
+    def _publish(self) -> list[Tensor]:
+        """Add the sums so far to ``.grad``; those of sharded parameters are divided later. Returns
+        parameters with hooks that wait for that.
+        """
         owner, divisor = self.sharding.owner, self._step.divisor
-        self._weights.sums.publish(lambda p: divisor if owner(p) is p else 1)
+        hooked = self._weights.sums.publish(lambda p: divisor if owner(p) is p else 1)
         self.sharding.accumulate()
+        return hooked
 
     def _end(self) -> None:
         """Every microbatch of the step was added: hand the sums over, have them averaged where data
         parallelism is to, and reduced where the schedule will not ask for that.
         """
-        self._publish()
+        hooked = self._publish()
         if isinstance(self._submodule, DistributedDataParallel):
             average_gradients(self._submodule)
         if not self._step.reduces:
             self.start_gradient_reduction()
+        self._step.call_hooks(hooked)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the step's gradients of sharded parameters, and divide them."""

@@ -7,11 +7,12 @@ neighbours raise too, and say why.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
+from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.board import Board, Fault
@@ -19,6 +20,7 @@ from autosplit.pipeline.engine.first_error import RankError
 from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action
 from autosplit.runtime.specializations import CallSignature, flatten
+from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.torch_internals.distributed import store_of
 from autosplit.torch_internals.pipelining_schedules import (
     action_lists,
@@ -50,6 +52,8 @@ class ScheduleSteps:
 
     Attributes:
         running: what is known of it.
+        hooked: parameters of the step whose hooks of ``register_post_accumulate_grad_hook`` are
+            called in its end, when gradients are whole and divided.
     """
 
     def __init__(self, schedule: Any, run: Callable[..., Any]) -> None:
@@ -58,6 +62,7 @@ class ScheduleSteps:
         self._ended: Fault | None = None
         self._given: tuple[Any, Any, Any] | None = None
         self._inputs: list[CallSignature] = []
+        self.hooked: list[Tensor] = []
         self._due: Agreement | None = None
         self._agreement: Agreement | None = None
         self._connected = self._agreeing = False
@@ -92,11 +97,13 @@ class ScheduleSteps:
             )
         count = self.running.microbatches
         self._given = arg_mbs or [()] * count, kwarg_mbs or [{}] * count, target_mbs
-        self._agreeing = False
+        self._agreeing, self.hooked = False, []
         try:
             self._begin_agreement()
             given = arg_mbs, kwarg_mbs, target_mbs
-            return self._run(self._schedule(), *given, *rest, **more)
+            result = self._run(self._schedule(), *given, *rest, **more)
+            call_accumulate_hooks(self.hooked)
+            return result
         except Exception as error:
             fault = self._first_fault(error)
             if fault is None:
@@ -254,6 +261,13 @@ class StageStep:
         """Whether the schedule will ask the stage to reduce its gradients."""
         steps, stage = self._steps, self._stage
         return steps is not None and stage.stage_index in steps.running.reduces
+
+    def call_hooks(self, parameters: Sequence[Tensor]) -> None:
+        """Have the hooks of parameters called that wait for gradients: in the end of the step."""
+        if self._steps is None:
+            call_accumulate_hooks(parameters)
+        else:
+            self._steps.hooked += parameters
 
     def scale(self, factor: int) -> None:
         """Divide gradients, unless the step has divided what it added.

@@ -41,8 +41,7 @@ class GradientSums:
         them has none yet, or has hooks, which are to see each microbatch's gradient.
 
         Raises:
-            SplitError: a parameter is not the one whose gradients were added up so far, or
-                somebody waits for the end of its accumulation.
+            SplitError: a parameter is not the one whose gradients were added up so far.
         """
         known = self._parameters
         if not all(map(is_, map(known.get, names), parameters)):
@@ -52,15 +51,6 @@ class GradientSums:
                         f"parameter {name} was replaced between two microbatches whose gradients "
                         "are gathered; call publish() before replacing it"
                     )
-        if has_accumulate_hooks(parameters):
-            name = next(
-                n for n, p in zip(names, parameters, strict=True) if has_accumulate_hooks([p])
-            )
-            raise SplitError(
-                f"parameter {name} has a hook of register_post_accumulate_grad_hook, which nothing "
-                "calls here: gradients reach .grad when all microbatches are done. Let "
-                "optimizer.register_step_pre_hook do what it does"
-            )
         if has_tensor_hooks(parameters):
             return None
         if not self.tensors.keys() >= {*names}:
@@ -95,7 +85,7 @@ class GradientSums:
             else:
                 self.tensors[name] = self._own(gradient, copied)
 
-    def publish(self, divisor: Callable[[Tensor], int] = lambda _: 1) -> None:
+    def publish(self, divisor: Callable[[Tensor], int] = lambda _: 1) -> list[Tensor]:
         """Move the sums into the parameters' ``.grad``, adding to gradients that are there.
 
         A sum of another dtype is rounded once, to the parameter's ``grad_dtype``: the dtype of
@@ -103,7 +93,12 @@ class GradientSums:
 
         Args:
             divisor: of a parameter's sum.
+
+        Returns:
+            Those parameters whose hooks of ``register_post_accumulate_grad_hook`` are to be called
+            when their gradients are whole.
         """
+        published = [self._parameters[name] for name in self.tensors]
         for name in [*self.tensors]:
             total, parameter = self.tensors.pop(name), self._parameters[name]
             if (by := divisor(parameter)) != 1:
@@ -113,6 +108,7 @@ class GradientSums:
             else:
                 parameter.grad.add_(total)
         self.clear()
+        return [parameter for parameter in published if has_accumulate_hooks([parameter])]
 
     def clear(self) -> None:
         """Forget the sums."""

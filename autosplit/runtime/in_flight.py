@@ -201,8 +201,8 @@ class PendingWeightGradients:
             raise SplitError(f"{self._owner}: {error}") from None
         return None if skipped else found
 
-    def publish(self) -> None:
-        """Move the sums into the parameters' ``.grad``.
+    def publish(self) -> list[Tensor]:
+        """Move the sums into the parameters' ``.grad``; see ``GradientSums.publish``.
 
         Raises:
             SplitError: a microbatch waits for W.
@@ -213,7 +213,7 @@ class PendingWeightGradients:
                 f"{self._owner}: weight gradients of microbatch {waiting} are pending; "
                 "call backward_weight() for each first"
             )
-        self.sums.publish()
+        return self.sums.publish()
 
     def clear(self) -> None:
         """Forget everything."""

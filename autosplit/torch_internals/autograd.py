@@ -256,6 +256,14 @@ def has_accumulate_hooks(parameters: Iterable[Tensor]) -> bool:
     return any(map(_LATE_HOOKS, parameters))
 
 
+def call_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
+    """Call the hooks of ``register_post_accumulate_grad_hook``, once for each parameter."""
+    with torch.no_grad():
+        for parameter in {id(each): each for each in parameters}.values():
+            for hook in [*(_LATE_HOOKS(parameter) or {}).values()]:
+                hook(parameter)
+
+
 def has_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
     """Whether one of them has either kind of hook."""
     return has_tensor_hooks(parameters) or has_accumulate_hooks(parameters)

@@ -70,6 +70,14 @@ def finalizes(schedule: Any) -> bool:
     return getattr(schedule, "_finalize_gradients", True)
 
 
+def asks_for_compiled_parts() -> bool:
+    """Whether the caller's caller is the check by which zero-bubble schedules refuse modules of
+    ``torch.compile``, whose backward torch's own stage cannot split.
+    """
+    check = getattr(schedules, "_check_torch_compile_compatibility", None)
+    return sys._getframe(2).f_code is getattr(check, "__code__", None)
+
+
 def forget_shapes(schedule: Any) -> None:
     """Have a schedule initialise its stages anew in its next step."""
     for name in vars(schedule):

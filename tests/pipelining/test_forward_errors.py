@@ -83,11 +83,3 @@ def test_a_weight_gradient_needs_its_input_gradient() -> None:
     schedule._stage.clear_runtime_states()
     with pytest.raises(SplitError, match="microbatch 0 has not run backward_input"):
         schedule._stage.backward_weight_one_chunk(0)
-
-
-@pytest.mark.usefixtures("alone")
-def test_who_waits_for_the_end_of_an_accumulation_is_refused() -> None:
-    x, module = torch.randn(4, 4), nn.Linear(4, 4)
-    module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(SplitError, match="register_post_accumulate_grad_hook, which nothing"):
-        schedule_of(module).step(x, target=x)

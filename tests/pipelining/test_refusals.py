@@ -185,10 +185,6 @@ BEFORE = {
     "a loop for a v": Case(
         a_loop_for_a_v, "PipelineError: ScheduleZBVZeroBubble has stages .* which was given"
     ),
-    "a compiled module": Case(
-        lambda: trained(torch.compile(block()), torch.compile(block())),  # type: ignore[arg-type]
-        "PipelineError: stage .: the module is compiled by torch.compile, which",
-    ),
     "losses of samples": Case(
         lambda: alone(torch.randn(8, 4), lambda output, _: output.square().mean(1)),
         "RuntimeError: grad can be implicitly created only for scalar outputs",

@@ -99,6 +99,18 @@ def whole() -> nn.Module:
     )
 
 
+def compiled(part: nn.Module) -> nn.Module:
+    return torch.compile(part, backend="eager")  # type: ignore[return-value]
+
+
+def with_compiled_blocks() -> Program:
+    """Blocks compiled one by one, and in place; a stage compiled whole."""
+    parts: list[nn.Module] = [nn.Sequential(compiled(block()), compiled(block())), block()]
+    parts += [nn.Sequential(block(), block()), compiled(block())]
+    parts[2][0].compile(backend="eager")  # type: ignore[index]
+    return trained(*parts, kind=ZB)
+
+
 def cut_by_torch() -> Program:
     """Stages are graphs of torch.fx."""
     cuts = {f"parts.{at}": SplitPoint.BEGINNING for at in range(1, 4)}
@@ -193,6 +205,7 @@ EQUAL: dict[str, Callable[[], Program]] = {
     # Nothing is reduced, and so nothing divided.
     "communication": lambda: from_a_file(with_messages, "compute_comms", **_UNSCALED),
     "a schedule of ours": of_ours,
+    "blocks compiled by torch": with_compiled_blocks,
     "stages that torch's pipeline function cuts": cut_by_torch,
     # A quotient by three is not a product with a third.
     "an odd number of microbatches": lambda: of_blocks(2, microbatches=3, rows=9),
@@ -319,6 +332,36 @@ def test_hooks_on_parameters() -> list[str]:
     if len(seen[0]) != 8 or not all(map(torch.equal, *seen)):
         found.append(f"hooks saw {len(seen[0])} gradients, and others than in a loop")
     return found
+
+
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", ZB])
+@ranks(2)
+def test_optimizers_in_the_backward(kind: str) -> list[str]:
+    """Hooks that wait for whole gradients step and free them, once a step."""
+    program, calls = of_blocks(2 if kind == "ScheduleGPipe" else 4, kind=kind), list[Tensor]()
+
+    def step(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    for at in program.mine:
+        for parameter in program.parts[at].parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+            parameter.register_post_accumulate_grad_hook(calls.append)
+    for _ in range(2):
+        program.step()
+        program.plain_step()
+        with torch.no_grad():
+            for plain in program.plain:
+                for parameter in plain.parameters():
+                    step(parameter)
+    pairs = [
+        zip(program.parts[at].parameters(), program.plain[at].parameters(), strict=True)
+        for at in program.mine
+    ]
+    found = [f"{len(calls)} calls"] if len(calls) != 2 * len({*calls}) else []
+    return found + ["weights differ" for each in pairs for a, b in each if not torch.equal(a, b)]
 
 
 @ranks(2)

@@ -28,6 +28,7 @@ from autosplit.pipeline.engine.stages import (
     check_loss,
     compile_stages,
     forward_only,
+    traced,
 )
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
@@ -37,6 +38,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.playing import recv_posting_order
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.stage import Stage
+from autosplit.torch_internals.autograd import call_accumulate_hooks
 
 from .agreement import Agreement
 from .batches import (
@@ -208,8 +210,12 @@ class Runner:
             losses = executor.run(inputs, targets, recorder)
             if memory.recorder is not None:
                 memory.recorder.finish(losses.values())
+            hooked: list[Tensor] = []
+            for each in traced(self.stages).values():
+                each.waiting_hooks = hooked
             for stage in self.stages.values():
                 stage.publish()
+        call_accumulate_hooks(hooked)
         looks = self.clips or self._nonfinite != "ignore"
         norms = held.norms(squares=self.clips) if looks else None
         for call in held.behind:

@@ -162,13 +162,6 @@ def _tied_with_hook() -> None:
         engine.step(data(8))
 
 
-def _late_hook(index: int) -> nn.Module:
-    module = block(index)
-    if index == 0:
-        module.get_parameter("0.weight").register_post_accumulate_grad_hook(lambda _: None)
-    return module
-
-
 Scenario = tuple[Callable[[], Any], int | None, str]
 OWN: dict[str, Any] = {"stage_factory": None}
 ONE_SCALAR = "loss_fn(output, target) must give one real scalar that depends on the parameters"
@@ -267,11 +260,6 @@ SCENARIOS: dict[str, Scenario] = {
         lambda: _tied_with_hook(),
         1,
         "parameter 'tied' of stage 1 has a hook of register_hook, and other ",
-    ),
-    "late hook": (
-        step(model=_late_hook, **OWN),
-        0,
-        "parameter 0.weight has a hook of register_post_accumulate_grad_hook, which",
     ),
     "unfrozen": (
         lambda: _unfrozen(),
