@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit import CaptureError, SplitError, Stage, split
+from autosplit.passes.graph import calls
 from autosplit.pipeline.engine.stages import footprint
 from tests.gradients import assert_same_gradients
 from tests.microbatches import Twins, reference
@@ -208,6 +209,16 @@ def test_sparse_embedding_gradients(kind: type[nn.Embedding], padding: int | Non
     assert mine.is_sparse
     assert theirs.is_sparse
     torch.testing.assert_close(mine.to_dense(), theirs.to_dense())
+
+
+def test_compiled_graphs_do_not_add_to_sparse_gradients() -> None:
+    """Inductor has no addition of sparse tensors."""
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+    for backend, inside in (("inductor", False), ("eager", True)):
+        stage = Stage(copy.deepcopy(model), [torch.arange(6)], backend=backend)
+        graph = stage.source("backward_weight", adds=True).graph
+        targets = {node.target for node in calls(graph)}
+        assert (torch.ops.aten.add_.Tensor in targets) == inside
 
 
 def test_publish_adds_to_what_is_there() -> None:

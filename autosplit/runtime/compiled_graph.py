@@ -223,13 +223,13 @@ class GradientGraph:
     def _adds_outside(self) -> bool:
         """Whether gradients are added behind the graph, all at once, so that it needs no second
         form: those that are cheap to hold, as they are small; or, where a second form takes seconds
-        to compile, of norms and biases only.
+        to compile, of norms and biases only, and sparse ones, to which such a backend cannot add.
         """
         wanted = {Role(Kind.PARAMETER_GRAD, name) for name in self.parameters}
         made = [v.meta["val"] for role, v in outputs(self._module.graph) if role in wanted]
-        if self._backend.compiles:
-            return all(value.ndim <= 1 for value in made)
         dense = all(value.layout is torch.strided for value in made)
+        if self._backend.compiles:
+            return not dense or all(value.ndim <= 1 for value in made)
         return bool(dense and sum(value.nbytes for value in made) <= _SMALL)
 
     def _variant(self, dtype: torch.dtype | None, adds: bool) -> Boxed:

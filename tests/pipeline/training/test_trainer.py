@@ -440,3 +440,36 @@ def test_a_closed_trainer_runs_nothing(call: str) -> None:
     with pytest.raises(PipelineError, match="this trainer was closed: build a new one"):
         getattr(engine, call)(batch)
     assert set(engine.state_dict()) == {0, 1}
+
+
+class WithPenalty(nn.Module):
+    """Hands on a number in float64 beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = workers.block(0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.block(x)
+        return output, output.double().square().mean()
+
+
+def test_numbers_in_float64_without_dimensions() -> None:
+    """From a stage and as a target, beside a coefficient that is another in each step."""
+    coefficient = [0.0]
+    ends = Made(lambda m, x, penalty: (m.block(x), penalty), block=workers.block(1))
+
+    def loss_fn(output: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
+        (x, penalty), (target, weight) = output, targets
+        return nn.functional.mse_loss(x, target) * weight * coefficient[0] + penalty
+
+    stages = [WithPenalty(), ends]
+    inputs, targets = workers.data(4)
+    with workers.trainer(
+        stages, microbatches=2, loss_fn=loss_fn, stage_factory=None, ranks=1
+    ) as trainer:
+        for coefficient[0] in (1.0, 0.5):
+            weight = torch.tensor(3 * coefficient[0], dtype=torch.float64)
+            batches = zip(inputs.chunk(2), targets.chunk(2), strict=True)
+            losses = [loss_fn(ends(*stages[0](x)), (y, weight)) for x, y in batches]
+            assert torch.equal(trainer.step(inputs, (targets, weight)), torch.stack(losses))
