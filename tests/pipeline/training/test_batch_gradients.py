@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autosplit.errors import BatchError
 from autosplit.pipeline import PipelineTrainer
+from autosplit.pipeline.training.batches import _agree_on_grad_slots
 from tests.pipeline import workers
 from tests.ranks import ranks
 
@@ -157,6 +158,11 @@ def test_inputs_of_a_model_that_is_cut() -> None:
         trainer.step(x=x, late=late, target=targets)
     assert torch.equal(grad_of(x), first)
     assert torch.equal(grad_of(late), second)
+
+
+def test_tensors_that_several_ranks_take_are_refused() -> None:
+    with pytest.raises(BatchError, match=r"number 1 of the batch's inputs .* the ranks \[0, 2\]"):
+        _agree_on_grad_slots([[("inputs", 1)], [], [("inputs", 1)]], [(0, 1, 2)])
 
 
 def test_a_skipped_step_gives_none() -> None:
