@@ -112,7 +112,7 @@ class _SpecializedCalls:
 
     def _specialize_call(self, node: fx.Node, depends: Dependence) -> None:
         called: Subgraph = node.meta[SUBGRAPH]
-        operand_of = dict(zip(called.given, operands(node), strict=True))
+        operand_of = dict(zip(called.arguments, operands(node), strict=True))
         arrivals = {role: depends[operand] for role, operand in operand_of.items()}
         key = called, tuple(arrivals.values())
         if key not in self._variants:
@@ -124,7 +124,7 @@ class _SpecializedCalls:
         results = call_subgraph(
             node.graph,
             variant,
-            [operand_of[role] for role in variant.given],
+            [operand_of[role] for role in variant.arguments],
             [value_of[role] for role, _ in outputs(variant.module.graph)],
         )
         for item in [*node.users]:
