@@ -105,7 +105,9 @@ def _write_timelines(comparison: Comparison, folder: pathlib.Path) -> list[pathl
     for row, timeline, ideal in zip(
         comparison.rows, comparison.timelines, comparison.ideals, strict=True
     ):
-        rows.append((row.title, timeline))
-        both += [(f"{row.title}, measured", timeline), (f"{row.title}, simulated", ideal)]
-    title = f"{comparison.rows[0].stages} stages"
+        name = f"{row.title}, step {row.drawn_step}"
+        rows.append((name, timeline))
+        both += [(f"{name}, measured", timeline), (f"{row.title}, simulated", ideal)]
+    names = ", ".join(dict.fromkeys(row.schedule for row in comparison.rows))
+    title = f"{names} over {comparison.rows[0].stages} stages: the steps nearest to the medians"
     return write_timelines(rows, folder, title=title, trace_rows=both)

@@ -288,7 +288,7 @@ def plan(
     best = found[0].found
     if not isinstance(best, Solution):  # cannot be: the first of them can run
         raise best
-    chosen = Plan(whole_of(found[0].size), best, split, limit)
+    chosen = Plan(whole_of(found[0].size), best, options, limit)
     source = "measured block by block"
     if speed is not None:
         source = "estimated from FLOPs and bytes, nothing was measured"

@@ -86,6 +86,7 @@ class Row:
         max_grad_diff: largest difference from gradients of single-process autograd, of the whole
             model; None where those differ from call to call, as with dropout.
         durations_s: action kind -> median seconds, by stage.
+        drawn_step: which of the timed steps the row's timeline shows, from 1.
     """
 
     schedule: str
@@ -101,6 +102,7 @@ class Row:
     peak_bytes: list[int]
     max_grad_diff: float | None
     durations_s: dict[str, list[float]]
+    drawn_step: int = 0
 
     @property
     def title(self) -> str:
@@ -114,7 +116,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Rows, and for each the step whose time is nearest to the median, and the ideal one.
+    """Rows, and for each the step that stands for it, see ``typical_pair``, and the ideal one.
 
     The ideal is simulated from the row's median durations: no transfer takes time, nothing waits
     for anything but its input.
@@ -160,7 +162,7 @@ def _measured_costs(model: nn.Module, inputs: Any, settings: Settings) -> ModelC
 
 
 _Summary = tuple[Row, Timeline, Timeline]
-"""A row, the step nearest to its median, and the ideal one."""
+"""A row, the step that stands for it, and the ideal one."""
 
 
 @dataclasses.dataclass
@@ -213,7 +215,9 @@ class _Case:
         finally:
             for run in runs:
                 run.trainer.close()
-        return [self._summarise(run, runs[0]) for run in runs]
+        makespans = [[timeline.makespan for timeline in run.timelines] for run in runs]
+        pair = typical_pair([run.seconds for run in runs], makespans)
+        return [self._summarise(run, runs[0], pair) for run in runs]
 
     def _trainer(self, split: bool) -> PipelineTrainer:
         settings = self.settings
@@ -281,29 +285,50 @@ class _Case:
             run.seconds.append(seconds)
             run.timelines.append(run.trainer.timeline())
 
-    def _summarise(self, run: _Run, fused: _Run) -> _Summary:
+    def _summarise(self, run: _Run, fused: _Run, pair: int) -> _Summary:
         durations = run.durations()
         ideal = simulate(run.trainer.schedule, durations)
         ideal_fused = simulate(fused.trainer.schedule, fused.durations())
-        median = statistics.median(run.seconds)
-        pairs = zip(fused.seconds, run.seconds, strict=True)
         row = Row(
             schedule=self._schedule(run.split),
             split=run.split,
             stages=self.settings.stages,
             microbatches=self.microbatches,
-            median_s=median,
+            median_s=statistics.median(run.seconds),
             spread_s=spread(run.seconds),
-            speedup=statistics.median(a / b for a, b in pairs),
+            speedup=_speedup(fused.seconds, run.seconds),
             ideal_speedup=ideal_fused.makespan / ideal.makespan,
             bubble=statistics.median(each.bubble_ratio() for each in run.timelines),
             ideal_bubble=ideal.bubble_ratio(),
             peak_bytes=run.peak,
             max_grad_diff=run.difference,
             durations_s=_by_kind(durations, self.settings.stages),
+            drawn_step=pair + 1,
         )
-        nearest = min(range(len(run.seconds)), key=lambda i: abs(run.seconds[i] - median))
-        return row, run.timelines[nearest], ideal
+        return row, run.timelines[pair], ideal
+
+
+def _speedup(fused: Sequence[float], split: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(fused, split, strict=True))
+
+
+def typical_pair(seconds: Sequence[Sequence[float]], makespans: Sequence[Sequence[float]]) -> int:
+    """The pair of steps, fused and split, that a picture beside the table shows: the time of the
+    split step, and the speed-ups of both the whole steps and what is drawn of them, are together
+    nearest to the medians that the table prints.
+
+    Args:
+        seconds: of the whole steps, fused and split.
+        makespans: of their forward and backward, which are drawn.
+    """
+    (fused, split), median = seconds, statistics.median(seconds[1])
+    speedup = _speedup(fused, split)
+
+    def distance(pair: int) -> float:
+        ratios = [one[pair] / other[pair] / speedup for one, other in (seconds, makespans)]
+        return sum(abs(math.log(ratio)) for ratio in (split[pair] / median, *ratios))
+
+    return min(range(len(split)), key=distance)
 
 
 def _gradients(module: nn.Module) -> Gradients:

@@ -7,14 +7,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from autosplit.device import generators_kept, settle
+from autosplit.errors import PlanError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic, value_bytes
 from autosplit.pipeline.engine.stages import footprint
@@ -70,6 +72,27 @@ class ModelCosts:
 
     blocks: tuple[BlockCost, ...]
     crossing: tuple[float, ...]
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The costs as tuples of numbers, for ``of``."""
+        return {"blocks": [*map(astuple, self.blocks)], "crossing": self.crossing}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> ModelCosts:
+        """Costs from ``plain``.
+
+        Raises:
+            PlanError: ``plain`` is something else.
+        """
+        try:
+            blocks = tuple(BlockCost(*map(float, numbers)) for numbers in plain["blocks"])
+            return cls(blocks, tuple(map(float, plain["crossing"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"costs are 'profile', 'estimate', a ModelCosts, or what a plan's arguments have "
+                f"under 'costs'; got {plain!r:.60}"
+            ) from error
 
     @cached_property
     def _fields(self) -> list[tuple[float, ...]]:

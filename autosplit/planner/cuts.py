@@ -52,6 +52,8 @@ class Solution:
         step: seconds.
         bubble: idle time over total time of all ranks.
         peaks: per rank, its peak bytes: parameters, gradients, optimizer state and activations.
+        request: what the schedule was built for.
+        blocks: costs of the model's blocks.
     """
 
     firsts: tuple[int, ...]
@@ -61,6 +63,8 @@ class Solution:
     step: float
     bubble: float
     peaks: tuple[float, ...]
+    request: ScheduleRequest
+    blocks: ModelCosts
 
 
 def solve(
@@ -159,6 +163,8 @@ class _Search:
             timeline.makespan,
             max(0.0, timeline.bubble_ratio()),
             tuple(peaks),
+            self._request,
+            self._costs,
         )
         return self._solutions[firsts]
 

@@ -262,7 +262,7 @@ def cut_model(
     request: ScheduleRequest,
     options: BlockOptions,
     *,
-    costs: str | ModelCosts = "profile",
+    costs: str | ModelCosts | Mapping[str, Any] = "profile",
     seconds: float = 10.0,
     cut_at: Sequence[str] | None = None,
     cap: float = math.inf,
@@ -289,6 +289,8 @@ def cut_model(
         PlanError: it cannot be cut into these stages; says why.
         ScheduleError: an unknown schedule, or one that refuses the counts.
     """
+    if isinstance(costs, Mapping):
+        costs = ModelCosts.of(costs)
     if not isinstance(costs, ModelCosts) and costs not in COSTS:
         raise PlanError(f"unknown costs {costs!r}; known: {', '.join(COSTS)}, or a ModelCosts")
     if cut_at is not None and stages != len(cut_at) + 1:

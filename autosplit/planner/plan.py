@@ -41,7 +41,7 @@ class Plan(Partition):
     Args:
         whole: the model.
         found: its stages, and what a step of them is predicted to take.
-        split: how they are split.
+        options: how stages are made.
         memory_limit: bytes that no rank is to hold more than, which a trainer is given: it moves or
             makes again what the schedule holds beyond it; None: any.
 
@@ -58,7 +58,7 @@ class Plan(Partition):
         self,
         whole: WholeModel,
         found: Solution,
-        split: SplitOptions,
+        options: BlockOptions,
         memory_limit: int | None = None,
     ) -> None:
         super().__init__(whole, found.firsts)
@@ -70,20 +70,27 @@ class Plan(Partition):
         leaves = tree_flatten((whole.args, whole.kwargs))[0]
         sizes = (leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())
         self.batch: int = found.schedule.microbatches * next(sizes, 1)
-        self._found, self._split, self._limit = found, split, memory_limit
+        self._found, self._limit = found, memory_limit
+        self._split, self._autocast = options.split, options.autocast
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of ``partition`` that give a plan like this one, of plain values."""
+        """Arguments of ``partition``, as plain values, that give this plan again: nothing is
+        measured then, and the schedule is built for the same times.
+        """
+        dtype = self._autocast
         return {
             "cut_at": [*self.cuts],
             "microbatches": self.schedule.microbatches,
             "schedule": self.schedule.name,
             "ranks": len(self.schedule.ranks),
             "split_backward": self.schedule.split_backward,
+            "weights": self._found.request.weights,
             "memory": self._split.memory,
             "backend": self._split.backend,
+            "autocast": None if dtype is None else str(dtype).removeprefix("torch."),
             "memory_limit": self._limit,
+            "costs": self._found.blocks.plain,
         }
 
     def __repr__(self) -> str:
@@ -162,6 +169,7 @@ class Plan(Partition):
                 made,
                 memory=self._split.memory if made.memory is None else made.memory,
                 backend=self._split.backend if made.backend is None else made.backend,
+                autocast=self._autocast if made.autocast is None else made.autocast,
             ),
         }
         return PipelineTrainer(self, loss_fn, optimizer_fn, **{**given, **options})
@@ -185,8 +193,8 @@ def partition(
     weights: str | None = None,
     memory: str | int = "balanced",
     backend: str = "eager",
-    autocast: torch.dtype | None = None,
-    costs: str | ModelCosts = "profile",
+    autocast: torch.dtype | str | None = None,
+    costs: str | ModelCosts | Mapping[str, Any] = "profile",
     seconds: float = 10.0,
     memory_limit: int | str | None = None,
 ) -> Plan:
@@ -213,9 +221,9 @@ def partition(
         weights: where the weight gradients go, see ``pipeline.build``.
         memory: see ``autosplit.split``.
         backend: see ``autosplit.split``.
-        autocast: the dtype of autocast under which the stages are to run, or None.
+        autocast: the dtype of autocast under which the stages are to run, or its name, or None.
         costs: ``"profile"`` measures blocks, ``"estimate"`` goes by their FLOPs and bytes; or the
-            costs themselves, if they are known.
+            costs themselves, if they are known, as in ``Plan.arguments``.
         seconds: how long to measure blocks.
         memory_limit: bytes, or text such as ``"12GiB"``, that no rank may hold more than. Cuts that
             keep it win; where the schedule holds more however the model is cut, those with the
@@ -244,7 +252,7 @@ def partition(
                 "memory_limit searches a schedule of I and W: leave split_backward=False out"
             )
     count = 2 * stages if microbatches is None else microbatches
-    options = BlockOptions(SplitOptions(backend, memory), autocast)
+    options = BlockOptions(SplitOptions(backend, memory), _dtype(autocast))
     whole, found = cut_model(
         model,
         args,
@@ -257,4 +265,16 @@ def partition(
         cut_at=cut_at,
         cap=math.inf if limit is None else limit,
     )
-    return Plan(whole, found, options.split, limit)
+    return Plan(whole, found, options, limit)
+
+
+def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of autocast, which arguments of plain values name.
+
+    Raises:
+        PlanError: there is no such dtype.
+    """
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
+    if name is not None and not isinstance(dtype, torch.dtype):
+        raise PlanError(f"autocast is a dtype, such as 'bfloat16', or None; got {name!r}")
+    return dtype

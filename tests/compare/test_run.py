@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from autosplit.compare.run import Row, comparison_table, largest_difference
+from autosplit.compare.run import Row, comparison_table, largest_difference, typical_pair
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,14 @@ def test_speedups_within_the_spread_are_marked(speedup: float, told: str) -> Non
     times = {"split": True, "median_s": 1.0, "spread_s": 0.15, "speedup": speedup}
     row = Row(**{**values, **times, "peak_bytes": []})  # type: ignore[arg-type]
     assert told in comparison_table([row])
+
+
+def test_the_pair_that_is_drawn_is_that_of_the_table() -> None:
+    """The speed-up is 1.26x, though the median steps are 1.56x apart, and some are drawn 2.5x."""
+    fused, split = [2.5, 2.6, 2.4, 3.0, 2.0], [1.0, 2.1, 1.9, 0.6, 1.6]
+    assert typical_pair((fused, split), (fused, split)) == 4
+    drawn = [1.0] * 5, [0.4, 0.8, 0.8, 0.4, 0.4]
+    assert typical_pair((fused, split), drawn) == 2
 
 
 def test_a_gradient_that_stages_lack_is_as_far_off_as_can_be() -> None:

@@ -72,7 +72,7 @@ def bare() -> nn.Module:
 
 def trained(arguments: dict[str, Any], steps: int) -> tuple[list[Tensor], list[str]]:
     """Losses of a plan on this process group, and the names of its parameters."""
-    plan = partition(net(), tokens(), costs="estimate", **arguments)
+    plan = partition(net(), tokens(), **arguments)
     with plan.trainer(loss, sgd) as engine:
         found = []
         for step in range(steps):

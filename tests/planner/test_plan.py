@@ -11,7 +11,7 @@ import torch
 
 from autosplit.errors import PipelineError, PlanError, ScheduleError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
-from autosplit.planner import Plan, partition
+from autosplit.planner import Plan, cutting, partition
 from tests.planner.planned_models import (
     MICROBATCH,
     costs,
@@ -160,10 +160,33 @@ def test_cut_at(plan: Plan) -> None:
     assert by_hand.cuts == ("layers.1",)
     assert by_hand.predicted_step > 0.0
     assert by_hand.schedule.microbatches == 4
-    again = partition(model, tokens(), costs=costs(model), **plan.arguments)
-    assert (again.cuts, again.schedule) == (plan.cuts, plan.schedule)
     inside = partition(model, tokens(), cut_at=["layers.1.down"], costs="estimate")
     assert len(inside.cuts) == 1
+
+
+def test_arguments_give_the_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its measured times, and all options of its trainer; nothing is measured again."""
+    options: dict[str, Any] = {"weights": "2bp", "autocast": torch.bfloat16, "memory": "lean"}
+    first = partition(net(), tokens(), stages=2, ranks=1, microbatches=2, seconds=0.1, **options)
+    arguments = json.loads(json.dumps(first.arguments))
+    monkeypatch.setattr(cutting, "profile", pytest.fail)
+    again = partition(net(), tokens(), **arguments)
+    assert again.arguments == first.arguments
+    assert (again.schedule, again.stage_times) == (first.schedule, first.stage_times)
+    assert again.schedule != partition(net(), tokens(), **arguments | {"weights": None}).schedule
+    batch = tokens(again.batch)
+    with again.trainer(loss, sgd) as engine:
+        found = engine.step((batch, batch))
+    plain = partition(net(), tokens(), **arguments | {"autocast": None})
+    for autocast, equal in ((torch.bfloat16, True), (None, False)):
+        made = StageOptions(autocast=autocast)
+        with plain.trainer(loss, sgd, stage_options=made) as engine:
+            assert torch.equal(engine.step((batch, batch)), found) == equal
+    said = "costs are 'profile', 'estimate', a ModelCosts, or what a plan's arguments have"
+    with pytest.raises(PlanError, match=said):
+        partition(net(), tokens(), **arguments | {"costs": {"blocks": [[1.0]]}})
+    with pytest.raises(PlanError, match="autocast is a dtype, such as 'bfloat16', or None; got"):
+        partition(net(), tokens(), **arguments | {"autocast": "bf16"})
 
 
 def test_options_of_partition_have_effects() -> None:
