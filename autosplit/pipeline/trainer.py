@@ -391,7 +391,8 @@ class PipelineTrainer:
             agreement = self._runner.train(paired(batch, target, named))
         self._losses = losses = agreement.wait()
         self._decide(agreement)
-        self._computing = self._seconds = perf_counter() - start
+        self._bounds = agreement.bounds()
+        self._seconds = perf_counter() - start
         return losses
 
     def _decide(self, agreement: Agreement) -> None:
@@ -464,9 +465,9 @@ class PipelineTrainer:
         Returns:
             By name: ``loss``, the mean over the batch; ``seconds``, with the optimizer;
             ``samples_per_s`` of this pipeline; ``grad_norm``, with ``max_grad_norm``; ``skipped``,
-            the steps so far that ``nonfinite="skip"`` has dropped, with it; ``idle``, the
-            share of forward and backward in which this rank ran no action, with ``record``: bubble,
-            messages and the host's work between actions;
+            the steps so far that ``nonfinite="skip"`` has dropped, with it; with
+            ``record`` ``idle``, the share of forward and backward in which this rank computed
+            nothing, which is ``timeline().bubble_ratio(rank)``;
             ``peak_memory``, the most bytes that it held, with ``record="memory"``.
 
         Raises:
@@ -486,9 +487,10 @@ class PipelineTrainer:
             found["grad_norm"] = self._norm
         if self._nonfinite == "skip":
             found["skipped"] = float(self._skipped)
-        if computed := [each for each in self._runner.spans if each.action.kind.is_compute]:
-            busy = sum(span.end - span.start for span in computed)
-            found["idle"] = max(0.0, 1.0 - busy / self._computing)
+        if self._runner.spans:
+            spans = tuple(self._runner.spans)
+            timeline = Timeline(self._groups.ranks, spans, bounds=self._bounds)
+            found["idle"] = timeline.bubble_ratio(self.rank)
         if memory is not None:
             found["peak_memory"] = float(max(each.total for each in memory.bands()))
         return found

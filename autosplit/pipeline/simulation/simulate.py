@@ -27,23 +27,31 @@ class Span:
     end: float
 
 
+def window_of(spans: Sequence[Span]) -> tuple[float, float]:
+    """The first start and the last end, in seconds; zeros without spans."""
+    if not spans:
+        return 0.0, 0.0
+    return min(span.start for span in spans), max(span.end for span in spans)
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The spans of one step over ``ranks`` ranks.
 
-    ``crosses_step``: see ``Schedule``.
+    ``crosses_step``: see ``Schedule``. ``bounds``: the first start and the last end over all ranks,
+    if ``spans`` are those of some.
     """
 
     ranks: int
     spans: tuple[Span, ...]
     crosses_step: bool = False
+    bounds: tuple[float, float] | None = None
 
     @property
     def makespan(self) -> float:
         """Seconds from the first start to the last end over all ranks; 0 without spans."""
-        if not self.spans:
-            return 0.0
-        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+        start, end = self.bounds or window_of(self.spans)
+        return end - start
 
     @property
     def step_time(self) -> float:

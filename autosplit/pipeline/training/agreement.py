@@ -87,8 +87,8 @@ class Agreement:
 
     One small sum over all ranks carries the losses of each pipeline (on ranks without them they are
     zero; pipelines of one batch, which share its tensors, must have the same), of each rank the
-    last stage with a gradient that is not finite, and the sum of the squares of the gradients. It
-    is collective, and starts when this is made.
+    last stage with a gradient that is not finite, the sum of the squares of the gradients, and when
+    each rank's recorded actions began and ended. It is collective, and starts when this is made.
 
     Args:
         groups: the trainer's process groups.
@@ -100,6 +100,8 @@ class Agreement:
         nonfinite: the last of this rank's stages with a gradient that is not finite, if any has.
         dtype: the dtype of the losses.
         raises: whether gradients that are not finite are an error.
+        window: when this rank's first recorded action began and its last one ended, in seconds of
+            ``perf_counter``; zeros if nothing was recorded.
         batch: stands for what this rank took of the batch, where other ranks must have the same;
             fewer than 2**46 in all.
     """
@@ -116,6 +118,7 @@ class Agreement:
         dtype: torch.dtype,
         nonfinite: int | None = None,
         raises: bool = False,
+        window: tuple[float, float] = (0.0, 0.0),
         batch: int = 0,
     ) -> None:
         self._guard, self._raises = guard, raises
@@ -126,13 +129,16 @@ class Agreement:
         rows = len(layout.pipelines)
         self._stages = self._losses + rows
         self._squares = self._stages + groups.everybody.ranks
-        size = self._squares + (squares is not None)
+        self._windows = self._squares + (squares is not None)
+        size = self._windows + 2 * groups.everybody.ranks
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
         if losses:
             own = torch.stack(tuple(losses.values())).to(numbers)
             numbers[layout.own * count :][list(losses)] = own
         if squares is not None:
-            numbers[self._squares :] = squares
+            numbers[self._squares : self._windows] = squares
+        at = self._windows + 2 * groups.everybody.rank
+        numbers[at : at + 2] = torch.tensor(window, dtype=torch.float64, device="cpu")
         numbers[self._losses + layout.own] = batch
         if nonfinite is not None:
             numbers[self._stages + groups.everybody.rank] = nonfinite + 1
@@ -177,9 +183,19 @@ class Agreement:
                 raise PipelineError(
                     f"the ranks {ends[0]} and {ends[1]} share the tensors of a stage and have the "
                     f"losses {losses[first].tolist()} and {losses[row].tolist()}, which must be "
-                    "the same: give all ranks along 'tp' the same batch and the same seed (for "
-                    "dropout), and let the loss be one of whole outputs, or loss_parallel()"
+                    "the same: give all ranks along 'tp' the same batch, and let the loss be one "
+                    "of whole outputs, or loss_parallel()"
                 )
+
+    def bounds(self) -> tuple[float, float]:
+        """The first start and the last end of what the ranks of this pipeline recorded; zeros if
+        nothing was. Waits like ``wait``.
+        """
+        with self._guard("the end of a step"):
+            rows = self._numbers()[self._windows :].view(-1, 2).tolist()
+        windows = [rows[rank] for rank in self._layout.pipeline if rows[rank] != [0.0, 0.0]]
+        starts, ends = zip(*windows, strict=True) if windows else ([0.0], [0.0])
+        return min(starts), max(ends)
 
     def norm(self) -> float:
         """The norm of the model's gradient; waits like ``wait``."""

@@ -36,7 +36,7 @@ from autosplit.pipeline.schedule.moves import has_moves
 from autosplit.pipeline.schedule.routes import Feeds, pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.playing import recv_posting_order
-from autosplit.pipeline.simulation.simulate import Span
+from autosplit.pipeline.simulation.simulate import Span, window_of
 from autosplit.stage import Stage
 from autosplit.torch_internals.autograd import call_accumulate_hooks
 
@@ -515,6 +515,7 @@ class Runner:
             squares=norms.squares() if norms is not None and self.clips else None,
             nonfinite=nonfinite,
             raises=self._nonfinite == "raise",
+            window=window_of(() if step.evaluates else self.spans),
             batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
             dtype=step.dtype,
         )
