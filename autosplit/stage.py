@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -56,9 +56,12 @@ class Stage:
         sharding: gathers its parameters and reduces their gradients, where they are sharded.
         waiting_hooks: if a list, ``publish`` adds parameters to it instead of calling their hooks,
             as their gradients are not whole yet.
+        seed: seeds the random generators before F of a microbatch, if graphs may draw random
+            numbers; None leaves the generators as they are.
     """
 
     waiting_hooks: list[Tensor] | None = None
+    seed: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -225,6 +228,8 @@ class Stage:
             steady = not (self._sharded or found[1].updated_state)
             self._found = found if steady else None
         _, functions, state = found
+        if self.seed is not None and functions.draws:
+            self.seed(microbatch)
         kept = None
         if keep == "inputs" and functions.has_backward:
             kept = KeptInputs(functions, state, inputs)

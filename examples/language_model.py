@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from autosplit import load_checkpoint, meta_model, partition, save_checkpoint
+from autosplit.checkpoint import read_progress
 from autosplit.errors import CheckpointError
 from autosplit.pipeline import launch, process_group
 
@@ -120,23 +121,24 @@ def train(settings: Settings) -> list[float]:
     windows = Windows(tokens, settings.length, settings.batch)
     microbatches = min(settings.batch, MICROBATCHES_PER_RANK * settings.ranks)
     inputs = windows.of_step(0)[0][: settings.batch // microbatches]
-    plan = partition(
-        meta_model(build),  # no rank has memory for more than its stages
-        inputs,
-        stages=settings.ranks,
-        microbatches=microbatches,
-        schedule=settings.schedule,
-        costs="estimate" if settings.estimate else "profile",
-        memory_limit=settings.memory_limit,
-    )
+    asked = {
+        "stages": settings.ranks,
+        "microbatches": microbatches,
+        "schedule": settings.schedule,
+        "costs": "estimate" if settings.estimate else "profile",
+        "memory_limit": settings.memory_limit,
+    }
+    # No rank has memory for more than its stages.
+    plan = partition(meta_model(build), inputs, **(saved_plan(settings, asked) or asked))
     plan.initialise()
+    progress = windows.identity | {"asked": asked, "plan": plan.arguments}
     losses = []
     with plan.trainer(
         next_token_loss,
         lambda parameters: torch.optim.AdamW(parameters, lr=settings.learning_rate),
         max_grad_norm=1.0,
     ) as trainer:
-        torch.manual_seed(settings.seed + trainer.rank)  # of dropout
+        torch.manual_seed(settings.seed)  # of dropout, which differs from stage to stage
         first = resume(trainer, settings, windows)
         for step in range(first, settings.steps):
             start = time.perf_counter()
@@ -146,8 +148,20 @@ def train(settings: Settings) -> list[float]:
                 tell(settings, done, losses[-1], trainer.grad_norm, seconds)
             due = done == settings.steps or (settings.every and done % settings.every == 0)
             if settings.checkpoint is not None and due:
-                save_checkpoint(trainer, settings.checkpoint, step=done, extra=windows.identity)
+                save_checkpoint(trainer, settings.checkpoint, step=done, extra=progress)
     return losses
+
+
+def saved_plan(settings: Settings, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """The plan of the run's checkpoint, if it was asked for in the same way: cut elsewhere, the
+    model would draw other dropout.
+    """
+    there = settings.checkpoint
+    if there is None or not (there / ".metadata").exists():
+        return None
+    _, extra = read_progress(there)
+    plan: dict[str, Any] | None = extra.get("plan")
+    return plan if extra.get("asked") == asked else None
 
 
 def resume(trainer: Any, settings: Settings, windows: Windows) -> int:
@@ -157,7 +171,7 @@ def resume(trainer: Any, settings: Settings, windows: Windows) -> int:
     there = settings.checkpoint
     if there is not None and (there / ".metadata").exists():
         found = load_checkpoint(trainer, there)
-        if found.step is None or found.extra != windows.identity:
+        if found.step is None or not windows.identity.items() <= found.extra.items():
             raise CheckpointError(f"{there} is of a run with another text, batch or length")
         return found.step
     if any(settings.model.glob("*.safetensors")):
@@ -190,7 +204,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--schedule", default="1f1b", show_default=True, help="See autosplit simulate.")
 @click.option("--lr", "learning_rate", default=1e-3, show_default=True, help="Of AdamW.")
 @click.option("--memory-limit", help="Most that a rank may hold, such as 12GiB.")
-@click.option("--seed", default=0, show_default=True, help="Of dropout; each rank has its own.")
+@click.option("--seed", default=0, show_default=True, help="Of dropout.")
 @click.option("--estimate", is_flag=True, help="Cut by FLOPs and bytes; measure nothing.")
 @click.option("--checkpoint", type=_PATH, help="Folder; a run that is there goes on.")
 @click.option("--every", type=int, help="Steps between checkpoints; default: one at the end.")

@@ -67,9 +67,9 @@ def load_checkpoint(
     checkpoint is ever run: its pickles may contain tensors and plain values only.
 
     A run that is resumed on as many ranks with the same stages goes on bit for bit, dropout
-    included. On another number of ranks, or with the stages cut or placed in another way, there is
-    nobody to go on with a rank's random numbers: there every rank's generators are seeded by the
-    saved ones and its rank, so that resuming twice gives the same again.
+    included; and on another number of ranks, if all ranks were seeded alike. If ranks were seeded
+    apart and their number changes, or the stages are cut in another way, every rank's generators
+    are seeded by the saved ones and its rank, so that resuming twice gives the same again.
 
     Args:
         trainer: between two steps.

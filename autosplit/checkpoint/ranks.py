@@ -29,6 +29,8 @@ class Ranks:
         count: number of all ranks, over all replicas of the pipeline.
         place: the mesh coordinates of this rank's pipeline.
         layout: each rank's digest of its stages and layers; the same list on every rank.
+        cut: a digest of all stages and their layers, and of the shares of the batch; independent
+            of the placement of stages.
     """
 
     def __init__(self, trainer: PipelineTrainer, doing: str) -> None:
@@ -49,8 +51,10 @@ class Ranks:
             [at, getattr(m, "cuts", ()), *dict(m.named_modules()), *dict(m.named_parameters())]
             for at, m in trainer.modules.items()
         ]
-        content = repr([groups.layout.pipelines, stages]).encode()
-        self.layout = self.gather(hashlib.sha256(content).hexdigest())
+        rows = self.gather((_digest([groups.layout.pipelines, stages]), stages))
+        self.layout = [layout for layout, _ in rows]
+        by_index = {stage[0]: stage for _, stages in rows for stage in stages}
+        self.cut = _digest([groups.layout.shares, sorted(by_index.items())])
 
     def gather(self, value: Any) -> list[Any]:
         """The ``value`` of every rank.
@@ -77,6 +81,10 @@ class Ranks:
         if problems := {rank: report for rank, report in enumerate(reports) if report is not None}:
             raise CheckpointError(joined(problems, self.count)) from problem
         return results[0]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def describe(error: BaseException) -> str:

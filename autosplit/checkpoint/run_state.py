@@ -220,7 +220,7 @@ def pack_run(
         own["scheduler"] = scheduler.state_dict()
     found = {f"{_RANK}{ranks.number}": packed(own, "the scheduler's state")}
     if ranks.number == 0:
-        run = {"step": step, "extra": dict(extra or {}), "layout": ranks.layout}
+        run = {"step": step, "extra": dict(extra or {}), "layout": ranks.layout, "cut": ranks.cut}
         found[_ALL] = packed(run, "extra")
     return found
 
@@ -260,8 +260,10 @@ def unpack_run(
     """
     step, extra = progress(found)
     rows = [_value(found, f"{_RANK}{rank}") for rank in range(len(found) - 1)]
-    same = len(rows) == ranks.count and _value(found, _ALL)["layout"] == ranks.layout
+    run = _value(found, _ALL) if rows else {}
+    same = len(rows) == ranks.count and run["layout"] == ranks.layout
     own = rows[ranks.number] if same else {}
+    generators_of = own or (rows[0] if run.get("cut") == ranks.cut and _alike(rows) else {})
     then = [names for row in rows for names in row.get("groups", ())]
     restore: list[Callable[[], object]] = []
     if scheduler is not None:
@@ -269,9 +271,9 @@ def unpack_run(
         restore.append(lambda: scheduler.load_state_dict(state))
     device = ranks.trainer.device
     done: Generators = "untouched"
-    if generators and device.type in own.get("generators", ()):
+    if generators and device.type in generators_of.get("generators", ()):
         done = "continued"
-        restore.append(lambda: _restore_generators(own["generators"], device))
+        restore.append(lambda: _restore_generators(generators_of["generators"], device))
     elif generators and rows:
         # Whatever was drawn before has no influence, and no rank draws what another does.
         done = "seeded"
@@ -298,6 +300,13 @@ def progress(entries: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
 def _generators(device: torch.device) -> dict[str, Tensor]:
     """Where the CPU's generator stands, and that of ``device`` if it is an accelerator."""
     return {each.type: generator_state(each) for each in (torch.device("cpu"), device)}
+
+
+def _alike(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the CPU's generators of all ranks stood at the same place, as those of ranks that
+    were seeded alike do: any number of ranks can go on from there.
+    """
+    return all(torch.equal(row["generators"]["cpu"], rows[0]["generators"]["cpu"]) for row in rows)
 
 
 def _restore_generators(found: Mapping[str, Tensor], device: torch.device) -> None:

@@ -18,11 +18,12 @@ from torch import Tensor, fx
 from autosplit.backends.backend import Backend
 from autosplit.errors import SplitError
 from autosplit.passes import Kind, Role, SplitGraphs
+from autosplit.passes.analysis.operators import may_draw
 from autosplit.passes.errors import UnknownSizeError
 from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
 from autosplit.passes.lowering.buffers import donatable, donate, lent, private
 from autosplit.passes.manager import specialized
-from autosplit.passes.subgraph import inline, inlined
+from autosplit.passes.subgraph import inline, inlined, inner_calls
 from autosplit.runtime.residuals import Constants, HandOver, Residuals, State, TensorSpec
 from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
@@ -248,6 +249,13 @@ class SplitFunctions:
     def autocast_guard(self) -> AutocastGuard:
         """Checks autocast before a backward that comes from autograd."""
         return AutocastGuard(self._graphs.backward or self._graphs.joint)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the graphs may draw random numbers; those of the backward do in custom operators
+        only.
+        """
+        return any(map(may_draw, inner_calls(self._graphs.joint.graph)))
 
     @property
     def generated(self) -> Mapping[str, str]:

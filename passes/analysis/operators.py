@@ -27,6 +27,8 @@ EXCHANGE = "_c10d_functional"
 
 READ = "autosplit_read"
 """Namespace of reads of Python's state, which happen when I runs."""
+_TAGGED = {"aten", "prims", "prim", EXCHANGE, "_c10d_functional_autograd", READ, "autosplit"}
+"""Namespaces of operators whose tags say whether they draw random numbers."""
 
 _TABLE = """
 add.Tensor                                       hands_on overwrites commutes
@@ -169,6 +171,16 @@ def is_random(node: fx.Node) -> bool:
     if node.target in OPERATORS["seeded"]:
         return False
     return not is_attention(node) or _argument(node, "dropout_p") != 0.0
+
+
+def may_draw(node: fx.Node) -> bool:
+    """Whether the node draws random numbers, or is not known to draw none: custom operators and
+    higher-order ones.
+    """
+    op = node.target
+    if not isinstance(op, OVERLOAD):
+        return getattr(op, "namespace", "") == "higher_order"
+    return op.namespace not in _TAGGED or is_random(node)
 
 
 def is_attention(node: fx.Node) -> bool:

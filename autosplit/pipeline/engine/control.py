@@ -108,7 +108,7 @@ class Control:
         Raises:
             LostPeerError: some rank did not come.
         """
-        self.common_bits(0)
+        self.common_bits()
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start to sum ``tensor`` (CPU) over all ranks, in place; what it gives waits for the sum,
@@ -128,36 +128,38 @@ class Control:
 
         return wait
 
-    def common_bits(self, bits: int) -> int:
-        """Those of 63 bits that all ranks have.
+    def common_bits(self, *numbers: int) -> list[int]:
+        """Of up to three numbers, which are int64, the bits that all ranks have.
 
         Raises:
             LostPeerError: some rank did not take part.
             PipelineError: a rank is in another call.
         """
         if self.ranks == 1:
-            return bits
-        call = crc32(self._doing().encode())
-        found = torch.tensor([bits, call, ~call], dtype=torch.int64, device="cpu")
+            return [*numbers]
+        call, padding = crc32(self._doing().encode()), [0] * (3 - len(numbers))
+        # Of one size in all calls, as ranks may be in different ones.
+        values = [call, ~call, *numbers, *padding]
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
         with self.losing(OTHERS):
             dist.all_reduce(found, dist.ReduceOp.BAND, group=self.group)
-        common, ones, zeros = found.tolist()
+        ones, zeros, *common = found.tolist()
         if ones | zeros != -1:  # not of one call
             self.gather(None)  # raises, on all
-        return int(common)
+        return common[: len(numbers)]
 
-    def announce(self, bits: int, source: int) -> int:
-        """The bits of rank ``source``, on every rank; that one does not wait for the others.
+    def announce(self, numbers: Sequence[int], source: int) -> list[int]:
+        """The numbers of rank ``source``, on every rank; that one does not wait for the others.
 
         Raises:
             LostPeerError: some rank did not take part.
         """
         if self.ranks == 1:
-            return bits
-        found, origin = torch.tensor([bits], dtype=torch.int64, device="cpu"), self.members[source]
+            return [*numbers]
+        found, origin = torch.tensor(numbers, dtype=torch.int64, device="cpu"), self.members[source]
         with self.losing(OTHERS if source == self.rank else f"rank {origin}"):
             dist.broadcast(found, origin, group=self.group)
-        return int(found)
+        return found.tolist()
 
     def gather(self, value: Any, awaited: str = OTHERS) -> list[Any]:
         """``value`` of every rank, by rank; ``awaited`` is what this waits for, in words.

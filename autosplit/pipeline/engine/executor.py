@@ -19,6 +19,7 @@ from autosplit.stage import Stage
 
 from .first_error import ActionError, LostPeerError, RankActivity
 from .moves import Moves
+from .stage_seeds import StageSeeds
 from .timing import Recorder
 from .transport import Transport, added, arguments, output_gradients
 
@@ -104,6 +105,8 @@ class Executor:
         moves: carries out the schedule's moves, where there are any.
         batch_arguments: of stages the arguments from the batch that need a gradient: a name by
             place.
+        seeds: seeds the generators before each call of stages that do not do so themselves, as
+            ``Stage`` does.
 
     Attributes:
         batch_gradients: of the last run the gradients of these, by name and microbatch.
@@ -127,8 +130,10 @@ class Executor:
         place: RankActivity | None = None,
         moves: Moves | None = None,
         batch_arguments: Mapping[int, Mapping[int, Hashable]] = MappingProxyType({}),
+        seeds: StageSeeds | None = None,
     ) -> None:
         self._stages, self._batch_arguments = stages, batch_arguments
+        self._seeds = seeds
         self.batch_gradients: dict[Any, dict[int, Tensor]] = defaultdict(dict)
         self._last = schedule.stages - 1
         self._rank = rank
@@ -230,7 +235,10 @@ class Executor:
         waits = [*([need] if need else []), *self.messages.posts(action)]
         if not kind.is_compute:
             return Step(action, _nothing, waits=tuple(waits), recorded=False)
-        return self._computing(action)._replace(waits=tuple(waits))
+        step = self._computing(action)
+        if self._seeds is not None and not isinstance(self._stages[action.stage], Stage):
+            step = step._replace(compute=partial(self._seeds.run, action, step.compute))
+        return step._replace(waits=tuple(waits))
 
     def _computing(self, action: Action) -> Step:
         stage, microbatch, kind = self._stages.get(action.stage), action.microbatch, action.kind

@@ -19,6 +19,7 @@ from .copies import Copies, Wait
 from .gradient_norms import GradientNorms
 from .sharded_stages import ShardedStages
 from .stage_modules import Holder, StageSource
+from .stage_start import agree_on_start, build_apart
 
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -59,15 +60,16 @@ class RankState:
         device: torch.device,
         settled: Callable[[], None],
     ) -> None:
-        self.modules = modules = dict[int, nn.Module]()
-        for index in schedule.held(groups.rank):
-            module = stages.build(index)
+        modules, drew = build_apart(stages.build, schedule.held(groups.rank), device)
+        self.modules = modules
+        for index, module in modules.items():
             if not isinstance(module, nn.Module):
                 raise PipelineError(
                     f"stage {index} must be an nn.Module; got a {type(module).__name__}"
                 )
             _check_tied(index, module, shared)
             modules[index] = module.to(device)
+        agree_on_start(modules, shared, groups, drew=drew)
         self.sharded = sharded = ShardedStages(modules, groups, settled)
         if sharded.parameters and shared:
             raise PipelineError(

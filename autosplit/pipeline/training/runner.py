@@ -6,12 +6,14 @@ import contextlib
 import logging
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autosplit.device import generators_kept
 from autosplit.errors import CaptureError, PipelineError, PlanError
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor, ForwardStage
@@ -19,6 +21,7 @@ from autosplit.pipeline.engine.first_error import Guard
 from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.host_store import HostStore
 from autosplit.pipeline.engine.moves import Moves
+from autosplit.pipeline.engine.stage_seeds import StageSeeds, draw_number
 from autosplit.pipeline.engine.stages import (
     ModuleStage,
     StageFactory,
@@ -158,6 +161,7 @@ class Runner:
         # A whole model is cut for one shape; of another, what is held differs.
         self._static = stages.cut or options.memory_limit is not None
         self._source = schedule.placement[self._feeds.first_from_batch]
+        self._seeds = StageSeeds(groups, device, schedule, self._source)
         self._last = self.schedule.stages - 1
         self._forwards = forward_only(self.schedule)
         own, wiring = schedule.held(groups.rank), stages.wiring
@@ -200,6 +204,7 @@ class Runner:
         recorder = self._recorder if self.record or self._tuner is not None else None
         memory.recorder = None
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._seeds.restoring())
             if self.record == MEMORY:
                 tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
@@ -278,8 +283,11 @@ class Runner:
         with place("compiling its stages"):
             compile_stages(step.stages, self.schedule)
         step.dtype = step.boundaries.known[self._last][0].dtype
+        stages = step.stages.values()
+        draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)
         # A step's clock starts for all ranks together, of replicas of the pipeline too.
-        self._groups.everybody.meet()
+        if self._groups.everybody.common_bits(0 if draws else -1) == [0]:
+            self._seeds.expect_draws()
         return self._prepare(step, self.schedule, step.stages)
 
     def _prepare(
@@ -306,6 +314,7 @@ class Runner:
             place=groups.place,
             moves=moves,
             batch_arguments=self._batch_arguments(step),
+            seeds=self._seeds,
         )
         return step.executor
 
@@ -332,13 +341,15 @@ class Runner:
                 known.prepare(args)
                 return known
             try:
-                made = self._factory(module, args, index=index)
+                with generators_kept():
+                    made = self._factory(module, args, index=index)
             except CaptureError:
                 # Other ranks that share its tensors would have to call it, too.
                 explain(index, module, args, called=not self._shares_tensors)
                 raise
         if isinstance(made, Stage):
             self._check_buffers(index, module, made)
+            made.seed = partial(self._seeds.seed, index)
             self._known[module] = made
         return made
 
@@ -393,7 +404,8 @@ class Runner:
         for call in self._held.before:
             call()
         self._observer = observer
-        losses = executor.run(inputs, targets)
+        with self._seeds.restoring():
+            losses = executor.run(inputs, targets)
         self._observer = None
         for call in self._held.behind:
             call()
@@ -401,7 +413,10 @@ class Runner:
             for each in losses.values():
                 check_loss([TensorMeta(each.shape, each.dtype, True)])
             own = next((each.dtype for each in losses.values()), None)
-            step.dtype = next(filter(None, self._groups.gather(own)))
+            rows = self._groups.everybody.gather((own, self._seeds.drew))
+            step.dtype = next(dtype for dtype, _ in rows if dtype is not None)
+            if any(drew for _, drew in rows) and self._seeds.expect_draws():
+                draw_number()
         return self._agree(step, losses, inputs + targets)
 
     def _build_evaluation(self, step: ShapedStep, batch: Batch | None) -> Executor:
@@ -420,7 +435,8 @@ class Runner:
         """
         key = evaluates, signature(batch)
         own = self._fitting.get(key, 0)
-        common = self._common(own, waits=waits)
+        common, *numbers = self._common(own, evaluates=evaluates, waits=waits)
+        self._seeds.begin(*numbers, evaluates=evaluates)
         if common:
             bit = common & -common
             if not own & bit:  # others have not waited
@@ -436,16 +452,15 @@ class Runner:
         step = self._steps[bit] = self._steps.pop(bit)  # used last
         return step, inputs, targets
 
-    def _common(self, own: int, *, waits: bool) -> int:
-        """Which steps may run a batch on all ranks; 0 where one has yet to know it. Without waiting
-        for others, as the rank of the first stage that takes an input of the batch says.
+    def _common(self, own: int, *, evaluates: bool, waits: bool) -> list[int]:
+        """Which steps may run a batch on all ranks; 0 where one has yet to know it; and what
+        ``StageSeeds`` takes for the step. Without waiting for others, as the rank of the first
+        stage that takes an input of the batch says.
         """
-        groups = self._groups
-        if groups.everybody.ranks == 1:
-            return own
+        groups, numbers = self._groups, (own, *self._seeds.offer(evaluates=evaluates))
         if waits or len(groups.layout.pipelines) > 1:
-            return groups.everybody.common_bits(own)
-        return groups.announce(own, self._source)
+            return groups.everybody.common_bits(*numbers)
+        return groups.announce(numbers, self._source)
 
     def _introduce(
         self, batch: Batch | None, *, evaluates: bool
