@@ -129,6 +129,9 @@ class ShardedQueue(PendingQueue):
         self._sharded = delivery.sharded
         delivery.queue = weakref.ref(self)
 
+    def __del__(self) -> None:
+        """Nothing: without the module there is nothing that reduces."""
+
     def make_room(self) -> None:
         """Only where ``.grad`` was cleared: the last one that is left is what reduces."""
         self.sweep()

@@ -44,6 +44,7 @@ class LazyGradient(Tensor):
 
     _slot: weakref.ref[GradientSlot]
     _real: Tensor | None = None
+    _heir: tuple[LazyGradient, PendingQueue] | None = None
 
     __hash__ = object.__hash__
 
@@ -102,6 +103,8 @@ class LazyGradient(Tensor):
         Raises:
             SplitError: it cannot be computed, or not any more, or not here.
         """
+        if self._heir is not None:
+            return self._heir[0].value()
         inside = False
         while self._real is None and not inside:  # another thread may leave more to compute
             found = pending(self)
@@ -126,6 +129,8 @@ class LazyGradient(Tensor):
 
 def pending(lazy: LazyGradient) -> tuple[GradientSlot, Tensor] | None:
     """Slot and parameter of a lazy gradient of which a part is still to be computed."""
+    if lazy._heir is not None:
+        return pending(lazy._heir[0])
     slot = lazy._slot()
     if lazy._real is not None or slot is None:
         return None
@@ -219,6 +224,17 @@ class GradientSlot:
         lazy = self.lazy = memoryless_tensor(LazyGradient, parameter, dtype)
         lazy._slot = weakref.ref(self)
         return lazy
+
+    def revive(self, parameter: Tensor) -> None:
+        """Go on after Python has begun to free the queue, which clears weak references. Whoever
+        holds the lazy gradient keeps the queue from now on, so another one is in ``.grad``.
+        """
+        self.parameter, before = weakref.ref(parameter), self.lazy
+        if before is not None:
+            heir = self.made_for(parameter)
+            before._heir = heir, self.queue
+            if parameter.grad is before:
+                parameter.grad = heir
 
     @staticmethod
     def hand_over(slots: Iterable[GradientSlot]) -> None:

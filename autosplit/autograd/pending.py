@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -204,6 +205,20 @@ class PendingQueue:
         self._latest: tuple[Sequence[Tensor] | None, Sequence[GradientSlot]] = None, ()
         self._keeping: list[weakref.ref[Tensor]] = []
         self._mark = f"_autosplit_pending_{id(self)}"
+
+    def __del__(self) -> None:
+        """Let gradients outlive the model: Python frees it together with its parameters and this
+        queue, which whoever holds a gradient, or a parameter, keeps from now on.
+        """
+        if not self.microbatches:
+            return
+        works = chain.from_iterable(self.microbatches.values())
+        for parameter in {id(p): p for work in works for p in work.parameters}.values():
+            slot = self._slots.get(id(parameter))
+            if slot is not None and slot.armed:
+                slot.revive(parameter)
+                self._keep(parameter)
+        self._guard()
 
     @property
     def pending(self) -> int:

@@ -369,6 +369,41 @@ def test_nothing_is_left_of_a_model_that_is_gone() -> None:
     assert kept() is None
 
 
+@pytest.mark.parametrize("face", ["whole", "parts"])
+def test_gradients_outlive_a_temporary_model(face: str) -> None:
+    model, given = model_for(face), batches()
+    plain = copy.deepcopy(model)
+    backward(plain, *given)
+
+    def gradients(model: Any) -> tuple[list[Any], Any]:
+        backward(FACES[face](model), *given)
+        return [parameter.grad for parameter in model.parameters()], model.a.bias
+
+    held, bias = gradients(model)
+    kept = weakref.ref(model.a.weight)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    expected = [parameter.grad for parameter in plain.parameters()]
+    assert all(map(torch.equal, held, expected))
+    assert torch.equal(bias.grad, plain.a.bias.grad)
+    del held, bias
+    gc.collect()
+    assert kept() is None
+
+
+def test_gradients_that_outlive_a_model_and_are_never_used_hold_nothing() -> None:
+    split = autosplit.split(Net())
+    backward(split, *batches())
+    held = [split.a.weight.grad]
+    del split
+    gc.collect()
+    kept = weakref.ref(held[0]._heir[1])  # type: ignore[union-attr,index]
+    del held
+    gc.collect()
+    assert kept() is None
+
+
 def test_failure_is_not_forgotten() -> None:
     """A part is lost then, and ``.grad`` without it would be wrong."""
     model = Net()
