@@ -131,7 +131,9 @@ def test_the_timeline_holds_what_all_ranks_ran() -> None:
     schedule = evicting(build("gpipe", 2, 3))
     with trainer(layers, 2, 3, schedule=schedule, record=True, **OWN) as engine:
         engine.step(data(12))
-        spans = engine.timeline().spans
+        timeline = engine.timeline()
+        spans = timeline.spans
+        assert engine.metrics()["idle"] == timeline.bubble_ratio(engine.rank)
     for at, row in enumerate(schedule.ranks):
         own = [str(span.action) for span in spans if span.rank == at]
         assert sorted(own) == sorted(map(str, row))
