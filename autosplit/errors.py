@@ -106,6 +106,10 @@ class BatchError(PipelineError):
     """No rank ran anything of a batch, as one refuses it; the trainer takes the next."""
 
 
+class FactoryError(PipelineError):
+    """A function that a command names is not there, or returns no model with example inputs."""
+
+
 class PlanError(AutosplitError):
     """A model cannot be cut, costed or planned as asked."""
 

@@ -34,9 +34,10 @@ _FORWARD = {"is_forward", "must_be_in_forward"}
 def _written_in_backward(name: str, value: fx.Node) -> CaptureError:
     """The error for what a backward writes into, which no graph of ours holds."""
     return CaptureError(
-        f"the backward writes into {name!r} (from {source_line(value)}), as its graph would not: "
-        "write in the forward. Without fullgraph=True and outside of stages, ordinary autograd "
-        "runs what does so"
+        f"the backward writes into {name!r} (from {source_line(value)}), and graphs of backwards "
+        "do not write. Return the value as a gradient, or have the training loop write it; if it "
+        "is known in the forward, write it there. A model that is split without fullgraph=True "
+        "and not in stages runs such a function by ordinary autograd"
     )
 
 

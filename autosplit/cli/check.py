@@ -88,12 +88,6 @@ def certificate(schedule: Schedule, programs: Programs) -> tuple[bool, str]:
     return not found, "\n".join(lines)
 
 
-class _CannotTell(click.ClickException):
-    """What is no schedule, or cannot be judged: another status than of one that never ends."""
-
-    exit_code = 2
-
-
 @click.command()
 @click.argument("schedule")
 @click.option(
@@ -109,7 +103,7 @@ class _CannotTell(click.ClickException):
     type=click.Choice([*COMMUNICATORS]),
     help="Run by torch.distributed.pipelining: what messages have a communicator for.",
 )
-@partial(typed_errors, told=_CannotTell)
+@partial(typed_errors, verdicts=())
 def check(
     schedule: str,
     mesh: tuple[tuple[str, int], ...],

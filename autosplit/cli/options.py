@@ -10,16 +10,28 @@ from typing import Any
 
 import click
 
-from autosplit.errors import AutosplitError
+from autosplit.backends.backend import BACKENDS
+from autosplit.errors import (
+    AutosplitError,
+    CaptureError,
+    DeadlockError,
+    FactoryError,
+    PipelineError,
+    SplitError,
+)
+from autosplit.planner.cuts import CapError
 from autosplit.text.figures import parse_size
 from autosplit.text.files import check_file, check_folder
 
+VERDICTS = (CapError, CaptureError, SplitError, DeadlockError, PipelineError)
+"""Errors that answer a command: what it names was tried, and cannot be split, fit or run."""
+
 
 def typed_errors(
-    command: Callable[..., None], told: type[click.ClickException] = click.ClickException
+    command: Callable[..., None], verdicts: tuple[type[AutosplitError], ...] = VERDICTS
 ) -> Callable[..., None]:
-    """Print an autosplit error as a message and exit with the status of ``told``; anything else is
-    a bug and keeps its traceback.
+    """Print an autosplit error as a message. The exit status is 1 for a verdict and 2 for a command
+    that asks for what is not there; anything else is a bug and keeps its traceback.
     """
 
     @functools.wraps(command)
@@ -27,7 +39,10 @@ def typed_errors(
         try:
             command(*args, **kwargs)
         except AutosplitError as error:
-            raise told(f"{type(error).__name__}: {_words(error)}") from error
+            shown = click.ClickException(f"{type(error).__name__}: {_words(error)}")
+            is_verdict = isinstance(error, verdicts) and not isinstance(error, FactoryError)
+            shown.exit_code = 1 if is_verdict else 2
+            raise shown from error
 
     return run
 
@@ -123,7 +138,8 @@ backend = click.option(
     "--backend",
     default="eager",
     show_default=True,
-    help="How graphs are run: eager, inductor.",
+    type=click.Choice([*BACKENDS]),
+    help="How graphs are run.",
 )
 memory_option = click.option(
     "--memory",

@@ -31,7 +31,17 @@ from autosplit.text.figures import few, size_text
 from autosplit.text.files import write_text
 from autosplit.text.progress import working
 
-from .options import COUNTS, FILE, NAMES, SIZE, backend, memory_option, setting, typed_errors
+from .options import (
+    COUNTS,
+    FILE,
+    NAMES,
+    SIZE,
+    Read,
+    backend,
+    memory_option,
+    setting,
+    typed_errors,
+)
 
 _PER_DEVICE = (1, 2, 4)  # microbatches for each device, where their number is open
 _CHUNKS = (2, 3, 4)  # stages a rank, where a schedule leaves that open
@@ -185,6 +195,24 @@ _CALL = 5e-6  # seconds between two kernels, whatever they do
 _LATENCY = 1e-5  # seconds of a message between two devices
 
 
+def _data_sheet(text: str) -> float:
+    """A positive number.
+
+    Raises:
+        ValueError: says what the option takes.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value > 0:
+        return value
+    raise ValueError(
+        f"{text!r} is no positive number: expected two of a data sheet, the TFLOPS of its matrix "
+        "products and the GB/s of its memory, such as --device 989 3350 for an H100"
+    )
+
+
 @click.command()
 @click.argument("factory")
 @setting
@@ -204,7 +232,7 @@ _LATENCY = 1e-5  # seconds of a message between two devices
 @click.option(
     "--device",
     nargs=2,
-    type=click.FloatRange(min=0.0, min_open=True),
+    type=Read("FIGURE", _data_sheet),
     metavar="TFLOPS GB/S",
     help="Plan for this device: what its data sheet says of products, and of its memory.",
 )

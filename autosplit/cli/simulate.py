@@ -23,6 +23,7 @@ from autosplit.pipeline.simulation.activation_memory import ROUNDING, StageMemor
 from autosplit.pipeline.simulation.simulate import Costs, Timeline
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.grid import format_schedule
+from autosplit.planner.cuts import CapError
 from autosplit.report import write_timelines
 from autosplit.text.files import write_text
 
@@ -92,7 +93,7 @@ def survey(costs: Costs, microbatches: int, *, chunks: int = 2, cap: float = mat
         raise ScheduleError(next(iter(refused.values())))
     if not any(entry.fits for entry in found):
         least = min(max(entry.peaks) for entry in found)
-        raise ScheduleError(
+        raise CapError(
             f"no schedule keeps the cap {cap:g}; the most frugal one keeps {least:g} on its "
             "fullest rank: raise the cap, or cut the batch into more microbatches"
         )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosplit.errors import AutosplitError, PipelineError, PlanError
+from autosplit.errors import AutosplitError, FactoryError, PipelineError, PlanError
 from autosplit.text.figures import size_text
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
@@ -32,33 +32,36 @@ def call_factory(spec: str, settings: Mapping[str, object]) -> Any:
     that a model's file needs no installation and its own late imports work too.
 
     Raises:
-        PipelineError: there is no such function, it does not take the settings, or it raises.
+        FactoryError: there is no such function, it does not take the settings, or it raises.
     """
     module, _, attribute = spec.partition(":")
     if not (module and attribute):
-        raise PipelineError(
+        raise FactoryError(
             f"expected MODULE:FACTORY, for example examples.models:llama, got {spec!r}"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with failures_of(f"looking for {spec} in {os.getcwd()} and the installed packages"):
+    with failures_of(
+        f"looking for {spec} in {os.getcwd()} and the installed packages", FactoryError
+    ):
         factory = pkgutil.resolve_name(spec)
         signature = inspect.signature(factory)
     try:
         signature.bind(**settings)
     except TypeError as error:
         listed = ", ".join(f"{name}={value}" for name, value in settings.items()) or "no settings"
-        raise PipelineError(f"{spec}{signature} cannot be called with {listed}: {error}") from None
-    with failures_of(spec):
+        raise FactoryError(f"{spec}{signature} cannot be called with {listed}: {error}") from None
+    with failures_of(spec, FactoryError):
         return factory(**settings)
 
 
 @contextlib.contextmanager
-def failures_of(what: str) -> Iterator[None]:
+def failures_of(what: str, kind: type[PipelineError] = PipelineError) -> Iterator[None]:
     """Around a user's own code: an error of it says whose it is, and where.
 
     Args:
         what: is called, for messages.
+        kind: of the error that is raised.
 
     Raises:
         PipelineError: in place of any error that is not autosplit's own.
@@ -68,9 +71,7 @@ def failures_of(what: str) -> Iterator[None]:
     except AutosplitError:
         raise
     except Exception as error:  # a user's code may raise anything
-        raise PipelineError(
-            f"{what} raised {type(error).__name__}: {error} ({_where(error)})"
-        ) from error
+        raise kind(f"{what} raised {type(error).__name__}: {error} ({_where(error)})") from error
 
 
 def _where(error: Exception) -> str:
@@ -96,7 +97,7 @@ def example_of(
         settings: its keywords.
 
     Raises:
-        PipelineError: as `call_factory`; or it returns something else.
+        FactoryError: as `call_factory`; or it returns something else.
     """
     made = call_factory(spec, settings)
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
@@ -113,7 +114,7 @@ def example_of(
         came += " without example inputs"
     elif isinstance(made, tuple):
         came += f" of {', '.join(type(each).__name__ for each in made)}"
-    raise PipelineError(
+    raise FactoryError(
         f"{spec} returned {came}; return (model, args) or (model, args, kwargs), a tuple of inputs "
         "and a dictionary of keyword inputs, so that there is something to trace the model with"
     )

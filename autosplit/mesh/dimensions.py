@@ -219,7 +219,10 @@ def check_dimensions(names: Sequence[str]) -> None:
             )
     for one, other, advice in _APART:
         if one in names and other in names:
-            raise PipelineError(f"a mesh has not both {one!r} and {other!r}{advice}")
+            raise PipelineError(
+                f"mesh dimensions {one!r} and {other!r} cannot be combined, got {', '.join(names)}"
+                f"{advice or ': leave one of them out'}"
+            )
 
 
 def _check_ranks(ranks: Sequence[int], names: Sequence[str], shape: Sequence[int]) -> None:

@@ -198,7 +198,7 @@ def test_plan_for_a_machine_that_is_not_here(tmp_path: pathlib.Path) -> None:
     )
     assert "links take no time" not in run(f"{command} --estimate --link 1").output
     for options, text in (
-        ("--device h100 1", "'h100' is not a valid float range"),
+        ("--device h100 1", "'h100' is no positive number: expected two of a data sheet"),
         ("--link string", "'string' is not a valid float range"),
     ):
         result = run(f"{command} {options}")
@@ -310,7 +310,7 @@ def test_inspect_without_gradients_of_inputs() -> None:
             f"{PLAN} --limit 1KiB",
             "fit under a cap of 1,024 bytes a rank; the least cap that works is",
         ),
-        (f"{PLAN} --backend tpu", "unknown backend 'tpu'; known backends: 'eager', "),
+        (f"{PLAN} --backend tpu", "'tpu' is not one of 'eager', 'inductor'"),
         (f"{PIPELINE} --json nowhere/rows.json", "there is no folder nowhere to write rows"),
         (
             "plan tests.planner.planned_models:bare --devices 2 --batch 8 --estimate",
@@ -380,11 +380,33 @@ def test_bad_input_is_refused_at_once(command: str, message: str) -> None:
     assert isinstance(result.exception, SystemExit)
 
 
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("inspect tests.failing:nowhere", 2),
+        ("inspect tests.failing:raises", 2),
+        ("inspect tests.failing:fails", 1),
+        ("compare tests.failing:nowhere", 2),
+        ("compare tests.failing:sized --schedule zbv", 2),
+        ("compare tests.failing:sized --stages 9", 1),
+        (f"{PLAN} --schedules zbv", 2),
+        (f"{PLAN} --limit 1", 1),
+        ("simulate --stages 2 --microbatches 2 --times 1,1", 2),
+        ("simulate --stages 2 --microbatches 4 --times 1,1,1 --cap 0.1", 1),
+        ("check zbv --mesh pp=4", 2),
+        ("check 1f1b --mesh pp=2,tensor=2", 2),
+    ],
+)
+def test_a_verdict_exits_with_1_and_a_wrong_command_with_2(command: str, status: int) -> None:
+    result = run(command)
+    assert result.exit_code == status, result.output
+
+
 def test_a_full_disk() -> None:
     if not pathlib.Path("/dev/full").exists():
         pytest.skip("no /dev/full")
     result = run(f"{PIPELINE} --json /dev/full")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "OutputError: cannot write '/dev/full': No space left on device" in result.output
 
 
@@ -406,8 +428,8 @@ def test_a_plan_is_written_where_asked_and_has_the_examples_batch(
 @pytest.mark.parametrize("command", ["compare", "inspect"])
 def test_unknown_backend(command: str) -> None:
     result = run(f"{command} {SMALL} --backend tpu")
-    assert result.exit_code == 1
-    assert "unknown backend 'tpu'; known backends: 'eager', 'inductor'" in result.output
+    assert result.exit_code == 2
+    assert "'tpu' is not one of 'eager', 'inductor'" in result.output
 
 
 def test_inspect_writes_what_inductor_generated(tmp_path: pathlib.Path) -> None:

@@ -107,8 +107,8 @@ def test_what_is_refused() -> None:
 
     assert_refused(
         [
-            ("a mesh has not both 'ep' and 'tp'", given(stage_of, mesh_of(ep=2, tp=2))),
-            ("a mesh has not both 'ep' and 'cp'", given(stage_of, mesh_of(ep=2, cp=2))),
+            ("mesh dimensions 'ep' and 'tp' cannot be combined", given(stage_of, mesh_of(ep=2, tp=2))),
+            ("mesh dimensions 'ep' and 'cp' cannot be combined", given(stage_of, mesh_of(ep=2, cp=2))),
             ("and 'dp_shard': call that of experts", given(stage_of, mesh_of(ep=2, dp_shard=2))),
             (
                 "of any stage is shared by them: let experts be parameters distribute",

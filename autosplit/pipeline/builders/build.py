@@ -98,6 +98,8 @@ def unknown_schedule(schedule: object, *further: str) -> ScheduleError:
     hint = nearest(name, (*SCHEDULES, *further))
     if ours is not None:
         hint = f"; torch's {name} is {ours!r} here"
+    elif "chimera" in name.lower():
+        hint = "; two copies of a model are not run, and 'zb-v' fills as much with one"
     return ScheduleError(
         f"unknown schedule {name!r}; known: {', '.join((*SCHEDULES, *further))}{hint}"
     )
