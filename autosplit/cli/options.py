@@ -27,6 +27,10 @@ VERDICTS = (CapError, CaptureError, SplitError, DeadlockError, PipelineError)
 """Errors that answer a command: what it names was tried, and cannot be split, fit or run."""
 
 
+class _WrongCommandError(click.ClickException):
+    exit_code = 2
+
+
 def typed_errors(
     command: Callable[..., None], verdicts: tuple[type[AutosplitError], ...] = VERDICTS
 ) -> Callable[..., None]:
@@ -39,10 +43,9 @@ def typed_errors(
         try:
             command(*args, **kwargs)
         except AutosplitError as error:
-            shown = click.ClickException(f"{type(error).__name__}: {_words(error)}")
             is_verdict = isinstance(error, verdicts) and not isinstance(error, FactoryError)
-            shown.exit_code = 1 if is_verdict else 2
-            raise shown from error
+            shown = click.ClickException if is_verdict else _WrongCommandError
+            raise shown(f"{type(error).__name__}: {_words(error)}") from error
 
     return run
 

@@ -107,9 +107,9 @@ def test_what_is_refused() -> None:
 
     assert_refused(
         [
-            ("mesh dimensions 'ep' and 'tp' cannot be combined", given(stage_of, mesh_of(ep=2, tp=2))),
-            ("mesh dimensions 'ep' and 'cp' cannot be combined", given(stage_of, mesh_of(ep=2, cp=2))),
-            ("and 'dp_shard': call that of experts", given(stage_of, mesh_of(ep=2, dp_shard=2))),
+            ("'ep' and 'tp' cannot be combined", given(stage_of, mesh_of(ep=2, tp=2))),
+            ("'ep' and 'cp' cannot be combined", given(stage_of, mesh_of(ep=2, cp=2))),
+            ("got ep, dp_shard: call that of experts", given(stage_of, mesh_of(ep=2, dp_shard=2))),
             (
                 "of any stage is shared by them: let experts be parameters distribute",
                 given(stage_of),
