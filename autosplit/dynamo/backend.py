@@ -221,13 +221,13 @@ def _functions(
     graphs = split_capture(traced, backend, options.memory_policy, dump_folder(module))
     names = [role.name for role in roles]
 
-    def plain(state: State, leaves: Sequence[Any]) -> Sequence[Any]:
+    def call_plainly(state: State, leaves: Sequence[Any]) -> Sequence[Any]:
         values = {**dict(zip(traced.inputs, leaves, strict=True)), **state}
         if not values.keys() >= {*names}:
             raise CaptureError("inputs share their memory")
         return [*unsplit(module)(*map(values.__getitem__, names))]
 
-    functions = checked(made, plain)(traced, graphs, backend)
+    functions = checked(made, call_plainly)(traced, graphs, backend)
     functions.compile()
     return functions
 

@@ -61,7 +61,7 @@ F = TypeVar("F", bound=SplitFunctions)
 
 
 def checked(kind: type[F], plain: Plain) -> Callable[..., F]:
-    """What makes a graph's functions: with the checks, if ``AUTOSPLIT_CHECK=1`` asks for them.
+    """The class of a graph's functions, with checks if ``AUTOSPLIT_CHECK=1`` asks for them.
 
     Args:
         kind: their class without checks.
@@ -140,8 +140,8 @@ class CheckedResiduals(Residuals):
     def written(self) -> Iterator[tuple[str, Tensor]]:
         """Name of each such tensor, and whether these elements have changed."""
         names = self._known.watched(len(self._tensors))
-        for name, before, now in zip(names, self.samples, self.sample(), strict=True):
-            yield name, (before != now).any()
+        for name, sampled, now in zip(names, self.samples, self.sample(), strict=True):
+            yield name, (sampled != now).any()
 
 
 _SAMPLED = 1024  # elements of a tensor
@@ -268,7 +268,7 @@ class CheckedFunctions(SplitFunctions):
     def _autograds(
         self, plain: Plain, state: State, leaves: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Tensor]]:
-        """What autograd computes, and for which gradients of outputs, by their places."""
+        """Results of plain autograd, and the random gradients of outputs by their places."""
         values = copy.deepcopy({**state})
         roots = {id(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
         trained = self.dependence.inputs_given(self.output_names)
@@ -294,7 +294,7 @@ class CheckedFunctions(SplitFunctions):
     def _computed(
         self, state: State, leaves: Sequence[Any], tangents: dict[int, Tensor]
     ) -> Iterator[list[Any]]:
-        """What the graphs compute, by I and W, and by B."""
+        """Results of the graphs: by I and W, then by B."""
         results, updates, saved = self.forward(state, [*leaves])
         if not self.has_backward:
             yield [*results, *updates]
