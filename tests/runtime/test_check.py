@@ -63,6 +63,22 @@ def test_a_parameter_written_unseen_is_named_with_its_line(face: Callable[..., A
         autosplit.backward_weight(model) if face is compiled else norms.grad.sum()
 
 
+def test_with_an_accelerator_the_step_reads_what_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autosplit.runtime.check.has_accelerator", lambda: True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters())
+    hidden = torch.randn(6, 8, requires_grad=True) * 2
+    split = autosplit.split(model)
+    split(hidden).sum().backward()
+    hidden.data.zero_()
+    split.backward_weight()
+    with pytest.raises(CheckError, match="unseen by autograd"):
+        optimizer.step()
+    optimizer.step()  # it is said once
+
+
 def test_an_output_of_a_stage_written_through_numpy() -> None:
     model = Made(lambda m, x: (h := m.a(x), m.b(h)), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
     stage = autosplit.Stage(model, [torch.randn(6, 8)])
