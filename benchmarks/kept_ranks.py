@@ -13,8 +13,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.default_group import serve_store
-from autosplit.pipeline.engine.launch import Failure, Job, Success, first_cause, work
+from autosplit.ranks.default_group import serve_store
+from autosplit.ranks.launch import Failure, Job, Success, first_cause, work
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from time import perf_counter
 import torch
 
 from autosplit.mesh.costs import Link
-from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.simulation.step_graph import Transfer
+from autosplit.ranks.groups import Groups
 
 Pair = tuple[int, int]
 

@@ -21,7 +21,7 @@ from tests.by_folder import by_folder
 from tests.interpreters import collect_rarely
 
 if TYPE_CHECKING:
-    from tests.ranks import Ranks
+    from tests.kept_ranks import Ranks
 
 # Inductor's pool of processes takes longer to start than all that tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -64,7 +64,7 @@ def _one_thread_and_seed() -> Iterator[None]:
     import torch
 
     from tests.cheap_tracing import seed_cheaply, trace_cheaply
-    from tests.ranks import measure_cheaply, search_cheaply
+    from tests.kept_ranks import measure_cheaply, search_cheaply
 
     seed_cheaply()
     before = torch.get_num_threads()
@@ -82,7 +82,7 @@ def _a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of what tests ``launch`` themselves."""
     if devices.chosen() == "cpu":
         return
-    from autosplit.pipeline.engine.launch import launch
+    from autosplit.ranks.launch import launch
 
     def launched(fn: Any, nprocs: int, *args: Any, **kwargs: Any) -> Any:
         devices.need(nprocs)
@@ -108,7 +108,7 @@ def _own_recompilations() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def on_ranks() -> Iterator[Ranks]:
     """``launch``, in processes that stay for the next test."""
-    from tests.ranks import Ranks
+    from tests.kept_ranks import Ranks
 
     ranks = Ranks()
     yield ranks
@@ -118,7 +118,7 @@ def on_ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def launched_on_ranks(on_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has imported ``launch`` calls ``on_ranks`` instead; who imports it later does not."""
-    from autosplit.pipeline.engine.launch import launch
+    from autosplit.ranks.launch import launch
 
     names = [
         name

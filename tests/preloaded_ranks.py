@@ -3,5 +3,3 @@
 from __future__ import annotations
 
 import examples.language_model  # noqa: F401
-import tests.pipeline.workers
-import tests.ranks  # noqa: F401

@@ -31,6 +31,11 @@ from torch._functorch._aot_autograd.schemas import MutationType, TensorAlias
 from torch._guards import TracingContext
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
+from autosplit.capture.guards import DynamosGuards
+from autosplit.capture.input_sizes import InputSizes
+from autosplit.capture.joint_graph import Capture, export_joint
+from autosplit.capture.roles import DescriptorRoles, is_mesh, shardings, whole, with_roles
+from autosplit.capture.side_effects import refuse_own_generators
 from autosplit.capture.workarounds.custom_functions import (
     refuse_absent_gradients,
     return_tensors_once,
@@ -46,12 +51,6 @@ from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.aliasing import storage_root
 from autosplit.passes.graph import STATE, placeholders
 from autosplit.torch_internals.dynamo import source_name
-
-from .guards import DynamosGuards
-from .input_sizes import InputSizes
-from .joint_graph import Capture, export_joint
-from .roles import DescriptorRoles, is_mesh, shardings, whole, with_roles
-from .side_effects import refuse_own_generators
 
 _ROOT = re.compile(r"[LG]\['\w+'\]")
 _MARK = "_is_torch_compile"  # an attribute meant for the wrapper that ``torch.compile`` returns

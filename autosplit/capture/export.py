@@ -17,6 +17,10 @@ from torch._dynamo.functional_export import create_fx_graph_from_captured_output
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 
+from autosplit.capture.backward_reads import BackwardReads
+from autosplit.capture.diagnosis import forward_of
+from autosplit.capture.guards import DYNAMO, ForwardScope, Guards, traced_call
+from autosplit.capture.side_effects import refuse_drawn, setters, writes_noted
 from autosplit.capture.workarounds.custom_functions import (
     refuse_absent_gradients,
     return_tensors_once,
@@ -37,13 +41,8 @@ from autosplit.errors import CaptureError
 from autosplit.torch_internals import TORCH
 from autosplit.torch_internals.pytree import hold
 
-from .backward_reads import BackwardReads
-from .diagnosis import forward_of
-from .guards import DYNAMO, ForwardScope, Guards, traced_call
-from .side_effects import refuse_drawn, setters, writes_noted
-
 if TYPE_CHECKING:
-    from .region_session import RegionSession
+    from autosplit.capture.region_session import RegionSession
 
 
 def export(

@@ -21,6 +21,10 @@ from torch.fx.experimental.symbolic_shapes import guard_or_true
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from autosplit.capture.diagnosis import user_errors
+from autosplit.capture.export import export
+from autosplit.capture.guards import unobserved
+from autosplit.capture.roles import canonical_names
 from autosplit.capture.workarounds.operators import (
     refuse_traced_otherwise,
     without_fused_recurrence,
@@ -28,11 +32,6 @@ from autosplit.capture.workarounds.operators import (
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.distributed import refuse_sharded
 from autosplit.torch_internals.pytree import TreeSpec, hold, tree_flatten
-
-from .diagnosis import user_errors
-from .export import export
-from .guards import unobserved
-from .roles import canonical_names
 
 # Their schemas do not say that they write the running statistics in training.
 _BATCH_NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}

@@ -23,13 +23,12 @@ from torch.nn.modules import module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.module_tracker import ModuleTracker
 
+from autosplit.capture.diagnosis import forward_of
+from autosplit.capture.input_sizes import is_open
+from autosplit.capture.side_effects import Setter
 from autosplit.capture.workarounds.operators import AS_IN_EAGER
 from autosplit.errors import CaptureError
 from autosplit.torch_internals.pytree import tree_flatten
-
-from .diagnosis import forward_of
-from .input_sizes import is_open
-from .side_effects import Setter
 
 # The other global hooks on modules may do anything; they are part of what is captured.
 _HOOKS: tuple[dict[int, Any], ...] = (

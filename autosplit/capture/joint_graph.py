@@ -21,6 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autosplit.capture.diagnosis import forward_of, user_errors
+from autosplit.capture.export import export
+from autosplit.capture.guards import Guards, unobserved
+from autosplit.capture.input_sizes import InputSizes, is_open
+from autosplit.capture.module_paths import name_modules
+from autosplit.capture.region import expand, tracing_calls
+from autosplit.capture.region_session import RegionSession, SplitBlock
+from autosplit.capture.region_session import are_captured as regions_wanted
+from autosplit.capture.roles import ModuleRoles, canonical_names, shardings, with_roles
 from autosplit.capture.workarounds.operators import (
     Decompositions,
     as_eager,
@@ -38,16 +47,6 @@ from autosplit.torch_internals.pytree import (
     tree_flatten,
     tree_unflatten,
 )
-
-from .diagnosis import forward_of, user_errors
-from .export import export
-from .guards import Guards, unobserved
-from .input_sizes import InputSizes, is_open
-from .module_paths import name_modules
-from .region import expand, tracing_calls
-from .region_session import RegionSession, SplitBlock
-from .region_session import are_captured as regions_wanted
-from .roles import ModuleRoles, canonical_names, shardings, with_roles
 
 _OWN_STORAGE = {OutputType.non_alias, OutputType.unsafe_view_alias}
 

@@ -20,17 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from autosplit.capture.guards import BlockGuards
+from autosplit.capture.input_sizes import Within
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.graph import ORIGIN, STATE, inputs, outputs, placeholders, role_of
 from autosplit.passes.subgraph import Subgraph, call_subgraph
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
-from .guards import BlockGuards
-from .input_sizes import Within
-
 if TYPE_CHECKING:
-    from .joint_graph import Capture
+    from autosplit.capture.joint_graph import Capture
 
 
 _CALLS: ContextVar[Sequence[RegionCall]] = ContextVar("calls of blocks in a trace")

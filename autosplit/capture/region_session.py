@@ -24,6 +24,11 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from autosplit.capture.guards import BlockGuards
+from autosplit.capture.input_sizes import leave_open, sizes_around
+from autosplit.capture.region import ANCHOR, Region, RegionCall, new_anchor
+from autosplit.capture.workarounds.dynamo import function_modes_of_the_call
+from autosplit.capture.workarounds.key_value_cache import cache_argument, caching
 from autosplit.device import accelerator_kind
 from autosplit.errors import CaptureError
 from autosplit.passes import Kind, SplitGraphs
@@ -32,14 +37,8 @@ from autosplit.passes.graph import concrete, inputs, outputs
 from autosplit.torch_internals.dynamo import traced_value
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from .guards import BlockGuards
-from .input_sizes import leave_open, sizes_around
-from .key_value_cache import cache_argument, caching
-from .region import ANCHOR, Region, RegionCall, new_anchor
-from .workarounds.dynamo import function_modes_of_the_call
-
 if TYPE_CHECKING:
-    from .joint_graph import Capture
+    from autosplit.capture.joint_graph import Capture
 
 SWITCH = "AUTOSPLIT_REGIONS"
 

@@ -19,13 +19,12 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
+from autosplit.capture.module_paths import frames
 from autosplit.errors import CaptureError, PythonStateError
 from autosplit.passes import Kind, Role
 from autosplit.passes.analysis.operators import writes_in_backward
 from autosplit.passes.graph import ORIGIN, STATE, Origin, inputs, placeholders, source_line
 from autosplit.torch_internals.dtensor import Sharding, is_dtensor
-
-from .module_paths import frames
 
 _TAG = "partitioner_tag"
 _FORWARD = {"is_forward", "must_be_in_forward"}

@@ -25,11 +25,10 @@ from torch._dynamo.source import RandomValueSource
 from torch._dynamo.variables import TensorVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 
+from autosplit.capture.diagnosis import forward_of
 from autosplit.errors import CaptureError, PythonStateError
 from autosplit.passes.graph import placeholders
 from autosplit.torch_internals.dynamo import source_name, traced_value
-
-from .diagnosis import forward_of
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _MISSING, _UNKNOWN = object(), object()

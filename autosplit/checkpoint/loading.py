@@ -16,7 +16,7 @@ from .ranks import Ranks
 from .reading import Checkpoint, open_checkpoint
 
 if TYPE_CHECKING:
-    from autosplit.pipeline.trainer import PipelineTrainer
+    from autosplit.trainer.trainer import PipelineTrainer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.training.stage_modules import Holder
+from autosplit.trainer.stage_modules import Holder
 
 from .ranks import Ranks
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from autosplit.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from autosplit.pipeline.trainer import PipelineTrainer
+    from autosplit.trainer.trainer import PipelineTrainer
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from autosplit.errors import CheckpointError
-from autosplit.pipeline.engine.control import Control
+from autosplit.ranks.control import Control
 
 from . import run_state
 from .naming import Names, Naming
@@ -41,7 +41,7 @@ from .ranks import Ranks, describe, joined
 from .reading import METADATA, SAVED
 
 if TYPE_CHECKING:
-    from autosplit.pipeline.trainer import PipelineTrainer
+    from autosplit.trainer.trainer import PipelineTrainer
 
 
 class PendingSave:

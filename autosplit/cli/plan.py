@@ -25,11 +25,11 @@ from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
 from autosplit.planner.cuts import CapError, Solution, solve
 from autosplit.planner.meta_model import meta_model
-from autosplit.planner.plan import Plan
 from autosplit.runtime.build import SplitOptions
 from autosplit.text.figures import few, size_text
 from autosplit.text.files import write_text
 from autosplit.text.progress import working
+from autosplit.trainer.plan import Plan
 
 from .options import (
     COUNTS,

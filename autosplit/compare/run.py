@@ -20,19 +20,19 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.engine.default_group import gather, process_group
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.pipeline.simulation.simulate import Timeline, median_durations, simulate
-from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.pipeline.training.options import RunOptions, StageOptions
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, profile
 from autosplit.planner.cutting import device_of_trainer, on_all_ranks
+from autosplit.ranks.default_group import gather, process_group
+from autosplit.ranks.launch import launch
 from autosplit.runtime.build import SplitOptions
 from autosplit.text.figures import size_text, spread
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
+from autosplit.trainer.options import RunOptions, StageOptions
+from autosplit.trainer.trainer import PipelineTrainer
 
 from .example import own_loss, resized, samples_of, trained_example
 

@@ -1,8 +1,9 @@
 """Schedules and the engine that drives split stages through them over several processes."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from autosplit.pipeline.builders.build import SCHEDULES, WEIGHTS, build
-from autosplit.pipeline.engine.default_group import process_group
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.search.balance import balance
 from autosplit.pipeline.search.offload import offload
@@ -14,9 +15,12 @@ from autosplit.pipeline.simulation.simulate import Costs, Span, Timeline, simula
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.pipeline.validation.torch_csv import read_csv, write_csv
 from autosplit.pipeline.validation.validate import validate
+from autosplit.ranks.default_group import process_group
+from autosplit.ranks.launch import launch
 
-from .trainer import PipelineTrainer
-from .training.options import RunOptions, StageOptions
+if TYPE_CHECKING:
+    from autosplit.trainer.options import RunOptions, StageOptions
+    from autosplit.trainer.trainer import PipelineTrainer
 
 __all__ = [
     "SCHEDULES",
@@ -46,3 +50,17 @@ __all__ = [
     "validate",
     "write_csv",
 ]
+
+_OF_TRAINER = {
+    "PipelineTrainer": "autosplit.trainer.trainer",
+    "RunOptions": "autosplit.trainer.options",
+    "StageOptions": "autosplit.trainer.options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The trainer is imported at its first use, because it imports from this folder."""
+    if name not in _OF_TRAINER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_OF_TRAINER[name]), name)
+    return value

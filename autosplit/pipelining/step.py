@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
-from autosplit.pipeline.engine.board import Board, Fault
-from autosplit.pipeline.engine.first_error import RankError
-from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action
+from autosplit.ranks.board import Board, Fault
+from autosplit.ranks.first_error import RankError
+from autosplit.ranks.groups import disconnect
 from autosplit.runtime.specializations import CallSignature, flatten
 from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.torch_internals.distributed import store_of

@@ -19,13 +19,12 @@ from autosplit.device import generators_kept, settle
 from autosplit.errors import PlanError
 from autosplit.mesh.costs import DeviceSpeed, measure_device
 from autosplit.passes.analysis.operator_cost import flops, traffic, value_bytes
+from autosplit.pipeline.engine.autocast import WithAutocast
 from autosplit.pipeline.engine.stages import footprint
-from autosplit.pipeline.training.stage_modules import WithAutocast
+from autosplit.planner.captured_model import WholeModel, device_of
+from autosplit.planner.meta_model import assign, named_tensors
 from autosplit.runtime.build import SplitOptions
 from autosplit.stage import Stage
-
-from .captured_model import WholeModel, device_of
-from .meta_model import assign, named_tensors
 
 _SMALL = 2**16  # bytes below which a tensor may as well have memory
 _SCALE = 0.02  # of random parameters: small enough that no block overflows

@@ -18,8 +18,7 @@ from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, peak_memory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Transfer
-
-from .costs import BlockCost, ModelCosts
+from autosplit.planner.costs import BlockCost, ModelCosts
 
 _WORK = 60_000  # actions that are simulated for one schedule: seconds
 _SHIFTS = (1, -1, 2, -2)  # blocks by which cuts are moved

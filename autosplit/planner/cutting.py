@@ -22,7 +22,6 @@ from autosplit.capture.roles import canonical_names
 from autosplit.errors import AutosplitError, PlanError
 from autosplit.mesh.costs import device_of_group
 from autosplit.pipeline.builders.build import ScheduleRequest
-from autosplit.pipeline.engine.default_group import gather
 from autosplit.pipeline.schedule.routes import Wiring
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import BlockOptions, ModelCosts, estimate, profile
@@ -30,6 +29,7 @@ from autosplit.planner.cuts import CapError, Solution, solve
 from autosplit.planner.meta_model import Values, initial_values, materialise_stage
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.planner.stage_module import StageGraph, StageLayout, StageModule
+from autosplit.ranks.default_group import gather
 from autosplit.text.progress import working
 
 Names = Mapping[str, Mapping[int, Sequence[str]]]

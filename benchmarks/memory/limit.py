@@ -13,10 +13,10 @@ import torch
 import autosplit
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer, RunOptions
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.pipeline.simulation.simulate import Costs, median_durations
+from autosplit.ranks.launch import launch
 from examples.families import FAMILIES, Family
 
 from ..links import measure_transfer

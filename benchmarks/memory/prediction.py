@@ -9,7 +9,7 @@ import torch
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
-from autosplit.pipeline.engine.launch import launch
+from autosplit.ranks.launch import launch
 from examples.families import FAMILIES
 
 from ..paper.settings import SIZES

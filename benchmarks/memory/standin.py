@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.engine.stages import stage_memory
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
 from autosplit.pipeline.simulation.step_graph import Transfer
+from autosplit.ranks.launch import launch
 from autosplit.stage import Stage
 
 from ..pipeline.standin import Clock, makespans

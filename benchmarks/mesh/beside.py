@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.pipeline import PipelineTrainer
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipelining import SplitPipelineStage
+from autosplit.ranks.launch import launch
 from autosplit.torch_internals.dtensor import local_tensor
 
 from ..pipeline.turns import Turn, attempt, forget, root_of, take_turns

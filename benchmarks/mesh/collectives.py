@@ -22,7 +22,7 @@ from autosplit import CollectiveCosts
 from autosplit.passes.analysis.operator_cost import graph_flops, weight_flops
 from autosplit.passes.analysis.operators import is_exchange, is_start
 from autosplit.passes.graph import calls
-from autosplit.pipeline.engine.launch import launch
+from autosplit.ranks.launch import launch
 from autosplit.torch_internals.dtensor import local_tensor
 
 from ..results import Rows, table

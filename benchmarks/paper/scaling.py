@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.simulate import simulate
+from autosplit.ranks.launch import launch
 
 from ..pipeline.standin import Case, Times, batch_of, makespans, trainer_of
 from ..results import Rows, table

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from autosplit.pipeline import StageOptions
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.engine.launch import launch
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.ranks.launch import launch
+from autosplit.trainer.trainer import PipelineTrainer
 
 from ..results import Rows, mark, table
 

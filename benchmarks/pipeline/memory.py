@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.schedule import Schedule
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.ranks.launch import launch
+from autosplit.trainer.trainer import PipelineTrainer
 from examples.decoder import Block, LlamaConfig, Rotary
 
 from ..peak import peak_bytes

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autosplit.compare.example import call_factory
-from autosplit.pipeline.engine.launch import launch
+from autosplit.ranks.launch import launch
 from autosplit.text.figures import quartiles, spread
 
 from ..peak import peak_bytes

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from autosplit.errors import ScheduleError
 from autosplit.pipeline import RunOptions, StageOptions
 from autosplit.pipeline.builders.build import SCHEDULES, build
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.ranks.launch import launch
+from autosplit.trainer.trainer import PipelineTrainer
 
 from ..results import Rows, by_setting, mark, table
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from autosplit.pipeline import RunOptions, StageOptions
-from autosplit.pipeline.engine.groups import disconnect
 from autosplit.pipeline.engine.stages import (
     SplitStage,
     StageFactory,
     TrainableStage,
 )
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.ranks.groups import disconnect
 from autosplit.text.figures import spread
 from autosplit.torch_internals.state import distinct_storage_bytes
+from autosplit.trainer.trainer import PipelineTrainer
 from examples.workload import Workload
 
 from .contenders import Contender

@@ -10,13 +10,13 @@ from typing import Any
 
 from autosplit.mesh.costs import device_of_group, measure_device
 from autosplit.pipeline.builders.build import ScheduleRequest
-from autosplit.pipeline.engine.groups import Groups
-from autosplit.pipeline.engine.launch import launch
 from autosplit.pipeline.simulation.step_graph import Transfer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.costs import ModelCosts, estimate, kinds, profile
 from autosplit.planner.cuts import Solution, solve
 from autosplit.planner.cutting import on_all_ranks
+from autosplit.ranks.groups import Groups
+from autosplit.ranks.launch import launch
 
 from ..links import measure_transfer, ring
 from ..page import option

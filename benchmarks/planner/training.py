@@ -12,10 +12,10 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline import RunOptions
 from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.pipeline.simulation.simulate import median_durations
-from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.planner.captured_model import WholeModel
 from autosplit.planner.cuts import Solution
 from autosplit.planner.cutting import cut
+from autosplit.trainer.trainer import PipelineTrainer
 
 from ..pipeline.turns import forget
 from .models import Subject

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autosplit.compare.example import call_factory
-from autosplit.pipeline.engine.launch import launch
+from autosplit.ranks.launch import launch
 from examples.workload import Workload
 
 from ..page import option

@@ -18,7 +18,7 @@ from autosplit import SplitError, Stage
 from autosplit.dynamo.pending_weights import backward_weight
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.schedule.schedule import Action, Schedule
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.trainer.trainer import PipelineTrainer
 from tests.pipeline.trainer_options import grouped
 from tests.zoo import Made, Residual
 

@@ -21,7 +21,7 @@ CELLS = (Cell("kill", "compile", 3, "launch"),)
 def judged(cell: Cell, pipe: Connection) -> None:
     """Run a cell in a process of its own, whose ranks begin with what it has imported."""
     fork = multiprocessing.get_context("fork")
-    launching = sys.modules["autosplit.pipeline.engine.launch"]
+    launching = sys.modules["autosplit.ranks.launch"]
     launching.get_context = lambda method: fork  # type: ignore[attr-defined]
     try:
         pipe.send(judge(cell, timeout=4.0))

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.pipeline.trainer import PipelineTrainer
-from autosplit.pipeline.training.stage_modules import Holder
 from autosplit.planner.meta_model import materialise_stage
+from autosplit.trainer.stage_modules import Holder
+from autosplit.trainer.trainer import PipelineTrainer
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.tables import chain_of
 from tests.pipeline.trainer_options import grouped

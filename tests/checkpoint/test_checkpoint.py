@@ -276,7 +276,7 @@ def test_the_state_of_an_optimizer_is_not_left_out_silently(write: Any, tmp_path
 
 
 def test_stages_that_were_not_cut_from_one_model_need_names(tmp_path: Path) -> None:
-    from autosplit.pipeline.trainer import PipelineTrainer
+    from autosplit.trainer.trainer import PipelineTrainer
 
     def build(count: int) -> PipelineTrainer:
         modules = [nn.Linear(3, 3) for _ in range(count)]

@@ -20,8 +20,8 @@ from autosplit.checkpoint import load_checkpoint, read_checkpoint, save_checkpoi
 from tests.checkpoint.checkpoint_workers import dropping, named, train, trainer, whole
 from tests.checkpoint.forms import state
 from tests.checkpoint.test_resume import by_group, steps
+from tests.kept_ranks import Ranks, ranks
 from tests.mesh.workers import common_folder, same
-from tests.ranks import Ranks, ranks
 
 
 @ranks(2)

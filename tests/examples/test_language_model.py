@@ -21,7 +21,7 @@ from autosplit.errors import CheckpointError
 from examples import language_model
 from examples.language_model import Settings, Windows, read_tokens
 from tests.interpreters import Servers, interpreters
-from tests.ranks import Ranks
+from tests.kept_ranks import Ranks
 
 STEPS, KILLED = 4, 3  # saved behind the second step
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
+from tests.kept_ranks import ranks
 from tests.mesh.exchange_models import built, stage_of
 from tests.mesh.workers import (
     REFERENCE,
@@ -25,7 +26,6 @@ from tests.mesh.workers import (
     share,
     trainer,
 )
-from tests.ranks import ranks
 
 CLIPPED: dict[str, Any] = {"max_grad_norm": 0.5, "nonfinite": "skip"}
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.kept_ranks import ranks
 from tests.mesh.workers import (
     REFERENCE,
     ROWS,
@@ -31,7 +32,6 @@ from tests.mesh.workers import (
     share,
     trainer,
 )
-from tests.ranks import ranks
 from tests.zoo import Made
 
 MESH = {"pp": 2, "dp_replicate": 2}

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
+from tests.kept_ranks import ranks
 from tests.mesh.workers import (
     REFERENCE,
     WIDTH,
@@ -31,7 +32,6 @@ from tests.mesh.workers import (
     share,
     trainer,
 )
-from tests.ranks import ranks
 from tests.zoo import Made
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

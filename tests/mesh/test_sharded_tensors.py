@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import autosplit
 from autosplit.errors import AutosplitError, PipelineError
+from tests.kept_ranks import Ranks, ranks
 from tests.mesh.parallel_models import (
     WIDTH,
     Block,
@@ -47,7 +48,6 @@ from tests.mesh.workers import (
     place,
     whole,
 )
-from tests.ranks import Ranks, ranks
 from tests.zoo import Made
 
 MESH = {"dp_shard": 2, "tp": 2}

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from autosplit.checkpoint import read_checkpoint
+from tests.kept_ranks import Ranks, forget_meshes, ranks
 from tests.mesh.parallel_models import (
     WIDTH,
     WORDS,
@@ -44,7 +45,6 @@ from tests.mesh.workers import (
     same,
     whole,
 )
-from tests.ranks import Ranks, forget_meshes, ranks
 
 
 @ranks(4)

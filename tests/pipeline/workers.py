@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autosplit.pipeline.trainer import PipelineTrainer
+from autosplit.trainer.trainer import PipelineTrainer
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.trainer_options import grouped
 

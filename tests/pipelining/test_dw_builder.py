@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 import autosplit
 from autosplit.errors import PipelineError
 from autosplit.pipelining import dw_builder
-from tests.ranks import ranks
+from tests.kept_ranks import ranks
 
 from .programs import Program, block
 

@@ -23,7 +23,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline import build
 from autosplit.pipelining import SplitPipelineStage, dw_builder, torch_schedule
 from autosplit.torch_internals.pipelining_stage import StageShapeError
-from tests.ranks import Ranks
+from tests.kept_ranks import Ranks
 
 from .programs import CPU, Program, around, block, mean_square, trained
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import autosplit
 from autosplit.pipeline import build
 from autosplit.pipelining import SplitPipelineStage, dw_builder, torch_schedule
-from tests.ranks import ranks
+from tests.kept_ranks import ranks
 from tests.sharded.models import Model
 from tests.sharded.test_split import Pair, raised, reductions, sharded
 

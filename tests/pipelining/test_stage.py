@@ -25,7 +25,7 @@ from autosplit.pipeline import build
 from autosplit.pipeline.validation.torch_csv import add_communication
 from autosplit.pipelining import SplitPipelineStage, reset_shapes, torch_schedule
 from autosplit.torch_internals import TORCH
-from tests.ranks import ranks
+from tests.kept_ranks import ranks
 from tests.zoo import Made
 
 from .programs import Program, around, block, mean_square, no_leaked_tensors, trained

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from autosplit.pipeline.engine.groups import Groups
+from autosplit.ranks.groups import Groups
 from benchmarks.links import measure_transfer, ring
-from tests.ranks import ranks
+from tests.kept_ranks import ranks
 
 _LATE = 0.02  # seconds; a message between two processes of one machine takes a thousandth of it
 

@@ -12,6 +12,7 @@ import torch
 from autosplit.errors import PipelineError, PlanError, ScheduleError
 from autosplit.pipeline import PipelineTrainer, RunOptions, StageOptions
 from autosplit.planner import Plan, cutting, partition
+from tests.kept_ranks import Ranks
 from tests.planner.planned_models import (
     MICROBATCH,
     costs,
@@ -22,7 +23,6 @@ from tests.planner.planned_models import (
     tokens,
     trained,
 )
-from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp
 
 import autosplit
-from tests.ranks import ranks
+from tests.kept_ranks import ranks
 from tests.zoo import Made
 
 from .models import (

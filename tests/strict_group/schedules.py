@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import (
 from autosplit.pipeline import PipelineTrainer
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.pipelining import SplitPipelineStage
+from tests.kept_ranks import forget_meshes
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.trainer_options import grouped
 from tests.pipelining.programs import Program, block
-from tests.ranks import forget_meshes
 from tests.zoo import mlp
 
 from .group import over

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from tests.kept_ranks import Ranks
 from tests.pipeline.validation.reported import CASES
-from tests.ranks import Ranks
 
 from . import Settings
 from .group import over

@@ -9,8 +9,8 @@ import pytest
 from autosplit.pipeline.builders.build import SCHEDULES
 from autosplit.torch_internals import TORCH
 from tests.all_true import assert_all
+from tests.kept_ranks import Ranks
 from tests.pipelining.programs import V_SHAPED
-from tests.ranks import Ranks
 
 from . import chosen, schedules
 from .schedules import MESHES, TORCHS

@@ -34,7 +34,7 @@ tests that fail without it; where torch is mended, it can go.
 | margin losses have other gradients and shapes | AOTAutograd | 2.13 | `refuse_traced_otherwise` |
   tests/capture/workarounds/test_margin_losses.py |
 | products of different dtypes pass, and fail when run | fake tensors | all |
-  `refuse_mixed_dtypes` | tests/pipeline/training/test_mistakes.py |
+  `refuse_mixed_dtypes` | tests/trainer/test_mistakes.py |
 | checks of linear algebra thread tokens through graphs | AOTAutograd | all | `without_tokens` |
   tests/semantics/operators/test_layers.py |
 | gradients of outputs that overlap themselves overwrite each other | AOTAutograd | all |

@@ -1,1 +1,1 @@
-"""Runs a schedule: messages between ranks, faults, execution, processes."""
+"""Run the actions of a step: messages between ranks, moves of activations, execution."""

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.moves import Moves
+from autosplit.pipeline.engine.stage_seeds import StageSeeds
+from autosplit.pipeline.engine.timing import Recorder
+from autosplit.pipeline.engine.transport import Transport, added, arguments, output_gradients
 from autosplit.pipeline.schedule.moves import recomputed
 from autosplit.pipeline.schedule.routes import parcels_for, result_of
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
+from autosplit.ranks.first_error import ActionError, LostPeerError, RankActivity
 from autosplit.stage import Stage
-
-from .first_error import ActionError, LostPeerError, RankActivity
-from .moves import Moves
-from .stage_seeds import StageSeeds
-from .timing import Recorder
-from .transport import Transport, added, arguments, output_gradients
 
 # --- what is asked of stages ----------------------------------------------------------------------
 

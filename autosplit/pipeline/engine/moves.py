@@ -21,14 +21,13 @@ from torch import Tensor
 
 from autosplit.device import OwnStream, done_so_far, settle, take_over
 from autosplit.errors import PipelineError, SplitError
+from autosplit.pipeline.engine.host_store import HostStore
 from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited_departures
 from autosplit.pipeline.schedule.schedule import LANES, Action, Schedule
 from autosplit.pipeline.simulation.simulate import Span
+from autosplit.ranks.first_error import ActionError, LostPeerError
+from autosplit.ranks.groups import Groups, losing
 from autosplit.torch_internals.allocations import sizes_known
-
-from .first_error import ActionError, LostPeerError
-from .groups import Groups, losing
-from .host_store import HostStore
 
 
 class TransferredBytes:

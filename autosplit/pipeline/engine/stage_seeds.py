@@ -10,8 +10,7 @@ import torch
 
 from autosplit.device import GeneratorStates, seed_generators
 from autosplit.pipeline.schedule.schedule import Action, Schedule
-
-from .groups import Groups
+from autosplit.ranks.groups import Groups
 
 _STRIDE = 0x9E3779B97F4A7C15
 """Odd, so that 2**32 of its multiples differ in the 32 bits that the CPU's generator takes."""

@@ -16,20 +16,19 @@ from autosplit.errors import PipelineError
 from autosplit.passes import CollectiveCosts, Kind
 from autosplit.passes.analysis.aliasing import distinct_bytes
 from autosplit.passes.graph import inputs as graph_inputs
+from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, Dependence, TensorMeta
+from autosplit.pipeline.engine.executor import BackwardStage
+from autosplit.pipeline.engine.transport import Receive, arguments
 from autosplit.pipeline.schedule.routes import Feeds
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
+from autosplit.ranks.groups import Groups
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.runtime.refusals import misfit
 from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import is_flat
 from autosplit.torch_internals.state import modes_kept, versions
-
-from .boundaries import Boundaries, Boundary, Dependence, TensorMeta
-from .executor import BackwardStage
-from .groups import Groups
-from .transport import Receive, arguments
 
 
 def forward_only(schedule: Schedule) -> Schedule:

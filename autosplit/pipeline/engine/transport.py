@@ -20,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autosplit.errors import PipelineError
+from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.schedule.routes import Feeds, Parcel, Routes, parcels_of
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
-
-from .boundaries import Boundaries, TensorMeta
-from .first_error import LostPeerError
-from .groups import Groups, lost
+from autosplit.ranks.first_error import LostPeerError
+from autosplit.ranks.groups import Groups, lost
 
 Receive = Callable[[], "list[Tensor | None]"]
 Send = Callable[[Sequence[Any]], None]

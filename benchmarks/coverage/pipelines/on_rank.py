@@ -15,7 +15,7 @@ from torch import Tensor
 import autosplit
 from autosplit import errors
 from autosplit.pipeline import RunOptions
-from autosplit.pipeline.engine.first_error import RankError
+from autosplit.ranks.first_error import RankError
 
 from ..examine import Verdict
 from ..observe import Observed, seed_everything

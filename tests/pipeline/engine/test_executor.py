@@ -12,10 +12,10 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import Boundaries
 from autosplit.pipeline.engine.executor import Executor
-from autosplit.pipeline.engine.first_error import LostPeerError
-from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import routes_of
+from autosplit.ranks.first_error import LostPeerError
+from autosplit.ranks.groups import Groups
 
 CPU = torch.device("cpu")
 

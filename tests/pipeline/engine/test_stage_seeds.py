@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from autosplit.checkpoint import load_checkpoint, save_checkpoint
 from autosplit.passes.analysis.operators import may_draw
 from autosplit.pipeline import PipelineTrainer, build
+from tests.kept_ranks import ranks
 from tests.mesh.workers import common_folder, mesh_of, same
 from tests.pipeline.reference_stage import ReferenceStage
 from tests.pipeline.trainer_options import grouped
-from tests.pipeline.training.moving import recomputing
-from tests.ranks import ranks
+from tests.trainer.moving import recomputing
 
 WIDTH, M = 8, 4
 

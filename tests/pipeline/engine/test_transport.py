@@ -14,11 +14,11 @@ from torch import Tensor
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
-from autosplit.pipeline.engine.groups import Groups
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.routes import Feeds, Parcel, routes_of
 from autosplit.pipeline.schedule.schedule import Action
-from tests.ranks import ranks
+from autosplit.ranks.groups import Groups
+from tests.kept_ranks import ranks
 
 CPU = torch.device("cpu")
 F0, I0 = Action.parse("0F0"), Action.parse("1I0")

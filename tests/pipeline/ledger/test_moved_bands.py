@@ -14,9 +14,9 @@ from autosplit.pipeline.engine.moves import Moves, TransferredBytes
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.ledger.bands import MemoryRecorder, StepMemory
 from autosplit.pipeline.schedule.schedule import Action
+from tests.kept_ranks import Ranks
 from tests.pipeline.ledger import workers
-from tests.pipeline.training.moving import offloading
-from tests.ranks import Ranks
+from tests.trainer.moving import offloading
 
 Steps = tuple[StepMemory, StepMemory]
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from autosplit.errors import PipelineError
 from autosplit.torch_internals.allocations import HostAllocations
+from tests.kept_ranks import Ranks
 from tests.pipeline.ledger import workers
 from tests.pipeline.reference_stage import ReferenceStage
-from tests.ranks import Ranks
 
 LOSSES = 4 * workers.MICROBATCHES  # bytes, of which graphs know nothing once they are with the user
 FLOAT = 4

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.ledger.bands import StepMemory
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
-from autosplit.pipeline.trainer import PipelineTrainer
 from autosplit.stage import Stage
+from autosplit.trainer.trainer import PipelineTrainer
 from tests.pipeline import workers
-from tests.pipeline.training.late_transfers import late_transfers, recorded_transfers
-from tests.pipeline.training.moving import SAVED, awaiting, evicting, offloading
+from tests.trainer.late_transfers import late_transfers, recorded_transfers
+from tests.trainer.moving import SAVED, awaiting, evicting, offloading
 from tests.zoo import Residual
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4

@@ -11,7 +11,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.schedule.routes import Feeds, Parcel, Routes, Source, Wiring, routes_of
 from autosplit.pipeline.simulation.step_graph import StepGraph, Transfer
-from autosplit.pipeline.training.stage_modules import Partitioned, StageSource
+from autosplit.trainer.stage_modules import Partitioned, StageSource
 from tests.pipeline.tables import chain_of
 from tests.pipeline.workers import trainer
 

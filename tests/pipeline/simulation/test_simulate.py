@@ -13,7 +13,7 @@ from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.pipeline.simulation.simulate import Costs, Timeline, simulate
 from autosplit.pipeline.simulation.step_graph import Transfer
-from autosplit.pipeline.training.tuning import usual_times
+from autosplit.trainer.tuning import usual_times
 from tests.pipeline.tables import chain_of, schedule_of, seconds
 
 UNIT = seconds(1, 1, 1)

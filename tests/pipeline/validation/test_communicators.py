@@ -27,9 +27,9 @@ from autosplit.pipeline.validation.communicators import (
 from autosplit.pipeline.validation.programs import of_engine, of_torch
 from autosplit.pipeline.validation.torch_csv import add_communication
 from tests.pipeline.schedule.random_schedules import random_schedule
-from tests.pipeline.training.moving import awaiting, evicting, offloading
 from tests.pipeline.validation.programs import held_up, of_items, on_mesh
 from tests.pipeline.validation.reported import CASES, DEFERS
+from tests.trainer.moving import awaiting, evicting, offloading
 
 SHARINGS: tuple[Sharing, ...] = ("streams", "launches", "kernels")
 MESH = {REPLICATE: 2, SHARD: 2, TENSOR: 2}

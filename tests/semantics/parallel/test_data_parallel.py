@@ -18,7 +18,7 @@ import autosplit
 from autosplit.errors import ShardedError, SplitError
 from autosplit.pipeline import PipelineTrainer
 from tests.autograd.faces import Compiled
-from tests.ranks import ranks
+from tests.kept_ranks import ranks
 from tests.zoo import mlp
 
 # --- DistributedDataParallel around a split module: a backward that synchronises is a whole one ---

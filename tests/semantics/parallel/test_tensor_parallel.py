@@ -28,7 +28,7 @@ from autosplit.dynamo.pending_weights import Deferral
 from autosplit.errors import DeferralWarning
 from autosplit.passes.analysis.operators import is_start
 from autosplit.passes.graph import calls
-from tests.ranks import ranks
+from tests.kept_ranks import ranks
 from tests.zoo import Residual
 
 MICROBATCHES, STEPS = 2, 2

@@ -1,0 +1,244 @@
+"""What a rank learns of others that cannot say it themselves, in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from autosplit.pipeline.schedule.schedule import Action
+from autosplit.ranks import watch as watch_module
+from autosplit.ranks.board import RETURNED, Board, Fault, Process, ended
+from autosplit.ranks.default_group import await_ending
+from autosplit.ranks.first_error import (
+    AROUND,
+    Guard,
+    LostPeerError,
+    RankActivity,
+    RankError,
+)
+from autosplit.ranks.watch import PeerWatch, Pulse
+
+CLOSED = LostPeerError("lost the other ranks: Connection closed by peer")
+TIMEOUT = LostPeerError("waited 3 s for rank 1: is it stuck?", "waited 3 s for rank 1")
+
+
+class Ranks:
+    """The watches of two ranks, and what they share."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()  # type: ignore[attr-defined]  # documented
+        self.words = dist.HashStore()  # type: ignore[attr-defined]
+        self.board = Board(self.store)
+        self.places = [RankActivity(), RankActivity()]
+        self.cuts: list[int] = []
+        self.watches: list[PeerWatch] = []
+
+    def watch(self, rank: int) -> PeerWatch:
+        stores = (self.store, self.store)
+        place = self.places[rank]
+        made = PeerWatch(rank, 2, stores, self.words, place, lambda: self.cuts.append(rank))
+        self.watches.append(made)
+        return made
+
+    def pretend(self, process: Process) -> None:
+        """Another process is rank 1."""
+        Board(self.store).enter(1, process)
+
+    def last_in(self, phase: str) -> None:
+        """It said so before."""
+        pulse = Pulse(1, time.time(), phase, phase, 0.0, waiting=False)
+        Board(self.store).put("pulse", 1, json.dumps(pulse))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """They beat, and lose patience, twice as fast."""
+    for name in ("_BEAT", "_SILENCE", "_PATIENCE"):
+        monkeypatch.setattr(watch_module, name, getattr(watch_module, name) / 2)
+    made = Ranks()
+    yield made
+    for watch in made.watches:
+        watch.stop()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    code = "import sys; sys.exit(int(sys.stdin.readline()))"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def headline(fault: Fault | None) -> str:
+    assert fault is not None
+    return fault.headline
+
+
+def _until(found: list[int]) -> None:
+    deadline = time.monotonic() + 30
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_how_a_process_ended_is_there_until_its_parent_asks(
+    child: subprocess.Popen[bytes],
+) -> None:
+    process = Process.of(child.pid)
+    assert process.ending() is None
+    assert replace(process, started="1").ending() == "ended without a word"  # a later one
+    assert replace(process, home="elsewhere").ending() is None
+    child.kill()
+    deadline = time.monotonic() + 30
+    while process.ending() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process.ending() == "was killed by SIGKILL"
+    child.wait()
+    assert process.ending() == "ended without a word"
+    assert [ended(3), ended(-11), ended(-100)] == [
+        "exited with status 3",
+        "was killed by SIGSEGV",
+        "was killed by signal 100",
+    ]
+
+
+def test_a_death_is_posted_at_once_and_ends_waits(
+    ranks: Ranks, child: subprocess.Popen[bytes]
+) -> None:
+    ranks.pretend(Process.of(child.pid))
+    ranks.last_in("compiling its stages")
+    watch = ranks.watch(0)
+    time.sleep(0.3)  # until it knows the process
+    assert watch.missing is None
+    child.kill()
+    _until(ranks.cuts)
+    fault = ranks.board.first()
+    assert headline(fault) == "rank 1 was killed by SIGKILL, last heard of in compiling its stages"
+    assert watch.missing == fault
+    assert ranks.cuts == [0]
+    guard = Guard(0, ranks.board, lambda: None, ranks.places[0], watch)
+    with pytest.raises(RankError, match=r"^rank 1 was .*\nRank 0 lost the other"), guard("a"):
+        raise CLOSED
+
+
+def test_a_rank_that_was_gone_before_anybody_met_it(
+    ranks: Ranks, child: subprocess.Popen[bytes]
+) -> None:
+    """Where its parent has asked how it ended, there is nothing left to wait for."""
+    ranks.pretend(Process.of(child.pid))
+    child.kill()
+    child.wait()
+    ranks.watch(0)
+    _until(ranks.cuts)
+    assert headline(ranks.board.first()) == "rank 1 ended without a word"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """It exits with status 0, for which nobody has asked yet."""
+    assert child.stdin is not None
+    child.stdin.write(b"0\n")
+    child.stdin.flush()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("words", ["raised ValueError: bad weather", RETURNED])
+def test_last_words_say_more_than_the_exit(
+    ranks: Ranks, child: subprocess.Popen[bytes], words: str
+) -> None:
+    ranks.pretend(Process.of(child.pid))
+    ranks.last_in(AROUND)
+    Board(ranks.words).put("words", 1, words)
+    watch = ranks.watch(0)
+    _end(child)
+    where = ", last heard of in the code around the trainer"
+    rest = " while rank 0 went on" if words == RETURNED else where
+    assert headline(watch.explain(CLOSED)) == f"rank 1 {words}{rest}"
+
+
+def test_a_rank_that_ends_while_others_ask_who_is_stuck(
+    ranks: Ranks, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.pretend(Process.of(child.pid))
+    watch = ranks.watch(0)
+    asked = iter([lambda: _end(child), lambda: None])
+    monkeypatch.setattr(watch, "_pulses", lambda: next(asked)() or {})
+    assert headline(watch.explain(TIMEOUT)) == "rank 1 exited with status 0 while rank 0 went on"
+
+
+def test_a_rank_that_left_is_missed_by_those_who_need_it(ranks: Ranks) -> None:
+    watch, other = ranks.watch(0), ranks.watch(1)
+    other.leave("closed its trainer")
+    deadline = time.monotonic() + 30
+    while watch.missing is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ranks.board.first() is None  # all may be well
+    assert ranks.cuts == []
+    guard = Guard(0, ranks.board, lambda: None, ranks.places[0], watch)
+    text = r"^rank 1 closed its trainer while rank 0 went on\n"
+    with pytest.raises(RankError, match=text), guard("a step"):
+        guard.check()
+
+
+def test_the_rank_that_is_busy_is_named_and_not_one_that_waits(ranks: Ranks) -> None:
+    watch, _ = ranks.watch(0), ranks.watch(1)
+    time.sleep(0.3)
+    ranks.places[1].be(Action.parse("1F2"), waiting=True)
+    assert watch.explain(TIMEOUT) is None
+    ranks.places[1].be(ranks.places[1].action, waiting=False)
+    time.sleep(0.3)
+    text = headline(watch.explain(TIMEOUT))
+    assert text.startswith("rank 1 has been in 1F2 for ")
+    assert text.endswith("longer timeout=; rank 0 waited 3 s for rank 1")
+
+
+def test_ranks_that_wait_in_different_calls_are_told_both(ranks: Ranks) -> None:
+    watch, _ = ranks.watch(0), ranks.watch(1)
+    for rank, phase in enumerate(("the forward and backward", "saving a checkpoint")):
+        ranks.places[rank].enter(phase)
+        ranks.places[rank].be(None, waiting=True)
+    time.sleep(0.3)
+    text = headline(watch.explain(TIMEOUT))
+    assert text.startswith("rank 1 is in saving a checkpoint: rank 0 is in the forward")
+    assert "and backward, and every rank makes the same calls" in text
+
+
+def test_a_rank_that_waited_as_long_is_not_told_by_what_it_began_since(ranks: Ranks) -> None:
+    """Its wait timed out, too, and it looks who is stuck."""
+    watch, _ = ranks.watch(0), ranks.watch(1)
+    ranks.places[1].enter("saving a checkpoint")
+    time.sleep(0.3)
+    assert headline(watch.explain(TIMEOUT)).startswith("rank 1 is in saving a checkpoint: rank 0")
+
+
+def test_a_rank_that_does_not_answer_is_named(ranks: Ranks) -> None:
+    watch, other = ranks.watch(0), ranks.watch(1)
+    with ranks.places[1]("the optimizer step"):
+        time.sleep(0.3)
+        other.stop()
+        text = headline(watch.explain(TIMEOUT))
+    assert text.startswith("rank 1 has not answered for ")
+    assert " s, last in the optimizer step: it was stopped" in text
+
+
+def test_a_rank_that_was_stopped_before_it_said_anything_is_named(ranks: Ranks) -> None:
+    ranks.pretend(Process.of(os.getpid()))
+    expected = "rank 1 has not answered at all, last in starting: it was stopped"
+    assert headline(ranks.watch(0).explain(TIMEOUT)).startswith(expected)
+
+
+def test_a_board_tells_which_of_the_others_has_ended(child: subprocess.Popen[bytes]) -> None:
+    board = Board(dist.HashStore())  # type: ignore[attr-defined]
+    board.enter(0, Process.of(os.getpid()))
+    board.enter(1, Process.of(child.pid))
+    assert await_ending(board, [0, 1], 0.05) == ""
+    child.kill()
+    assert await_ending(board, [0, 1], 30.0) == "rank 1 was killed by SIGKILL"
+    board.put("words", 1, "raised KeyError: 'lr'")
+    assert await_ending(board, [0, 1], 30.0) == "rank 1 raised KeyError: 'lr'"

@@ -1,0 +1,67 @@
+"""How a batch is cut, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autosplit.errors import PipelineError
+from autosplit.trainer.batches import BatchSplitter
+
+CPU = torch.device("cpu")
+
+
+def _splitter(count: int = 2, *, inputs: bool = True, targets: bool = True) -> BatchSplitter:
+    return BatchSplitter(count, CPU, inputs=None if inputs else frozenset(), targets=targets)
+
+
+NAMED = torch.arange(2), torch.arange(2) + 2, torch.arange(2) + 4
+
+
+def _named(*taken: int) -> BatchSplitter:
+    return BatchSplitter(2, CPU, inputs=frozenset(taken), targets=False, names=("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        (
+            {"a": NAMED[0], "d": NAMED[0]},
+            "the batch's inputs have 'd'; the model was cut with a, b, c",
+        ),
+        ({"a": NAMED[0], "b": NAMED[0]}, "takes the batch's input 'c', which is not there; got 2"),
+        ((NAMED[0], None, NAMED[2]), "takes the batch's input 'b', which is not there; got 2"),
+        (NAMED[:2], "takes the batch's input 'c', which is not there; got 2"),
+    ],
+)
+def test_inputs_that_are_missing_or_unknown(inputs: Any, text: str) -> None:
+    with pytest.raises(PipelineError) as caught:
+        _named(1, 2).given((inputs, None))
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (
+            (torch.zeros(5, 3), torch.zeros(4)),
+            "the batch's inputs has shape [5, 3]: 5 samples along dimension 0 cannot be cut into "
+            "2 equal microbatches; pass 4 or another multiple of 2",
+        ),
+        ((torch.zeros(4), torch.zeros(1)), "targets has shape [1]: 1 samples"),
+        ((torch.zeros(0, 3), torch.zeros(4)), "inputs has shape [0, 3]: 0 samples"),
+        (torch.zeros(4), "a pair (inputs, targets); got a tensor of shape [4]"),
+        ((torch.zeros(4),), "a pair (inputs, targets); got a tuple of length 1"),
+        ({"inputs": 1}, "a pair (inputs, targets); got a dict"),
+        (("text", torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; found a str"),
+        ((3, torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; found a int"),
+        ((torch.zeros(4), None), "holds a stage that takes the batch's targets; got None"),
+        (None, "holds a stage that takes the batch's inputs; got None"),
+    ],
+)
+def test_bad_batches(batch: Any, text: str) -> None:
+    with pytest.raises(PipelineError) as caught:
+        _splitter().given(batch)
+    assert text in str(caught.value)

@@ -1,0 +1,95 @@
+"""A trainer cuts a whole model for what it runs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from autosplit import partition
+from autosplit.errors import PipelineError, ScheduleError
+from autosplit.pipeline import PipelineTrainer, StageOptions, build
+from tests.kept_ranks import Ranks
+from tests.pipeline import workers
+from tests.planner.planned_models import UNEVEN, cut_by_trainers, loss, net, sgd, tokens
+from tests.planner.whole_models import llama_with_hidden_states
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "1f1b": ({}, 2),
+    "microbatches": ({"microbatches": 8}, 1),
+    "schedule": ({"schedule": "gpipe"}, 1),
+    "memory_limit": ({"schedule": "gpipe", "memory_limit": 45}, 2),
+    "fused": ({"split_backward": False}, 3),
+    "a schedule": ({"schedule": build("1f1b", 2, 2, split_backward=False)}, 3),
+    "cut_at": ({"planning": {"costs": UNEVEN, "cut_at": ["layers.3"]}}, 3),
+}
+
+
+def trainer(**options: Any) -> PipelineTrainer:
+    given = {"loss_fn": loss, "optimizer_fn": sgd, "example": tokens(), "ranks": 1}
+    return workers.trainer(net(), microbatches=2, **{**given, "stage_factory": None, **options})
+
+
+def test_cuts_are_those_for_the_schedule_that_runs(on_ranks: Ranks) -> None:
+    cases = {name: options for name, (options, _) in CASES.items()}
+    for rank in on_ranks(cut_by_trainers, 2, (cases,), timeout=100.0):
+        assert rank == {name: layers for name, (_, layers) in CASES.items()}
+
+
+def test_the_schedule_is_built_for_the_stages_that_are_cut() -> None:
+    with trainer(planning={"costs": UNEVEN}) as engine:
+        plan = partition(net(), tokens(), stages=2, microbatches=2, ranks=1, costs=UNEVEN)
+        assert engine.schedule == plan.schedule
+    with trainer(planning={"costs": UNEVEN}, schedule="auto") as engine:
+        assert engine.schedule.name == "zb-v"
+
+
+def test_a_model_that_puts_out_its_hidden_states() -> None:
+    """They go from their stages to the last, and gradients back."""
+    torch.manual_seed(0)
+    case = llama_with_hidden_states()
+    inputs = {name: value for name, value in case.kwargs.items() if torch.is_tensor(value)}
+
+    def loss_fn(output: Any, targets: Any) -> torch.Tensor:
+        states = output.hidden_states
+        return torch.stack([output.loss, *(state.square().mean() for state in states)]).sum()
+
+    expected = copy.deepcopy(case.model)
+    loss_fn(expected(**case.kwargs), ()).backward()
+    with PipelineTrainer(
+        case.model,
+        loss_fn,
+        sgd,
+        stages=2,
+        example=case.kwargs,
+        microbatches=1,
+        ranks=1,
+        stage_options=StageOptions(planning={"costs": "estimate"}),
+    ) as engine:
+        engine.forward_backward((inputs, ()))
+        for module in engine.modules.values():
+            for name, parameter in module.named_parameters():
+                assert torch.equal(parameter.grad, expected.get_parameter(name).grad), name
+
+
+def test_what_no_planner_takes_is_refused() -> None:
+    with pytest.raises(PipelineError, match="unknown option 'cost' in planning; known: costs, sec"):
+        trainer(planning={"cost": "estimate"})
+    with pytest.raises(PipelineError, match="planning has no effect beside stages; it is for a wh"):
+        PipelineTrainer(
+            [net()],
+            loss,
+            sgd,
+            microbatches=1,
+            ranks=1,
+            stage_options=StageOptions(planning={}),
+        )
+    other = build("1f1b", 2, 4)
+    with pytest.raises(ScheduleError, match=r"= \(2, 4\), but the request is for \(2, 2\)"):
+        partition(net(), tokens(), stages=2, microbatches=2, schedule=other, costs=UNEVEN)
+    with pytest.raises(ScheduleError, match="has 2 ranks, but ranks=1"):
+        partition(net(), tokens(), stages=2, microbatches=4, schedule=other, ranks=1, costs=UNEVEN)
+    with pytest.raises(ScheduleError, match="no effect beside the schedule '1f1b'"):
+        partition(net(), tokens(), stages=2, schedule=other, weights="2bp", costs=UNEVEN)

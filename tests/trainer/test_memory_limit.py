@@ -1,0 +1,43 @@
+"""Limits of memory as users reach them: what a refusal advises, and what is left behind one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from autosplit.errors import PipelineError
+from autosplit.trainer.trainer import PipelineTrainer
+from tests.kept_ranks import ranks
+from tests.pipeline.ledger import workers
+
+SETTLED = 6  # steps
+
+
+def least(error: PipelineError) -> int:
+    return int(re.findall(r"memory_limit=(\d+)", str(error))[0])
+
+
+@ranks(2)
+def test_the_limit_that_a_refusal_advises_is_kept() -> None:
+    """On stages whose kernels take memory for themselves."""
+
+    def limited(limit: int) -> PipelineTrainer:
+        return workers.trainer(block=workers.Convolutions, memory_limit=limit)
+
+    with pytest.raises(PipelineError) as caught, limited(1024) as refused:
+        refused.step(workers.batch())
+    advised = least(caught.value)
+    with limited(advised) as made:
+        for step in range(SETTLED):
+            made.record = "memory" if step == SETTLED - 1 else False
+            made.step(workers.batch())
+        memory = made.memory()
+    held = [*map(sum, zip(memory.peak_activations, memory.fixed, strict=True))]
+    assert max(held) <= advised
+
+
+@pytest.mark.parametrize("store", [5, "", b"/tmp"])
+def test_a_store_that_is_no_folder(store: object) -> None:
+    with pytest.raises(PipelineError, match="store is the folder for what is offl"):
+        workers.trainer(store=store, memory_limit="1GiB", ranks=1)

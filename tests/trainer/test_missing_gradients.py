@@ -1,0 +1,147 @@
+"""What no loss depends on has no gradient, as under plain autograd: an optimizer passes it over."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.kept_ranks import ranks
+from tests.pipeline import workers
+from tests.zoo import Made
+
+ROWS, STEPS = 4, 2
+
+
+class Apart(nn.Module):
+    """Hands on a main value and two sides; the one is made of the one before, the other of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side, self.both = (nn.Linear(workers.WIDTH, workers.WIDTH) for _ in "abc")
+
+    def forward(self, main: Tensor, side: Tensor | None = None, *_: Tensor) -> tuple[Tensor, ...]:
+        side = main if side is None else side
+        return torch.tanh(self.main(main)), self.side(side), self.both(main) * self.side(side)
+
+
+def end(used: int) -> nn.Module:
+    """Uses only some of what comes."""
+    last = nn.Linear(workers.WIDTH, workers.WIDTH)
+    return Made(lambda m, *values: m.last(torch.stack(values[:used]).sum(0)), last=last)
+
+
+class Whole(nn.Module):
+    """Stages one after another."""
+
+    def __init__(self, stages: nn.Sequential) -> None:
+        super().__init__()
+        self.stages = stages
+
+    def forward(self, *values: Tensor) -> Tensor:
+        for stage in self.stages:
+            made = stage(*values)
+            values = made if isinstance(made, tuple) else (made,)
+        return values[0]
+
+
+def of_stages(count: int, used: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [*(Apart() for _ in range(count - 1)), end(used)]
+
+
+def decaying(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5)
+
+
+def trained_beside(
+    stages: list[nn.Module], options: dict[str, Any], frozen: Sequence[int | None] = (None,)
+) -> None:
+    """Steps of a pipeline and of the whole model: which parameters have a gradient, and all bits
+    of gradients and weights.
+
+    Args:
+        stages: of the pipeline.
+        options: of the trainer.
+        frozen: which stage is frozen in the steps of each round; the second has fewer samples.
+    """
+    plain = nn.Sequential(*copy.deepcopy(stages))
+    optimizer, given = decaying(plain.parameters()), {"stage_factory": None, **options}
+    with workers.trainer(stages, microbatches=2, optimizer_fn=decaying, **given) as engine:
+        for step, at in itertools.product(range(STEPS), frozen):
+            batch = workers.data(ROWS if at is None else ROWS - 2, seed=step)
+            for index in range(len(stages)):
+                stages[index].requires_grad_(index != at)
+                plain[index].requires_grad_(index != at)
+            optimizer.zero_grad()
+            expected = workers.single_process(Whole(plain), *batch, 2)
+            assert torch.equal(engine.forward_backward(batch), expected)
+            for index, module in engine.modules.items():
+                for name, parameter in plain[index].named_parameters():
+                    mine, place = module.get_parameter(name), f"{index}.{name}"
+                    if parameter.grad is None or mine.grad is None:
+                        assert parameter.grad is mine.grad, place
+                    else:
+                        assert torch.equal(mine.grad, parameter.grad), place
+            optimizer.step()
+            if engine.optimizer is not None:
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            for index, module in engine.modules.items():
+                assert workers.equal(dict(module.state_dict()), dict(plain[index].state_dict()))
+
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b", "split_backward": False},
+    {"schedule": "zb-h1"},
+]
+
+
+@pytest.mark.parametrize("used", [1, 2])
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@ranks(3)
+def test_three_stages(options: dict[str, Any], used: int) -> None:
+    """The middle one gives no gradient of what it uses only for what the last does not use."""
+    trained_beside(of_stages(3, used), options)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("options", SCHEDULES, ids=str)
+@ranks(2)
+def test_a_stage_that_is_frozen_for_some_steps(options: dict[str, Any], frozen: int) -> None:
+    trained_beside(of_stages(2, 2), options, frozen=[None, frozen, None])
+
+
+@pytest.mark.parametrize("along", ["dp_replicate", "dp_shard"])
+@ranks(2)
+def test_in_replicas(along: str) -> None:
+    """The mean of the gradients that there are, with two shares of the batch."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", along))
+    shares = [workers.data(ROWS, seed=seed) for seed in range(2)]
+    plain = nn.Sequential(*of_stages(3, 1))
+    for share in shares:
+        workers.single_process(Whole(plain), *share, 2)
+
+    def build(index: int) -> nn.Module:
+        module = of_stages(3, 1)[index]
+        return fully_shard(module, mesh=mesh[along]) if along == "dp_shard" else module
+
+    options = {"stages": 3, "microbatches": 2, "stage_factory": None, "mesh": mesh}
+    with workers.trainer(build, **options) as engine:
+        engine.forward_backward(shares[mesh.get_local_rank(along)])
+        grads = engine.gradients()
+    for index, module in enumerate(plain):
+        expected = {n: p.grad / 2 for n, p in module.named_parameters() if p.grad is not None}
+        assert grads[index].keys() == expected.keys()
+        for name, gradient in grads[index].items():
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-6)

@@ -1,0 +1,227 @@
+"""What newcomers write: taken where it has one meaning, else told how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
+
+from autosplit.errors import AutosplitError, BatchError, PipelineError
+from autosplit.pipeline import PipelineTrainer
+from tests.kept_ranks import ranks
+from tests.pipeline import workers
+
+X, Y = torch.randn(4, 8), torch.randn(4, 8)
+
+
+def trainer(**options: Any) -> PipelineTrainer:
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+    given = {"model": stages, "optimizer_fn": torch.optim.SGD, "microbatches": 2, "ranks": 1}
+    return workers.trainer(**{**given, "stage_factory": None, **options})
+
+
+def test_inputs_and_target_are_taken_as_torch_takes_them() -> None:
+    pair = trainer().step((X, Y))
+    assert torch.equal(trainer().step(X, Y), pair)
+    assert torch.equal(trainer().step((X,), target=Y), pair)
+    assert torch.equal(trainer().evaluate(X, target=Y), pair)
+    assert torch.equal(trainer().step_async(X, target=Y).wait(), pair)
+
+
+def test_a_trainer_is_told_in_one_line() -> None:
+    assert repr(trainer()) == (
+        "PipelineTrainer(rank 0 of 1, stages [0, 1] of 2, schedule '1f1b', 2 microbatches)"
+    )
+
+
+class ByName(nn.Linear):
+    """Its values would reach the next stage in the order of the dictionary."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"b": super().forward(x), "a": x}
+
+
+class Doing(nn.Linear):
+    """A user's stage."""
+
+    def __init__(self, returns: Callable[[Doing, Tensor], Any]) -> None:
+        super().__init__(8, 8)
+        self.returns = returns
+
+    def forward(self, x: Tensor) -> Any:
+        return self.returns(self, x)
+
+
+def leaves_something(stage: Doing, x: Tensor) -> Tensor:
+    stage.aux = nn.functional.linear(x, stage.weight)
+    return stage.aux
+
+
+def hooked() -> nn.Module:
+    stage = nn.Linear(8, 8)
+    stage.register_full_backward_hook(lambda *args: None)
+    return stage
+
+
+def complex_loss(output: Tensor, targets: Tensor) -> Tensor:
+    return ((output - targets) * 1j).mean()
+
+
+def of_keys(output: Any, targets: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output["logits"], targets)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (
+            lambda: trainer(loss_fn=of_keys).step((X, Y)),
+            rf"loss_fn\(output, targets\) raised IndexError: .*\n  at {__file__}:"
+            rf"{of_keys.__code__.co_firstlineno + 1}, output: float32\[2, 8\], targets: "
+            r"float32\[2, 8\]",
+        ),
+        (
+            lambda: trainer().step((X, ())),
+            r"loss_fn\(output, targets\) raised AttributeError: 'tuple' .*"
+            r"\n  output: float32\[2, 8\], targets: \(\)",
+        ),
+        (
+            lambda: trainer(optimizer_fn=torch.optim.SGD([nn.Parameter(X)])),
+            r"optimizer_fn is a function, such as lambda parameters: .*; got a SGD",
+        ),
+        (
+            lambda: trainer(schedule=ScheduleZBVZeroBubble),
+            r"unknown schedule 'ScheduleZBVZeroBubble'; known: .*, auto; torch's "
+            "ScheduleZBVZeroBubble is 'zb-v' here",
+        ),
+        (lambda: trainer(schedule="1F1B"), "torch's 1F1B is '1f1b' here"),
+        (
+            lambda: trainer(model=[nn.Linear(8, 8), nn.Linear(4, 4)]).step((X, Y)),
+            r"stage 1 cannot take what it is given, .*float32\[2, 8\].*: Linear cannot be "
+            r"captured in one graph\.\n  at .*linear\.py:",
+        ),
+        (
+            lambda: trainer().step((X.double(), Y.double())),
+            r"addmm of a tensor in torch\.float64 by one in torch\.float32: .*x\.float\(\)",
+        ),
+        (
+            lambda: trainer(model=[Doing(lambda stage, x: None), nn.Linear(8, 8)]).step((X, Y)),
+            rf"^stage 0: Doing\.forward \(at {__file__}:\d+\) computes no tensor: let it",
+        ),
+        (
+            lambda: trainer(model=[Doing(lambda stage, x: (x, -x)), nn.Linear(8, 8)]).step((X, Y)),
+            r"^stage 1 \(Linear\) takes \(input: .*: too many positional arguments; the stage "
+            r"before it puts out 2 tensor\(s\)",
+        ),
+        (
+            lambda: trainer(model=[nn.Linear(8, 8), Doing(leaves_something)]).step((X, Y)),
+            rf"^stage 1: Doing\.forward \(at {__file__}:.* changes .*aux, .*Return such a tensor",
+        ),
+        (
+            lambda: trainer(model=[nn.Linear(8, 8), hooked()]).step((X, Y)),
+            rf"^stage 1: Linear cannot be captured in one graph: Linear has a backward hook .at "
+            rf"{__file__}:.*In a pipeline's stage, hook parameters, or tensors in its forward",
+        ),
+        (
+            lambda: trainer(loss_fn=complex_loss).step((X, Y)),
+            r"must give one real scalar .*; got complex64\[\]",
+        ),
+        (
+            lambda: trainer(loss_fn=complex_loss).evaluate((X, Y)),
+            r"must give one real scalar .*; got complex64\[\]",
+        ),
+        (lambda: trainer().step(X), r"step\(\(x, y\)\), or step\(x, target=y\)"),
+        (
+            lambda: trainer().step(x=X, target=Y),
+            r"inputs are given by name, x, and this trainer takes them in order: step\(\(x, y\)",
+        ),
+        (
+            lambda: trainer(model=[ByName(8, 8), nn.Bilinear(8, 8, 8)]).step((X, Y)),
+            "stage 0 must put out a tensor or a tuple of tensors, .*; got a dict",
+        ),
+        (
+            lambda: PipelineTrainer(
+                [], of_keys, of_keys, microbatches=1, run_options={"record": 1}
+            ),
+            r"run_options is a RunOptions\(...\)",
+        ),
+        (lambda: trainer(max_grad_norm="1"), "max_grad_norm is a positive number or None; got '1'"),
+        (
+            lambda: trainer(device="gpu"),
+            "device='gpu' is none that stages can be on here: Expected one of",
+        ),
+    ],
+    ids=[
+        "loss",
+        "no targets",
+        "optimizer",
+        "torch's class",
+        "torch's name",
+        "widths",
+        "float64",
+        "nothing returned",
+        "two for one",
+        "an attribute",
+        "a hook",
+        "a complex loss",
+        "a complex loss in evaluation",
+        "no pair",
+        "a name",
+        "a dictionary",
+        "options",
+        "a norm",
+        "a device",
+    ],
+)
+def test_a_mistake_is_told(mistake: Callable[[], object], text: str) -> None:
+    with pytest.raises(AutosplitError, match=text):
+        mistake()
+
+
+def test_too_many_inputs_are_refused_before_the_step() -> None:
+    with trainer(model=[nn.Linear(8, 8), nn.Linear(8, 8)]) as engine:
+        with pytest.raises(BatchError, match=r"stage 0 takes \(input: .*; the batch has 2 input"):
+            engine.step((X, X), target=Y)
+        engine.step((X,), target=Y)
+
+
+def test_hooks_in_a_stage_are_called_as_advised() -> None:
+    def doubled(stage: Doing, x: Tensor) -> Tensor:
+        made = nn.functional.linear(x, stage.weight)
+        made.register_hook(lambda grad: 2 * grad)
+        return made
+
+    found = []
+    for returns in (lambda stage, x: nn.functional.linear(x, stage.weight), doubled):
+        seen: list[Tensor] = []
+        torch.manual_seed(0)
+        stages = [Doing(returns), nn.Linear(8, 8)]
+        stages[0].weight.register_hook(seen.append)
+        trainer(model=stages).forward_backward((X, Y))
+        assert len(seen) == 2
+        found.append(stages[0].weight.grad)
+    assert torch.equal(found[1], 2 * found[0])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("call", "told"), [("evaluate", "the evaluation"), ("step", "the optimizer step")]
+)
+@ranks(2)
+def test_calls_that_only_one_rank_makes(replicas: int, call: str, told: str) -> None:
+    """What each then tells the other is not taken for a part of its own call."""
+    rank, stages = dist.get_rank(), 2 // replicas
+    mesh = init_device_mesh("cpu", (stages, replicas), mesh_dim_names=("pp", "dp_replicate"))
+    with trainer(model=[nn.Linear(8, 8)] * stages, ranks=None, mesh=mesh) as engine:
+        engine.step((X, Y))
+        made = engine.forward_backward if rank else getattr(engine, call)
+        with pytest.raises(PipelineError) as caught:
+            list(map(made, [(X, Y)] * 2))
+    assert f"rank 0 in {told}; rank 1 in the forward and backward." in str(caught.value)
