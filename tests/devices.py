@@ -36,7 +36,7 @@ ABOUT_CPUS = {
     "ranks": _GLOO,
     "pipeline/ledger/test_kernel_workspace.py": _GLOO,
     "pipeline/ledger/test_moved_bands.py": _GLOO,
-    "trainer/test_rank_state.py": _GLOO,
+    "trainer/test_rank_model.py": _GLOO,
     "trainer/test_wired.py": _GLOO,
     "pipeline/ledger/test_step_memory.py": "a GPU's allocator rounds up what it gives",
     "pipelining/test_forward_errors.py": "a failed assertion on a GPU ends its process",

@@ -25,7 +25,7 @@ from autosplit.device import generator_state, set_generator_state
 from autosplit.errors import CheckpointError
 from autosplit.text.figures import few
 from autosplit.torch_internals.dtensor import copied_along
-from autosplit.trainer.copies import PER_GROUP
+from autosplit.trainer.replicated_parameters import PER_GROUP
 
 from .naming import Groups
 from .plain import load_plain, packed, plain

@@ -82,7 +82,7 @@ _ROUNDING = 1e-5
 """By how much, of itself, a loss may differ on ranks that compute it together."""
 
 
-class Agreement:
+class StepReduction:
     """Losses and gradient norm of a step in flight; having them means that every rank ran it.
 
     One small sum over all ranks carries the losses of each pipeline (on ranks without them they are

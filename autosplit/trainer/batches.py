@@ -20,14 +20,14 @@ from autosplit.pipeline.engine.boundaries import TensorMeta
 from autosplit.ranks.groups import Groups
 from autosplit.trainer.agreement import difference
 
-Part: TypeAlias = "Tensor | Sequence[Tensor]"
+BatchPart: TypeAlias = "Tensor | Sequence[Tensor]"
 """The targets of a batch, or its inputs: one tensor or several, samples along dimension 0."""
 
-Inputs: TypeAlias = "Part | Sequence[Tensor | None] | Mapping[str, Tensor]"
+Inputs: TypeAlias = "BatchPart | Sequence[Tensor | None] | Mapping[str, Tensor]"
 """The inputs of a batch: a dictionary where the wiring names them. Of several, a rank may leave
 out those (None, or no such key) that its stages do not take."""
 
-Batch: TypeAlias = "tuple[Inputs | None, Part | None]"
+Batch: TypeAlias = "tuple[Inputs | None, BatchPart | None]"
 """Inputs and targets. A rank that needs neither, or only one, may leave the other out (None)."""
 
 Metas: TypeAlias = "dict[str, TensorMeta]"
@@ -40,7 +40,7 @@ Microbatches: TypeAlias = "list[list[Any]]"
 """Per microbatch its tensors, in order; None for what this rank does not take."""
 
 
-def paired(batch: Any, target: Part | None, named: Mapping[str, Tensor]) -> Batch | None:
+def paired(batch: Any, target: BatchPart | None, named: Mapping[str, Tensor]) -> Batch | None:
     """A batch as the pair (inputs, targets); ``target`` is given where ``batch`` is inputs only, or
     these are given by name.
     """

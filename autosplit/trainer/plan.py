@@ -28,7 +28,7 @@ from autosplit.runtime.build import SplitOptions
 from autosplit.text.figures import few, parse_size, size_text
 from autosplit.torch_internals.pytree import tree_flatten
 from autosplit.trainer.options import StageOptions
-from autosplit.trainer.rank_state import OptimizerFunction
+from autosplit.trainer.rank_model import OptimizerFunction
 from autosplit.trainer.stage_modules import LossFunction
 from autosplit.trainer.trainer import PipelineTrainer
 

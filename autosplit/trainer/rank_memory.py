@@ -26,17 +26,17 @@ from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes, state_bytes, storage_sizes
-from autosplit.trainer.rank_state import RankState
+from autosplit.trainer.rank_model import RankModel
 
 if TYPE_CHECKING:
-    from autosplit.trainer.runner import ShapedStep
+    from autosplit.trainer.runner import StepPlan
 
 
 class RankMemory:
     """Bytes of a rank, fixed and in a step, and how fast its store is.
 
     Args:
-        held: what the rank holds.
+        model: what the rank holds.
         groups: the trainer's process groups.
         feeds: who feeds whom.
         device: where the stages run.
@@ -51,7 +51,7 @@ class RankMemory:
 
     def __init__(
         self,
-        held: RankState,
+        model: RankModel,
         groups: Groups,
         feeds: Feeds,
         device: torch.device,
@@ -59,15 +59,15 @@ class RankMemory:
         grad_dtype: torch.dtype | None = None,
     ) -> None:
         self._grad_dtype = grad_dtype
-        self._held, self._groups, self._feeds = held, groups, feeds
+        self._model, self._groups, self._feeds = model, groups, feeds
         self._device, self._store = device, store
         self._calls = CallMemory(device)
-        self.step: ShapedStep | None = None
+        self.step: StepPlan | None = None
         self._schedule: Schedule | None = None
         self.batch_bytes = 0
         self.recorder: MemoryRecorder | None = None
 
-    def know(self, step: ShapedStep, batch: Sequence[Tensor | None]) -> None:
+    def know(self, step: StepPlan, batch: Sequence[Tensor | None]) -> None:
         """Get to know a step.
 
         Args:
@@ -86,12 +86,12 @@ class RankMemory:
 
     def fixed_bytes(self) -> int:
         """Bytes of parameters, gradients and optimizer state."""
-        state = distinct_storage_bytes(state_of(self._held.modules.values()))
-        trained = [p for p in self._held.parameters if p.requires_grad]
+        state = distinct_storage_bytes(state_of(self._model.modules.values()))
+        trained = [p for p in self._model.parameters if p.requires_grad]
         gradients = sum(
             local_tensor(p).numel() * (self._grad_dtype or p.dtype).itemsize for p in trained
         )
-        return state + gradients + state_bytes(self._held.optimizer)
+        return state + gradients + state_bytes(self._model.optimizer)
 
     # --- predicted --------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class RankMemory:
 
     @contextlib.contextmanager
     def recording(
-        self, step: ShapedStep, batch: Sequence[Tensor | None], times: Recorder
+        self, step: StepPlan, batch: Sequence[Tensor | None], times: Recorder
     ) -> Iterator[MemoryRecorder]:
         """Around a step, which the recorder is for.
 
@@ -146,13 +146,13 @@ class RankMemory:
             times: records when what ran.
         """
         self.know(step, batch)
-        (messages, moves), held = self._traffic, self._held
+        (messages, moves), model = self._traffic, self._model
         stages = traced(step.stages).values()
-        state = storage_sizes([*state_of(held.modules.values()), *held.optimizer_state])
+        state = storage_sizes([*state_of(model.modules.values()), *model.optimizer_state])
 
         def holdings() -> tuple[int, int]:
             sums = (each for stage in stages for each in stage.gradients.values())
-            gradients = [*(parameter.grad for parameter in held.parameters), *sums]
+            gradients = [*(parameter.grad for parameter in model.parameters), *sums]
             kept = [
                 *batch,
                 *(each for stage in stages for each in stage.saved_tensors),

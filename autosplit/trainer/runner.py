@@ -43,7 +43,7 @@ from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups
 from autosplit.stage import Stage
 from autosplit.torch_internals.autograd import call_accumulate_hooks
-from autosplit.trainer.agreement import Agreement
+from autosplit.trainer.agreement import StepReduction
 from autosplit.trainer.batches import (
     Batch,
     BatchSlot,
@@ -60,7 +60,7 @@ from autosplit.trainer.batches import (
 from autosplit.trainer.gradient_norms import GradientNorms
 from autosplit.trainer.options import MEMORY, TrainerOptions
 from autosplit.trainer.rank_memory import RankMemory
-from autosplit.trainer.rank_state import RankState
+from autosplit.trainer.rank_model import RankModel
 from autosplit.trainer.stage_modules import (
     LossFunction,
     Observer,
@@ -76,7 +76,7 @@ _KEPT = 63  # shapes of batches, used last: as many as an integer has bits
 
 
 @dataclass
-class ShapedStep:
+class StepPlan:
     """What runs batches of one shape on this rank.
 
     Attributes:
@@ -108,7 +108,7 @@ class Runner:
         loss_fn: what the last one ends with.
         schedule: what training runs at first.
         options: how.
-        held: what this rank holds; its stages are built of it when the first batch is there.
+        model: what this rank holds; its stages are built of it when the first batch is there.
         groups: the trainer's process groups.
         guard: the trainer's guard.
         device: where the stages run.
@@ -130,7 +130,7 @@ class Runner:
         loss_fn: LossFunction,
         schedule: Schedule,
         options: TrainerOptions,
-        held: RankState,
+        model: RankModel,
         groups: Groups,
         guard: Guard,
         device: torch.device,
@@ -139,7 +139,7 @@ class Runner:
         self._loss_fn, self._autocast = loss_fn, options.stages.autocast
         self.record, self.clips = options.run.record, options.max_grad_norm is not None
         self._nonfinite = options.run.nonfinite
-        self._held, self._groups, self._guard = held, groups, guard
+        self._model, self._groups, self._guard = model, groups, guard
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
         self._feeds = Feeds(stages.count, stages.wiring)
@@ -150,7 +150,7 @@ class Runner:
             for holder in holders
         ]
         sums = options.stages.grad_dtype
-        self.memory = RankMemory(held, groups, self._feeds, device, store, sums)
+        self.memory = RankMemory(model, groups, self._feeds, device, store, sums)
         self._tuner: Tuner | None = None
         if options.tunes:
             self._tuner = Tuner(schedule, groups, self._feeds, self.memory, options.memory_limit)
@@ -171,7 +171,7 @@ class Runner:
             targets=self._last in own,
             names=() if wiring is None else wiring.names,
         )
-        self._steps: dict[int, ShapedStep] = {}  # by bit, in the order in which they were used
+        self._steps: dict[int, StepPlan] = {}  # by bit, in the order in which they were used
         self._fitting: dict[Hashable, int] = {}  # the bits of those that may run such a batch
         self._observer: Observer | None = None
         self._faces: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
@@ -186,7 +186,7 @@ class Runner:
         """Whether no more steps are measured for another schedule."""
         return self._tuner is None
 
-    def train(self, batch: Batch | None, *, waits: bool = True) -> Agreement:
+    def train(self, batch: Batch | None, *, waits: bool = True) -> StepReduction:
         """Run the schedule and add its gradients to the parameters' ``.grad``.
 
         Args:
@@ -199,7 +199,7 @@ class Runner:
         step, executor, inputs, targets = self._ready(batch, waits=waits)
         self._grad_tensors = self._split.requiring_grad(batch) if step.grad_slots else {}
         self._batch_gradients = executor.batch_gradients
-        held, memory, microbatches = self._held, self.memory, inputs + targets
+        model, memory, microbatches = self._model, self.memory, inputs + targets
         recorder = self._recorder if self.record or self._tuner is not None else None
         memory.recorder = None
         with contextlib.ExitStack() as stack:
@@ -207,9 +207,9 @@ class Runner:
             if self.record == MEMORY:
                 tensors = _tensors(microbatches)
                 recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
-            if held.reduces:
-                stack.enter_context(held.reduced())
-            for call in held.before:
+            if model.reduces:
+                stack.enter_context(model.reduced())
+            for call in model.pre_step:
                 call()
             losses = executor.run(inputs, targets, recorder)
             if memory.recorder is not None:
@@ -221,8 +221,8 @@ class Runner:
                 stage.publish()
         call_accumulate_hooks(hooked)
         looks = self.clips or self._nonfinite != "ignore"
-        norms = held.norms(squares=self.clips) if looks else None
-        for call in held.behind:
+        norms = model.norms(squares=self.clips) if looks else None
+        for call in model.post_step:
             call()
         self.spans = recorder.spans() if recorder is not None else []
         if self._tuner is not None:
@@ -250,9 +250,9 @@ class Runner:
 
     def _ready(
         self, batch: Batch | None, *, waits: bool = True
-    ) -> tuple[ShapedStep, Executor, Microbatches, Microbatches]:
+    ) -> tuple[StepPlan, Executor, Microbatches, Microbatches]:
         """A batch cut into microbatches, with what is to run it in training."""
-        self._held.check()
+        self._model.check()
         step, inputs, targets = self._take(batch, evaluates=False, waits=waits)
         executor = step.executor or self._build(step, batch, inputs, targets)
         self.stages, self.memory.step = step.stages, step
@@ -264,7 +264,7 @@ class Runner:
         return step, executor, inputs, targets
 
     def _build(
-        self, step: ShapedStep, batch: Batch | None, inputs: Microbatches, targets: Microbatches
+        self, step: StepPlan, batch: Batch | None, inputs: Microbatches, targets: Microbatches
     ) -> Executor:
         """Build the stages of a training step from its first batch, whole and cut."""
         place = self._groups.place
@@ -290,7 +290,7 @@ class Runner:
         return self._prepare(step, self.schedule, step.stages)
 
     def _prepare(
-        self, step: ShapedStep, schedule: Schedule, stages: Mapping[int, ForwardStage]
+        self, step: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
         """Have a schedule run a step's stages; collective over all ranks."""
         groups = self._groups
@@ -317,9 +317,9 @@ class Runner:
         )
         return step.executor
 
-    def _batch_arguments(self, step: ShapedStep) -> dict[int, dict[int, BatchSlot]]:
+    def _batch_arguments(self, step: StepPlan) -> dict[int, dict[int, BatchSlot]]:
         """Of this rank's stages the arguments from the batch that need a gradient, by place."""
-        arguments: dict[int, dict[int, BatchSlot]] = {stage: {} for stage in self._held.modules}
+        arguments: dict[int, dict[int, BatchSlot]] = {stage: {} for stage in self._model.modules}
         targets = sum(path.startswith("targets") for path in step.metas)
         for name, number in step.grad_slots:
             for stage, slots in arguments.items():
@@ -335,7 +335,7 @@ class Runner:
         may hold for these sizes, too.
         """
         known = self._known.get(module)
-        with self._held.sharded.gathered(index):
+        with self._model.sharded.gathered(index):
             if known is not None and known.takes(args):
                 known.prepare(args)
                 return known
@@ -356,7 +356,7 @@ class Runner:
         """Refuse a forward that writes into a buffer of a module that another rank has, too: each
         would go on with its own.
         """
-        own = self._held.modules[index]
+        own = self._model.modules[index]
         apart = {id(own.get_buffer(name)): name for at, name in self._buffers_apart if at == index}
         for name, buffer in module.named_buffers(remove_duplicate=False):
             if id(buffer) in apart and name in made.functions.updated_state:
@@ -374,7 +374,7 @@ class Runner:
         count = None if isinstance(targets, Tensor) else len(targets or ())
         face = evaluates, count
         if face not in self._faces:
-            whole, last = dict(self._held.modules), self._last
+            whole, last = dict(self._model.modules), self._last
             if last in whole:
                 check_trained(self._loss_fn, whole[last])
                 observer = self._observe if evaluates else None
@@ -390,7 +390,7 @@ class Runner:
         if self._observer is not None:
             self._observer(output, targets)
 
-    def evaluate(self, batch: Batch | None, observer: Observer | None = None) -> Agreement:
+    def evaluate(self, batch: Batch | None, observer: Observer | None = None) -> StepReduction:
         """Run the forwards only, on the modules as they are; the losses on their way.
 
         Args:
@@ -400,13 +400,13 @@ class Runner:
         step, inputs, targets = self._take(batch, evaluates=True)
         known = step.executor
         executor = known or self._build_evaluation(step, batch)
-        for call in self._held.before:
+        for call in self._model.pre_step:
             call()
         self._observer = observer
         with self._seeds.restoring():
             losses = executor.run(inputs, targets)
         self._observer = None
-        for call in self._held.behind:
+        for call in self._model.post_step:
             call()
         if known is None:
             for each in losses.values():
@@ -418,7 +418,7 @@ class Runner:
                 draw_number()
         return self._agree(step, losses, inputs + targets)
 
-    def _build_evaluation(self, step: ShapedStep, batch: Batch | None) -> Executor:
+    def _build_evaluation(self, step: StepPlan, batch: Batch | None) -> Executor:
         """Have a step evaluate the modules themselves."""
         stages = {
             index: ModuleStage(module, index, self._feeds.shared_places(index))
@@ -428,7 +428,7 @@ class Runner:
 
     def _take(
         self, batch: Batch | None, *, evaluates: bool, waits: bool = True
-    ) -> tuple[ShapedStep, Microbatches, Microbatches]:
+    ) -> tuple[StepPlan, Microbatches, Microbatches]:
         """What runs a batch, on all ranks the same, and the batch cut; where a rank refuses it, all
         is as it was.
         """
@@ -478,7 +478,7 @@ class Runner:
             if not evaluates:
                 grad_slots = self._split.requiring_grad(batch)
             inputs, targets = self._split(batch)
-            check_inputs(self._held.modules, self._feeds, inputs[0] if inputs else ())
+            check_inputs(self._model.modules, self._feeds, inputs[0] if inputs else ())
         except (PipelineError, PlanError) as error:
             refused = str(error)
         agreed, slots = agree_on_batch(refused, given, grad_slots, self._groups)
@@ -497,7 +497,7 @@ class Runner:
             del self._steps[free]
             left = ((key, bits & ~free) for key, bits in self._fitting.items())
             self._fitting = {key: bits for key, bits in left if bits}
-        self._steps[free] = ShapedStep(agreed, evaluates, slots)
+        self._steps[free] = StepPlan(agreed, evaluates, slots)
         return free, inputs, targets
 
     def _adopt(self, schedule: Schedule) -> None:
@@ -511,16 +511,16 @@ class Runner:
 
     def _agree(
         self,
-        step: ShapedStep,
+        step: StepPlan,
         losses: Mapping[int, Tensor],
         batch: Microbatches,
         norms: GradientNorms | None = None,
-    ) -> Agreement:
+    ) -> StepReduction:
         """Start to make losses and gradient norms known to all, and what this rank took."""
         nonfinite = None
         if norms is not None and self._nonfinite != "ignore":
-            nonfinite = self._held.nonfinite_stage(norms)
-        return Agreement(
+            nonfinite = self._model.nonfinite_stage(norms)
+        return StepReduction(
             self._groups,
             self._guard,
             losses,
@@ -535,7 +535,7 @@ class Runner:
         )
 
 
-def _examples(step: ShapedStep, name: str, part: Microbatches) -> list[Any]:
+def _examples(step: StepPlan, name: str, part: Microbatches) -> list[Any]:
     """The tensors of the first microbatch; those that need a gradient say so."""
     tensors = enumerate(part[0] if part else ())
     return [

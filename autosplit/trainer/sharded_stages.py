@@ -12,7 +12,7 @@ from autosplit.errors import PipelineError, ShardedError
 from autosplit.mesh.dimensions import EXPERT_SHARD, PIPELINE, REPLICATE, SHARD
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.distributed import fsdp_part
-from autosplit.trainer.copies import Wait, adopt, is_expert
+from autosplit.trainer.replicated_parameters import Wait, broadcast_from, is_expert
 
 if TYPE_CHECKING:
     from autosplit.sharded import ShardedModule
@@ -33,7 +33,7 @@ class ShardedStages:
     Args:
         modules: this rank's stages by index.
         groups: the trainer's process groups.
-        settled: waits until the device has done what it was given.
+        synchronize: waits until the device has done what it was given.
 
     Attributes:
         parameters: all sharded ones.
@@ -47,9 +47,9 @@ class ShardedStages:
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], groups: Groups, settled: Callable[[], None]
+        self, modules: Mapping[int, nn.Module], groups: Groups, synchronize: Callable[[], None]
     ) -> None:
-        self._groups, self._settled = groups, settled
+        self._groups, self._synchronize = groups, synchronize
         self._stages = {
             index: _sharded(module)
             for index, module in modules.items()
@@ -85,7 +85,7 @@ class ShardedStages:
             # Those of one rank have the tokens of all along "ep".
             parts = layout.shares if experts else None
             self._restore.enter_context(group.communicating(links[experts], copying, parts))
-            adopt(group.parameters, first, copying, self._groups)
+            broadcast_from(group.parameters, first, copying, self._groups)
 
     def close(self) -> None:
         """Let the modules communicate as before."""
@@ -163,7 +163,7 @@ class ShardedStages:
             for stage in self._stages.values():
                 with self._groups.losing(_SHARDS):
                     stage.finish_reduce()
-            self._settled()
+            self._synchronize()
 
         return wait
 

@@ -27,8 +27,8 @@ from autosplit.ranks.first_error import Guard
 from autosplit.ranks.groups import Groups, await_device
 from autosplit.ranks.watch import watch_over
 from autosplit.text.figures import parse_size
-from autosplit.trainer.agreement import Agreement, check_unanimous
-from autosplit.trainer.batches import Batch, Inputs, Part, paired
+from autosplit.trainer.agreement import StepReduction, check_unanimous
+from autosplit.trainer.batches import Batch, BatchPart, Inputs, paired
 from autosplit.trainer.options import (
     Record,
     RunOptions,
@@ -39,7 +39,7 @@ from autosplit.trainer.options import (
     choose_device,
     store_for,
 )
-from autosplit.trainer.rank_state import OptimizerFunction, RankState
+from autosplit.trainer.rank_model import OptimizerFunction, RankModel
 from autosplit.trainer.runner import Runner
 from autosplit.trainer.stage_modules import (
     LossFunction,
@@ -185,23 +185,31 @@ class PipelineTrainer:
         factory = options.factory(cut=source.cut)
         check_unanimous(self._said(source, options, schedule, factory), layout)
         self._connect(layout, options)
-        settled = partial(await_device, self.device, self._guard, options.run.timeout)
+        synchronize = partial(await_device, self.device, self._guard, options.run.timeout)
         with self._guard("building the model"):
             store = store_for(options, schedule, self.device)
-            self._held = held = RankState(
-                source, self.shared_parameters, schedule, self._groups, self.device, settled
+            self._model = rank_model = RankModel(
+                source, self.shared_parameters, schedule, self._groups, self.device, synchronize
             )
             if not isinstance(factory, SplitStage):
-                held.sharded.refuse_factory(factory)
-            self.modules = held.modules
-            held.take_optimizer(optimizer_fn)
-            self.optimizer = held.optimizer
+                rank_model.sharded.refuse_factory(factory)
+            self.modules = rank_model.modules
+            rank_model.take_optimizer(optimizer_fn)
+            self.optimizer = rank_model.optimizer
             # Whoever gets here knows that every other rank did.
             everybody = self._groups.everybody
             everybody.meet()
         self._meet = everybody.meet if everybody.ranks > 1 else None
         self._runner = Runner(
-            source, loss_fn, schedule, options, held, self._groups, self._guard, self.device, store
+            source,
+            loss_fn,
+            schedule,
+            options,
+            rank_model,
+            self._groups,
+            self._guard,
+            self.device,
+            store,
         )
 
     def __repr__(self) -> str:
@@ -291,7 +299,7 @@ class PipelineTrainer:
     def step(
         self,
         batch: Batch | Inputs | None = None,
-        target: Part | None = None,
+        target: BatchPart | None = None,
         **named: Tensor,
     ) -> Tensor:
         """Run one training step: all microbatches, clipping, optimizer, gradients cleared.
@@ -327,16 +335,16 @@ class PipelineTrainer:
         losses = self.forward_backward(batch, target, **named)
         if self._optimizer_moves:
             with self._guard("the optimizer step"):
-                self._held.step(self._max_norm, self._norm, self._meet)
+                self._model.step(self._max_norm, self._norm, self._meet)
         self._seconds = perf_counter() - start
         return losses
 
     def step_async(
         self,
         batch: Batch | Inputs | None = None,
-        target: Part | None = None,
+        target: BatchPart | None = None,
         **named: Tensor,
-    ) -> Agreement:
+    ) -> StepReduction:
         """Run one training step without waiting for the other ranks at its end.
 
         A rank that is done goes on to the next step, so that one step's start fills the idle end
@@ -372,13 +380,13 @@ class PipelineTrainer:
             self._decide(agreement)
         if self._optimizer_moves:
             with self._guard("the optimizer step"):
-                self._held.step(self._max_norm, self._norm)
+                self._model.step(self._max_norm, self._norm)
         return agreement
 
     def forward_backward(
         self,
         batch: Batch | Inputs | None = None,
-        target: Part | None = None,
+        target: BatchPart | None = None,
         **named: Tensor,
     ) -> Tensor:
         """Run the schedule and add the gradients of the mean loss to the parameters' ``.grad``.
@@ -394,7 +402,7 @@ class PipelineTrainer:
         self._seconds = perf_counter() - start
         return losses
 
-    def _decide(self, agreement: Agreement) -> None:
+    def _decide(self, agreement: StepReduction) -> None:
         """Take note of a step's norm, and whether optimizers may move by its gradients; all ranks
         decide alike.
         """
@@ -404,13 +412,13 @@ class PipelineTrainer:
         if self._optimizer_moves:
             self._runner.backward_batch()
         else:
-            self._held.drop_gradients()
+            self._model.drop_gradients()
             self._skipped += 1
 
     def evaluate(
         self,
         batch: Batch | Inputs | None = None,
-        target: Part | None = None,
+        target: BatchPart | None = None,
         **named: Tensor,
     ) -> Tensor:
         """The loss of each microbatch in eval mode, without gradients.
@@ -597,7 +605,7 @@ class PipelineTrainer:
     def _give_back(self) -> None:
         if self._watch is not None:
             self._watch.leave("closed its trainer")
-        self._held.close()
+        self._model.close()
         self._groups.destroy()
         self._guard.close()
 
@@ -621,8 +629,8 @@ class PipelineTrainer:
         made = self.__dict__  # the fault may have come before
         if self._watch is not None:
             self._watch.stop()
-        if "_held" in made:
-            self._held.close()
+        if "_model" in made:
+            self._model.close()
         self._groups.close()
 
 

@@ -55,7 +55,7 @@ class _Member(NamedTuple):
     link: dist.ProcessGroup | None
 
 
-class Copies:
+class ReplicatedParameters:
     """This rank's parameters and buffers that others hold too: replicas of the pipeline, other
     stages (tied parameters, such as embeddings), or ranks along "tp" that do not share them.
 
@@ -71,7 +71,7 @@ class Copies:
         groups: the trainer's process groups.
         sharded: by ``id``, parameters of ``fully_shard``, each with how it lies over ranks when it
             is gathered: None where a rank has the whole then.
-        settled: waits until the device has done what it was given.
+        synchronize: waits until the device has done what it was given.
 
     Attributes:
         reductions: each starts one, of the gradients that are there, which are complete: of all of
@@ -91,10 +91,10 @@ class Copies:
         schedule: Schedule,
         groups: Groups,
         sharded: Mapping[int, Sharding | None],
-        settled: Callable[[], None],
+        synchronize: Callable[[], None],
     ) -> None:
         self._modules, self._groups, self._sharded = modules, groups, sharded
-        self._layout, self._settled = groups.layout, settled
+        self._layout, self._synchronize = groups.layout, synchronize
         self._named, self._shared = _find(shared, modules, schedule.stages), shared
         whole = self._check(shared)
         everywhere: list[tuple[int, ...]] = [(at,) for at in range(len(self._layout.columns))]
@@ -105,7 +105,7 @@ class Copies:
         # The same calls on all ranks.
         if self._layout.tensor_ranks > 1:
             for at in everywhere:
-                adopt(whole, *self._link(at, "tensor"), groups)
+                broadcast_from(whole, *self._link(at, "tensor"), groups)
         along = {False: ("replicate", "shard", "inner"), True: ("replicate",)}
         self._links = {
             (at, expert): self._link(at, *along[expert])
@@ -153,7 +153,7 @@ class Copies:
         """Have copies of one tensor start with the values of the first; what is to be reduced."""
         first, *others = copies
         source, link = self._links[at, is_expert(sharding_of(first))]
-        adopt([first], source, link, self._groups)
+        broadcast_from([first], source, link, self._groups)
         with torch.no_grad():
             for copy in others:
                 local_tensor(copy).copy_(local_tensor(first))
@@ -289,7 +289,7 @@ class Copies:
             if work is not None:
                 with self._groups.losing(_OTHERS):
                     work.wait()
-                self._settled()
+                self._synchronize()
             found = given.tolist()
             if self._layout.shares > 1:
                 flat.div_(self._layout.shares)
@@ -312,7 +312,7 @@ class Copies:
 
 
 @torch.no_grad()
-def adopt(
+def broadcast_from(
     tensors: Iterable[Tensor], source: int, link: dist.ProcessGroup | None, groups: Groups
 ) -> None:
     """Take over the values of a rank, on all ranks that a link connects.

@@ -14,8 +14,8 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.dtensor import is_dtensor, lay_gradient_out, local_tensor
-from autosplit.trainer.copies import Copies, Wait
 from autosplit.trainer.gradient_norms import GradientNorms
+from autosplit.trainer.replicated_parameters import ReplicatedParameters, Wait
 from autosplit.trainer.sharded_stages import ShardedStages
 from autosplit.trainer.stage_modules import Holder, StageSource
 from autosplit.trainer.stage_start import agree_on_start, build_apart
@@ -23,7 +23,7 @@ from autosplit.trainer.stage_start import agree_on_start, build_apart
 OptimizerFunction = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-class RankState:
+class RankModel:
     """This rank's stage modules and trainable parameters, kept equal with their replicas.
 
     Creating one is collective over all ranks.
@@ -34,20 +34,20 @@ class RankState:
         schedule: says which rank holds which stage.
         groups: the trainer's process groups.
         device: where the stages go.
-        settled: waits until the device has done what it was given.
+        synchronize: waits until the device has done what it was given.
 
     Attributes:
         modules: by stage.
         parameters: those that need a gradient, each once.
         optimizer: moves them, once it was taken; None if there are none.
         sharded: the stages that are sharded.
-        before: what comes before the actions of a step, call by call.
-        behind: what follows them.
+        pre_step: what comes before the actions of a step, call by call.
+        post_step: what follows them.
         reduces: whether gradients are summed with those of other copies or ranks in a step.
 
     Raises:
-        PipelineError: a stage that is no module, or what ``ShardedStages`` and ``Copies`` refuse;
-            or sharded stages share parameters.
+        PipelineError: a stage is no module, or sharded stages share parameters; and the errors of
+            ``ShardedStages`` and ``ReplicatedParameters``.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RankState:
         schedule: Schedule,
         groups: Groups,
         device: torch.device,
-        settled: Callable[[], None],
+        synchronize: Callable[[], None],
     ) -> None:
         modules, drew = build_apart(stages.build, schedule.held(groups.rank), device)
         self.modules = modules
@@ -69,23 +69,23 @@ class RankState:
             _check_tied(index, module, shared)
             modules[index] = module.to(device)
         agree_on_start(modules, shared, groups, drew=drew)
-        self.sharded = sharded = ShardedStages(modules, groups, settled)
+        self.sharded = sharded = ShardedStages(modules, groups, synchronize)
         if sharded.parameters and shared:
             raise PipelineError(
                 "parameters that fully_shard has sharded are shared by several stages "
                 "(shared_parameters), whose gradients would have to be summed across both: take "
                 "'dp_replicate' in place of 'dp_shard', or stages that have parameters of their own"
             )
-        copies = Copies(modules, shared, schedule, groups, sharded.lying, settled)
+        copies = ReplicatedParameters(modules, shared, schedule, groups, sharded.lying, synchronize)
         self._tied = copies if shared else None
         shards, several = bool(sharded.parameters), groups.layout.shares > 1
         self._checks = [
             *([copies.check] if shared else []),
             *([sharded.check, sharded.free_all] if shards else []),
         ]
-        self.before = [sharded.gather_all] if shards else []
-        self.behind = [
-            *([settled] if device.type == "cuda" else []),
+        self.pre_step = [sharded.gather_all] if shards else []
+        self.post_step = [
+            *([synchronize] if device.type == "cuda" else []),
             *([sharded.free_all] if shards else []),
             *([copies.equalise_buffers] if several else []),
         ]
@@ -247,11 +247,13 @@ def _clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: float) -> N
     """
     total: Tensor = torch.tensor(norm, device="cpu")
     # Of DTensors this rank's parts, which the plain number can be multiplied with.
-    parts: Any = [_Part(local_tensor(each.grad)) for each in parameters if each.grad is not None]
+    parts: Any = [
+        _NormTerm(local_tensor(each.grad)) for each in parameters if each.grad is not None
+    ]
     torch.nn.utils.clip_grads_with_norm_(parts, max_norm, total)
 
 
-class _Part(NamedTuple):
+class _NormTerm(NamedTuple):
     grad: Tensor
 
 
