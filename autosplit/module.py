@@ -40,7 +40,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from autosplit.dynamo.partial_model import Partial
+    from autosplit.dynamo.partial_model import PartialModel
     from autosplit.sharded import ShardedModule
 
 # Not copied or pickled; a copy captures anew.
@@ -124,22 +124,22 @@ class SplitModule(ModuleProxy):
     def _attach(self) -> None:
         """Start without graphs and pending work."""
         own = self.__dict__
-        options, insist = own["_options"], own["_fullgraph"]
+        options, require_graph = own["_options"], own["_fullgraph"]
         own["_sharded"] = sharded = _sharded(self.unsplit)
         own["_bound"] = dataclasses.replace(own["_bound"], early=0)
-        deliver: Delivery
+        delivery: Delivery
         if sharded is None:
-            deliver = Delivery()
-            own["_queue"] = PendingQueue(deliver, own["_bound"])
+            delivery = Delivery()
+            own["_queue"] = PendingQueue(delivery, own["_bound"])
         else:  # FSDP's hooks do not run inside of parts
-            deliver = ShardedDelivery(sharded)
-            own["_queue"], insist = ShardedQueue(deliver, own["_bound"]), True
-        own["_fallback"] = Fallback(self.unsplit, options, insist, own["_queue"])
+            delivery = ShardedDelivery(sharded)
+            own["_queue"], require_graph = ShardedQueue(delivery, own["_bound"]), True
+        own["_fallback"] = Fallback(self.unsplit, options, require_graph, own["_queue"])
         own["_graphs"] = Specializations(
             self.unsplit,
             options,
             limit=own["_max_graphs"],
-            insist=insist,
+            require_graph=require_graph,
             traced=own["_queue"].hidden,
             sharding=sharded,
         )
@@ -177,7 +177,7 @@ class SplitModule(ModuleProxy):
         parallel = data_parallel()
         unsplit = parallel is not None and synchronises()
         if parallel is not None:
-            self._queue.deliver.looked_on = True
+            self._queue.delivery.has_observers = True
         if unsplit:
             self.backward_weight()
         if not torch.is_grad_enabled() and self._options.backend == "eager" and not self._sharded:
@@ -197,7 +197,7 @@ class SplitModule(ModuleProxy):
             self.backward_weight()
             return self.unsplit(*args, **kwargs)
         except (CaptureError, SplitError) as error:
-            return fallback.run_by_graphs(fallback.give_up(error), args, kwargs)
+            return fallback.run_by_graphs(fallback.split_by_graphs(error), args, kwargs)
         if failing is not None:  # here, so that the user's own error comes alone
             return fallback.run_unsplit(failing, args, kwargs)
         return self._run(functions, leaves, parallel, unsplit)
@@ -213,7 +213,12 @@ class SplitModule(ModuleProxy):
             refuse_overlap(functions, leaves, state)
         if functions.tangent_specs:
             outputs = run_split(
-                self._anchor, functions, state, leaves, unsplit, counted=parallel is not None
+                self._anchor,
+                functions,
+                state,
+                leaves,
+                unsplit,
+                in_data_parallel=parallel is not None,
             )
         else:
             with torch.no_grad():
@@ -333,7 +338,7 @@ class SplitModule(ModuleProxy):
         return super()._apply(fn, recurse)
 
     @property
-    def _by_graphs(self) -> Partial | None:
+    def _by_graphs(self) -> PartialModel | None:
         """The model split graph by graph, where that is what reports are about."""
         fallback = self._fallback
         return fallback.partial if fallback.is_in_use else None

@@ -111,7 +111,7 @@ def split(
             if text := misfit(model, args, kwargs or {}):
                 told = f"the example inputs do not fit {type(model).__name__}.forward, which"
                 raise SplitError(f"{told} {text}") from None
-            module._fallback.give_up(error)
+            module._fallback.split_by_graphs(error)
     return module
 
 

@@ -23,7 +23,7 @@ from autosplit.torch_internals.autograd import (
     without_grad,
 )
 
-from .lazy_gradient import NOTING, GradientSlot
+from .lazy_gradient import _SLOT_LOCK, GradientSlot
 from .pending import PendingBound, PendingQueue, PendingWork
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ class Delivery:
     computed its gradient itself.
 
     Attributes:
-        looked_on: whether somebody may wait for autograd's engine to come by the parameters:
+        has_observers: whether somebody may wait for autograd's engine to come by the parameters:
             data parallelism, once a forward was inside of it.
     """
 
     def __init__(self) -> None:
-        self.looked_on = False
+        self.has_observers = False
 
-    def __call__(
+    def deliver(
         self, microbatches: Sequence[Sequence[PendingWork]], slots: Sequence[GradientSlot]
     ) -> None:
         """Compute and add what some ``backward()`` left, in their order.
@@ -66,7 +66,7 @@ class Delivery:
         where somebody may wait for that. Who has this computed in a backward may hold a lock that
         it takes there, as the reducer of data parallelism does: then that ends its step first.
         """
-        for works in microbatches if self.looked_on else ():
+        for works in microbatches if self.has_observers else ():
             leaves = {id(leaf): leaf for work in works for _, leaf in work.named_leaves()}
             at_end_of_backward(partial(at_end_of_backward, partial(visit_leaves, leaves)))
 
@@ -81,26 +81,26 @@ class Delivery:
             leaves = None
         if leaves is not None and len({*homes}) == len(homes):  # as a rule
             grads = work.gradients()
-            with NOTING:
+            with _SLOT_LOCK:
                 add_gradients(leaves, grads, work.graph.borrowed, homes)
             return
-        found: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        gradients: dict[int, tuple[Tensor, Tensor, bool]] = {}
         for work in works:
-            made = work.gradients()
+            work_grads = work.gradients()
             names, borrowed = work.graph.parameter_names, work.graph.dependence.borrowed
-            for name, grad in zip(names, made, strict=True):
+            for name, grad in zip(names, work_grads, strict=True):
                 leaf = None if name in work.skipped else work.state.get(name)
                 if leaf is None:
                     continue
-                if id(leaf) in found:
-                    before = found[id(leaf)][1]
-                    total = grad + before if before.is_sparse else before + grad
-                    found[id(leaf)] = leaf, total, False
+                if id(leaf) in gradients:
+                    partial_sum = gradients[id(leaf)][1]
+                    total = grad + partial_sum if partial_sum.is_sparse else partial_sum + grad
+                    gradients[id(leaf)] = leaf, total, False
                 else:
-                    found[id(leaf)] = leaf, grad, name in borrowed
+                    gradients[id(leaf)] = leaf, grad, name in borrowed
         growing = {slot.key: slot for slot in slots}
-        with NOTING:
-            for leaf, grad, copied in found.values():
+        with _SLOT_LOCK:
+            for leaf, grad, copied in gradients.values():
                 add_gradient(leaf, growing.get(id(leaf), leaf), grad, copied)
 
 
@@ -110,8 +110,8 @@ def weight_gradients(work: PendingWork) -> list[Tensor | None]:
     """
     graph = work.graph
     with without_autocast():
-        found = zip(graph.parameter_names, work.gradients(), graph.borrowed, strict=True)
-    return [None if n in work.skipped else g.clone() if copied else g for n, g, copied in found]
+        named = zip(graph.parameter_names, work.gradients(), graph.borrowed, strict=True)
+    return [None if n in work.skipped else g.clone() if copied else g for n, g, copied in named]
 
 
 class ShardedQueue(PendingQueue):
@@ -157,12 +157,12 @@ class ShardedDelivery(Delivery):
         self.sharded = sharded
         self.queue: weakref.ref[ShardedQueue] | None = None
 
-    def __call__(
+    def deliver(
         self, microbatches: Sequence[Sequence[PendingWork]], slots: Sequence[GradientSlot]
     ) -> None:
         queue = self.queue() if self.queue is not None else None
         ends = queue is not None and not queue.pending
-        super().__call__(microbatches, slots)
+        super().deliver(microbatches, slots)
         if ends:
             with _sums_in_grad(slots):
                 self.sharded.reduce()
@@ -183,14 +183,16 @@ class ShardedDelivery(Delivery):
 @contextlib.contextmanager
 def _sums_in_grad(slots: Collection[GradientSlot]) -> Iterator[None]:
     """``.grad`` is the sum inside, for what reads and sets that itself."""
-    found = [(slot, slot.parameter()) for slot in slots]
-    there = [
-        (slot, parameter, parameter.grad) for slot, parameter in found if parameter is not None
+    slot_parameters = [(slot, slot.parameter()) for slot in slots]
+    swapped = [
+        (slot, parameter, parameter.grad)
+        for slot, parameter in slot_parameters
+        if parameter is not None
     ]
-    for slot, parameter, _ in there:
+    for slot, parameter, _ in swapped:
         parameter.grad = slot.grad
     try:
         yield
     finally:
-        for slot, parameter, before in there:
-            slot.grad, parameter.grad = parameter.grad, before
+        for slot, parameter, original_grad in swapped:
+            slot.grad, parameter.grad = parameter.grad, original_grad

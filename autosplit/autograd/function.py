@@ -22,24 +22,24 @@ from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.text.figures import few
 from autosplit.torch_internals.autograd import (
-    KnownLeaves,
     Leaves,
-    applied,
+    LeavesCache,
     at_end_of_backward,
     current_backward,
+    direct_apply,
     graph_is_kept,
     has_accumulate_hooks,
     has_hooks_of_users,
     has_saved_tensors_hooks,
     in_compiled_autograd,
-    is_asked_for,
     is_autocast,
+    is_requested,
     nodes_of_leaves,
     untraced,
     will_run,
     without_autocast,
 )
-from autosplit.torch_internals.distributed import asked_by_pipelining
+from autosplit.torch_internals.distributed import called_by_stage_backward
 
 from .delivery import weight_gradients
 from .pending import PendingQueue, PendingWork
@@ -68,10 +68,10 @@ class WeightAnchor:
         self,
         queue: PendingQueue,
         sharded: ShardedModule | None = None,
-        leaves: KnownLeaves | None = None,
+        leaves: LeavesCache | None = None,
     ) -> None:
         self.queue, self.sharded = queue, sharded
-        self.leaves = leaves or KnownLeaves()
+        self.leaves = leaves or LeavesCache()
         with torch.inference_mode(False):
             self.leaf = torch.zeros((), requires_grad=True)
             self.node = get_gradient_edge(self.leaf).node
@@ -82,26 +82,36 @@ def run_split(
     functions: SplitFunctions,
     state: State,
     leaves: Sequence[Any],
-    unsplit: bool,
+    fused_backward: bool,
     *,
-    counted: bool,
+    in_data_parallel: bool,
 ) -> list[Any]:
-    """F as a node of autograd's graph, whose backward is I, or with ``unsplit`` I and W. So it is
-    where a parameter has hooks: they fire in ``backward()``, and an optimizer may step in one.
-    ``counted``: whether data parallelism counts how often the engine comes by a parameter.
+    """Run F as a node of autograd's graph, whose backward is I.
+
+    Args:
+        anchor: stands for the parameters among the node's inputs.
+        functions: F, I and W.
+        state: parameters and buffers by name.
+        leaves: the other inputs of the graph.
+        fused_backward: whether the backward is I and W. It also is if a parameter has hooks, which
+            fire in ``backward()``: an optimizer may step in one.
+        in_data_parallel: whether data parallelism wraps the module. It counts how often the engine
+            visits a parameter, so no parameter may be an input of the node without need.
     """
-    known = anchor.leaves.of(functions.parameter_names, state)
-    parameters = known.parameters
-    if not unsplit and known.has_hooks():
-        unsplit = True
+    parameter_leaves = anchor.leaves.of(functions.parameter_names, state)
+    parameters = parameter_leaves.parameters
+    if not fused_backward and parameter_leaves.has_hooks():
+        fused_backward = True
         anchor.queue.compute()
     # Computed ones (torch.func.functional_call): no .grad is to come there.
-    unsplit = unsplit or not all(map(_IS_LEAF, parameters))
-    probes: Sequence[Tensor] = parameters
-    if not unsplit:
-        probes = () if counted else functions.probe_sample(parameters)
-    call = _Call(functions, state, anchor, known, unsplit, len(probes))
-    return list(_apply(call, anchor.leaf, *leaves, *probes))
+    fused_backward = fused_backward or not all(map(_IS_LEAF, parameters))
+    sentinel_parameters: Sequence[Tensor] = parameters
+    if not fused_backward:
+        sentinel_parameters = () if in_data_parallel else functions.probe_sample(parameters)
+    call = _Call(
+        functions, state, anchor, parameter_leaves, fused_backward, len(sentinel_parameters)
+    )
+    return list(_apply(call, anchor.leaf, *leaves, *sentinel_parameters))
 
 
 class _Call(NamedTuple):
@@ -112,16 +122,16 @@ class _Call(NamedTuple):
         state: parameters and buffers.
         anchor: of the graph's owner.
         known: the parameters.
-        unsplit: whether the backward is I and W.
-        probes: how many parameters are the node's last inputs.
+        fused_backward: whether the backward is I and W.
+        sentinel_count: how many parameters are the node's last inputs.
     """
 
     functions: SplitFunctions
     state: State
     anchor: WeightAnchor
     known: Leaves
-    unsplit: bool
-    probes: int
+    fused_backward: bool
+    sentinel_count: int
 
 
 class Split(torch.autograd.Function):
@@ -139,7 +149,7 @@ class Split(torch.autograd.Function):
         ctx.call = call
         functions, sharded = call.functions, call.anchor.sharded
         ctx.writes = () if sharded is None else sharded.writes()
-        leaves = list(values[: len(values) - call.probes])
+        leaves = list(values[: len(values) - call.sentinel_count])
         # What a loop made itself (a batch) it may write into once backward() is over. What an
         # earlier module computed it has no hold of.
         lent = functions.lent
@@ -171,7 +181,7 @@ class Split(torch.autograd.Function):
         if saved is None or torch.is_grad_enabled() or in_compiled_autograd():
             _refuse_backward()
         if ctx.watched:
-            refuse_partial(ctx.watched)
+            refuse_partial_gradients(ctx.watched)
         if is_autocast():
             functions.autocast_guard.check()
         arrived = list(output_grads)
@@ -187,28 +197,30 @@ class Split(torch.autograd.Function):
             grads, deferred, early = functions.backward_input(saved, arrived)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             grads[at] = None
-        weights: Sequence[Tensor | None] = [None] * call.probes
+        weights: Sequence[Tensor | None] = [None] * call.sentinel_count
         ordinary = will_run(anchor.node)
-        asked = not ordinary and any(node and is_asked_for(node) for node in _probes(ctx))
-        if asked and not call.unsplit:
+        requested = not ordinary and any(
+            node and is_requested(node) for node in _sentinel_nodes(ctx)
+        )
+        if requested and not call.fused_backward:
             refuse_parameter_request()
-        if ordinary or asked:
-            weights = _weights(ctx, functions, deferred, early, skipped) or weights
-        elif kept and asked_by_pipelining():
+        if ordinary or requested:
+            weights = _queue_or_run_weights(ctx, functions, deferred, early, skipped) or weights
+        elif kept and called_by_stage_backward():
             _refuse_pipelining()
         return (None, None, *grads, *weights)
 
 
-_apply = applied(Split)
+_apply = direct_apply(Split)
 
 
-def _probes(ctx: Any) -> list[Any]:
+def _sentinel_nodes(ctx: Any) -> list[Any]:
     """Nodes of the parameters among the node's inputs."""
     edges = ctx.next_functions
-    return [node for node, _ in edges[len(edges) - ctx.call.probes :]]
+    return [node for node, _ in edges[len(edges) - ctx.call.sentinel_count :]]
 
 
-def _weights(
+def _queue_or_run_weights(
     ctx: Any,
     functions: SplitFunctions,
     deferred: Residuals,
@@ -220,8 +232,8 @@ def _weights(
     Returns:
         gradients of the parameters among the node's inputs; nothing where W is queued.
     """
-    _, state, anchor, known, unsplit, _ = ctx.call
-    if not all(map(_NEEDS_GRAD, known.parameters)):
+    _, state, anchor, parameter_leaves, fused_backward, _ = ctx.call
+    if not all(map(_NEEDS_GRAD, parameter_leaves.parameters)):
         # Frozen since the forward: autograd drops their gradients.
         skipped |= {n for n in functions.parameter_names if not state[n].requires_grad}
     if skipped.issuperset(functions.parameter_names):
@@ -229,16 +241,18 @@ def _weights(
     work = PendingWork(functions, deferred, state, skipped, early)
     sharded = anchor.sharded
     if sharded is None:
-        work.leaves = known.parameters
+        work.leaves = parameter_leaves.parameters
     else:
         work.owner, work.writes = sharded.owner, ctx.writes
-    if unsplit:
+    if fused_backward:
         return weight_gradients(work)
-    if known.has_hooks():
-        return _weights_for_late_hooks(anchor, work, [node.variable for node in _probes(ctx)])
+    if parameter_leaves.has_hooks():
+        return _weights_for_late_hooks(
+            anchor, work, [node.variable for node in _sentinel_nodes(ctx)]
+        )
     if functions.lent:
-        lent = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
-        deferred.own(lent)
+        positions = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
+        deferred.own(positions)
     if functions.handed_out:
         at_end_of_backward(partial(deferred.own_held, functions.handed_out))
     anchor.queue.add(current_backward(), work)
@@ -251,11 +265,15 @@ def _weights(
 
 
 def _weights_for_late_hooks(
-    anchor: WeightAnchor, work: PendingWork, probes: Sequence[Tensor]
+    anchor: WeightAnchor, work: PendingWork, sentinel_parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """W at once, after everything pending: for hooks that came between the forward and the
-    backward, which the engine calls now for ``probes``, and for others at the end of the backward,
-    with the sum over all calls. Returns gradients of ``probes``.
+    """Run W at once, after all pending work, because hooks came between forward and backward.
+
+    The engine calls the hooks of ``sentinel_parameters`` now. The hooks of the other parameters are
+    called at the end of the backward, with the sum of the gradients of all calls.
+
+    Returns:
+        the gradients of ``sentinel_parameters``.
 
     Raises:
         SplitError: a hook would be called more than once.
@@ -263,10 +281,10 @@ def _weights_for_late_hooks(
     anchor.queue.compute()
     names = work.graph.parameter_names
     parameters = [work.state[name] for name in names]
-    found = zip(names, parameters, weight_gradients(work), strict=True)
-    grads = {id(p): (name, p, grad) for name, p, grad in found}
-    mine = [grads.pop(id(parameter))[2] for parameter in probes]
-    added = [parameter for each in grads.values() if (parameter := _add_late(*each)) is not None]
+    named = zip(names, parameters, weight_gradients(work), strict=True)
+    grads = {id(p): (name, p, grad) for name, p, grad in named}
+    mine = [grads.pop(id(parameter))[2] for parameter in sentinel_parameters]
+    added = [parameter for entry in grads.values() if (parameter := _add_late(*entry)) is not None]
     at_end_of_backward(partial(_deliver_late, added))
     return mine
 
@@ -289,8 +307,8 @@ def _add_late(name: str, parameter: Tensor, grad: Tensor | None) -> Tensor | Non
             "parameters before the forward"
         )
     backward = current_backward()
-    before, total = parameter.__dict__.get(_LATE, (None, None))
-    first = before != backward or total is None
+    last_backward, total = parameter.__dict__.get(_LATE, (None, None))
+    first = last_backward != backward or total is None
     parameter.__dict__[_LATE] = backward, grad if first else total + grad
     return parameter if first else None
 
@@ -353,7 +371,7 @@ def watch(named: Iterable[tuple[str, Tensor]]) -> Watched:
     return [(name, weakref.ref(tensor)) for name, tensor in named]
 
 
-def refuse_partial(watched: Watched) -> None:
+def refuse_partial_gradients(watched: Watched) -> None:
     """Check that nobody asks for the gradient of an output that is read inside.
 
     Raises:

@@ -52,7 +52,7 @@ class LazyGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = _computed((args, kwargs or {}))
+        args, kwargs = _with_real_gradients((args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
@@ -64,13 +64,13 @@ class LazyGradient(Tensor):
         """
         kwargs = kwargs or {}
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], LazyGradient):
-            lazy, found = args[0], pending(args[0])
-            if found is not None and not isinstance(args[1], LazyGradient):
-                slot, parameter = found
+            lazy, target = args[0], pending_slot(args[0])
+            if target is not None and not isinstance(args[1], LazyGradient):
+                slot, parameter = target
                 slot.add(parameter, args[1], **kwargs)
                 return lazy
         with outside_dispatch():
-            args, kwargs = _computed((args, kwargs))
+            args, kwargs = _with_real_gradients((args, kwargs))
         return func(*args, **kwargs)
 
     @property
@@ -85,8 +85,8 @@ class LazyGradient(Tensor):
     @property
     def _stands_for(self) -> Tensor | None:
         """The parameter, or the real gradient where that is there."""
-        found = pending(self)
-        return self._real if found is None else found[1]
+        target = pending_slot(self)
+        return self._real if target is None else target[1]
 
     def __getattr__(self, name: str) -> Any:
         """What only the gradient of a DTensor has: placements, a mesh, a local part."""
@@ -107,10 +107,10 @@ class LazyGradient(Tensor):
             return self._heir[0].value()
         inside = False
         while self._real is None and not inside:  # another thread may leave more to compute
-            found = pending(self)
-            if found is None:
+            target = pending_slot(self)
+            if target is None:
                 break
-            inside = found[0].compute()
+            inside = target[0].compute()
         if self._real is not None:
             return self._real
         if inside:
@@ -127,25 +127,25 @@ class LazyGradient(Tensor):
         )
 
 
-def pending(lazy: LazyGradient) -> tuple[GradientSlot, Tensor] | None:
+def pending_slot(lazy: LazyGradient) -> tuple[GradientSlot, Tensor] | None:
     """Slot and parameter of a lazy gradient of which a part is still to be computed."""
     if lazy._heir is not None:
-        return pending(lazy._heir[0])
+        return pending_slot(lazy._heir[0])
     slot = lazy._slot()
     if lazy._real is not None or slot is None:
         return None
-    parameter = slot.awaited_by(lazy)
+    parameter = slot.parameter_of(lazy)
     return None if parameter is None else (slot, parameter)
 
 
-def _computed(tree: Any) -> Any:
+def _with_real_gradients(tree: Any) -> Any:
     """A pytree with every lazy gradient replaced by the real one."""
     leaves, spec = tree_flatten(tree)
-    found = [leaf.value() if isinstance(leaf, LazyGradient) else leaf for leaf in leaves]
-    return tree_unflatten(found, spec)
+    values = [leaf.value() if isinstance(leaf, LazyGradient) else leaf for leaf in leaves]
+    return tree_unflatten(values, spec)
 
 
-NOTING = threading.RLock()
+_SLOT_LOCK = threading.RLock()
 """Held while slots and queues are looked at or changed, and while a gradient is added to a slot's:
 two threads must not both find that there is none. Never while anything is computed.
 """
@@ -199,10 +199,10 @@ class GradientSlot:
     def of(parameter: Tensor) -> GradientSlot | None:
         """The slot of the lazy gradient in a parameter's ``.grad``."""
         lazy = parameter.grad
-        found = pending(lazy) if type(lazy) is LazyGradient else None
-        return found[0] if found is not None and found[1] is parameter else None
+        target = pending_slot(lazy) if type(lazy) is LazyGradient else None
+        return target[0] if target is not None and target[1] is parameter else None
 
-    def awaited_by(self, lazy: LazyGradient) -> Tensor | None:
+    def parameter_of(self, lazy: LazyGradient) -> Tensor | None:
         """The parameter, where a part of the gradient that ``lazy`` stands for is pending."""
         return self.parameter() if self.armed and self.lazy is lazy else None
 
@@ -215,10 +215,10 @@ class GradientSlot:
             parameter.grad is self.lazy
             or self.hidden
             or self.computing
-            or (self.failure is None and self._held())
+            or (self.failure is None and self._is_referenced())
         )
 
-    def made_for(self, parameter: Tensor) -> LazyGradient:
+    def new_lazy(self, parameter: Tensor) -> LazyGradient:
         """A new lazy gradient."""
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         lazy = self.lazy = memoryless_tensor(LazyGradient, parameter, dtype)
@@ -229,15 +229,15 @@ class GradientSlot:
         """Go on after Python has begun to free the queue, which clears weak references. Whoever
         holds the lazy gradient keeps the queue from now on, so another one is in ``.grad``.
         """
-        self.parameter, before = weakref.ref(parameter), self.lazy
-        if before is not None:
-            heir = self.made_for(parameter)
-            before._heir = heir, self.queue
-            if parameter.grad is before:
+        self.parameter, old_lazy = weakref.ref(parameter), self.lazy
+        if old_lazy is not None:
+            heir = self.new_lazy(parameter)
+            old_lazy._heir = heir, self.queue
+            if parameter.grad is old_lazy:
                 parameter.grad = heir
 
     @staticmethod
-    def hand_over(slots: Iterable[GradientSlot]) -> None:
+    def resolve(slots: Iterable[GradientSlot]) -> None:
         """Put the gradients, of which nothing is pending any more, where the lazy ones stand: into
         ``.grad``, and where somebody else refers to one; the next one is another object then.
         """
@@ -250,8 +250,8 @@ class GradientSlot:
             except RuntimeError as error:  # it has another shape, dtype or device by now
                 slot.failure = error
                 continue
-            # As ``_held``, without a call for each parameter of every step.
-            if lazy is not None and (getrefcount(lazy) > _OURS or tensor_users(lazy) > 1):
+            # As ``_is_referenced``, without a call for each parameter of every step.
+            if lazy is not None and (getrefcount(lazy) > _OWN_REFERENCES or tensor_users(lazy) > 1):
                 lazy._real, slot.lazy = slot.grad, None
             slot.armed, slot.grad = False, None
 
@@ -261,14 +261,14 @@ class GradientSlot:
         """
         if parameter is not None and (self.hidden or parameter.grad is self.lazy):
             parameter.grad = self.grad
-        if parameter is not None or self._held():
+        if parameter is not None or self._is_referenced():
             self.lazy = None
         self.armed, self.grad, self.failure = False, None, None
 
-    def _held(self) -> bool:
+    def _is_referenced(self) -> bool:
         """Whether the lazy gradient, which is not in ``.grad``, is referenced elsewhere."""
         lazy = self.lazy
-        return lazy is not None and (getrefcount(lazy) > _OURS or tensor_users(lazy) > 1)
+        return lazy is not None and (getrefcount(lazy) > _OWN_REFERENCES or tensor_users(lazy) > 1)
 
     def compute(self) -> bool:
         """Have all that is pending in the queue computed.
@@ -299,16 +299,16 @@ class GradientSlot:
     def add(self, parameter: Tensor, gradient: Tensor, alpha: float = 1) -> None:
         """Accumulate a gradient that was not deferred."""
         gradient = gradient if alpha == 1 else gradient.mul(alpha)
-        with NOTING:
+        with _SLOT_LOCK:
             add_gradient(parameter, self if self.armed else parameter, gradient, True)
 
 
-def _unheld(slot: Any) -> int:
+def _own_references(slot: Any) -> int:
     lazy = slot.lazy
     return getrefcount(lazy)
 
 
-_OURS = _unheld(SimpleNamespace(lazy=object()))
+_OWN_REFERENCES = _own_references(SimpleNamespace(lazy=object()))
 """How many references Python has to what is only a slot's and a variable's, its being counted
 included: Python 3.14 counts fewer of these than those before it.
 """

@@ -71,8 +71,8 @@ class ModuleProxy(nn.Module):
     model: nn.Module
 
     def __new__(cls, model: nn.Module, *args: Any, **kwargs: Any) -> Self:
-        made: Self = _blank(cls, _special(type(model)))
-        return made
+        proxy: Self = _blank(cls, _special(type(model)))
+        return proxy
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -157,8 +157,8 @@ class ModuleProxy(nn.Module):
             delattr(self.unsplit, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
-        state = {key: value for key, value in own.items() if key != "_forward"}
+        attributes: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
+        state = {key: value for key, value in attributes.items() if key != "_forward"}
         kind = type(self)
         return _blank, (getattr(kind, "_plain", kind), _special(kind)), state
 
@@ -219,7 +219,7 @@ def refuse_proxies(owner: str, module: nn.Module) -> None:
     """
     for name, part in module.named_modules():
         if isinstance(part, ModuleProxy):
-            where = f"its part {name!r}" if name else "the module"
+            subject = f"its part {name!r}" if name else "the module"
             raise SplitError(
-                f"{owner}: {where} is split already; give the module itself, .unsplit of this one"
+                f"{owner}: {subject} is split already; give the module itself, .unsplit of this one"
             )

@@ -26,14 +26,14 @@ from autosplit.errors import SplitError
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.residuals import Residuals, State
 from autosplit.torch_internals.autograd import (
-    any_held,
+    any_referenced,
     at_end_of_backward,
     current_backward,
     untraced,
 )
 from autosplit.torch_internals.state import distinct_storage_bytes
 
-from .lazy_gradient import NOTING, GradientSlot, LazyGradient, pending
+from .lazy_gradient import _SLOT_LOCK, GradientSlot, LazyGradient, pending_slot
 
 if TYPE_CHECKING:
     from .delivery import Delivery
@@ -82,8 +82,8 @@ class PendingWork:
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """The parameters that get a gradient."""
-        own = self.owner
-        return [(n, leaf if own is None else own(leaf)) for n, leaf in self.named_leaves()]
+        owner = self.owner
+        return [(n, leaf if owner is None else owner(leaf)) for n, leaf in self.named_leaves()]
 
     @property
     def parameters(self) -> Sequence[Tensor]:
@@ -100,14 +100,14 @@ class PendingWork:
         late = graph.backward_weight(self.deferred)
         if not graph.early_parameters:
             return late
-        found = dict(zip(graph.early_parameters, self.early, strict=True))
-        found |= zip(graph.late_parameters, late, strict=True)
-        return [found[name] for name in graph.parameter_names]
+        gradients = dict(zip(graph.early_parameters, self.early, strict=True))
+        gradients |= zip(graph.late_parameters, late, strict=True)
+        return [gradients[name] for name in graph.parameter_names]
 
     def drop(self, parameters: Collection[int]) -> None:
         """Drop the gradients of these parameters (their ``id``)."""
-        found = [name for name, each in self.named_parameters() if id(each) in parameters]
-        self.skipped = self.skipped.union(found)
+        names = [name for name, parameter in self.named_parameters() if id(parameter) in parameters]
+        self.skipped = self.skipped.union(names)
 
 
 @dataclasses.dataclass
@@ -177,12 +177,12 @@ class PendingQueue:
     and compute.
 
     Args:
-        deliver: computes.
+        delivery: computes.
         bound: how many may wait.
 
     Attributes:
-        deliver: as given.
-        bound: as given.
+        delivery: as passed.
+        bound: as passed.
         microbatches: what ``backward()`` left of each; some of it may not be wanted any more.
         thread: which thread computes; None where none does.
         shares: whether work of other queues may be here, and the other way round.
@@ -190,20 +190,20 @@ class PendingQueue:
 
     shares = True
 
-    def __init__(self, deliver: Delivery, bound: PendingBound) -> None:
-        self.deliver = deliver
+    def __init__(self, delivery: Delivery, bound: PendingBound) -> None:
+        self.delivery = delivery
         self.bound = bound
         self._computing = threading.RLock()
         self.thread: int | None = None
         self.microbatches: dict[Hashable, list[PendingWork]] = {}
-        self._guarded = False
+        self._has_step_hook = False
         # Whether somebody refers to a sum whose place a lazy gradient has taken: it is to be right
         # when the backward is over.
-        self._held = False
+        self._sum_is_referenced = False
         self._slots: dict[int, GradientSlot] = {}
         self._limit = _FEW
         self._latest: tuple[Sequence[Tensor] | None, Sequence[GradientSlot]] = None, ()
-        self._keeping: list[weakref.ref[Tensor]] = []
+        self._keepers: list[weakref.ref[Tensor]] = []
         self._mark = f"_autosplit_pending_{id(self)}"
 
     def __del__(self) -> None:
@@ -217,8 +217,8 @@ class PendingQueue:
             slot = self._slots.get(id(parameter))
             if slot is not None and slot.armed:
                 slot.revive(parameter)
-                self._keep(parameter)
-        self._guard()
+                self._keep_alive_with(parameter)
+        self._register_step_hook()
 
     @property
     def pending(self) -> int:
@@ -231,43 +231,43 @@ class PendingQueue:
     def bytes(self) -> int:
         """Bytes of distinct storage that they hold."""
         self.sweep()
-        return distinct_storage_bytes(t for each in self.works() for t in each.tensors)
+        return distinct_storage_bytes(t for work in self.works() for t in work.tensors)
 
     def works(self) -> list[PendingWork]:
         """All pending work, oldest first."""
-        with NOTING:
-            return [each for works in self.microbatches.values() for each in works]
+        with _SLOT_LOCK:
+            return [work for works in self.microbatches.values() for work in works]
 
     def parameters(self) -> list[Tensor]:
         """The parameters that gradients are pending for, or being computed."""
-        with NOTING:
-            found = [slot.parameter() for slot in self._slots.values() if slot.armed]
-        return [parameter for parameter in found if parameter is not None]
+        with _SLOT_LOCK:
+            parameters = [slot.parameter() for slot in self._slots.values() if slot.armed]
+        return [parameter for parameter in parameters if parameter is not None]
 
     def add(self, microbatch: Hashable, work: PendingWork, *, moved: bool = False) -> None:
         """Queue work, after earlier work of this microbatch; where a gradient of a parameter that
         it has is pending in another queue, there. ``moved``: whether it comes from another queue.
         """
         while True:
-            with NOTING:
-                blocking = self._promise(work)
+            with _SLOT_LOCK:
+                blocking = self._install_lazy_gradients(work)
                 if blocking is None:
                     self.microbatches.setdefault(microbatch, []).append(work)
-                    held, self._held = self._held, False
+                    sum_is_referenced, self._sum_is_referenced = self._sum_is_referenced, False
                     break
             other = blocking.queue
             if other is not self and self.shares and other.shares and not moved:
                 other.add(microbatch, work, moved=True)
                 return
             blocking.compute()
-        if not self._guarded:
-            self._guard()
-        if held:  # read without asking us
+        if not self._has_step_hook:
+            self._register_step_hook()
+        if sum_is_referenced:  # read without asking us
             at_end_of_backward(self.compute)
         elif len(self.microbatches) > self.bound.limit:
-            at_end_of_backward(lambda: self._leave(self.bound.limit))
+            at_end_of_backward(lambda: self._compute_down_to(self.bound.limit))
 
-    def _promise(self, work: PendingWork) -> GradientSlot | None:
+    def _install_lazy_gradients(self, work: PendingWork) -> GradientSlot | None:
         """Put lazy gradients into ``.grad`` of the parameters of some work.
 
         Returns:
@@ -278,16 +278,16 @@ class PendingQueue:
         parameters = work.parameters
         if not parameters:
             return None
-        if not self._held:
+        if not self._sum_is_referenced:
             sums = [
                 g for g in map(_GRAD, parameters) if g is not None and type(g) is not LazyGradient
             ]
-            self._held = any_held(sums)
+            self._sum_is_referenced = any_referenced(sums)
             del sums
         if parameters is not self._latest[0]:
-            found = [self._slot(parameter) for parameter in parameters]
+            new_slots = [self._slot(parameter) for parameter in parameters]
             # Those of a compiled model, which has a new list each time, are not to be kept alive.
-            self._latest = work.leaves if parameters is work.leaves else None, found
+            self._latest = work.leaves if parameters is work.leaves else None, new_slots
         work.slots = slots = self._latest[1]
         for slot, parameter in zip(slots, parameters, strict=True):
             grad = parameter.grad
@@ -298,49 +298,49 @@ class PendingQueue:
                 if slot.armed:
                     return slot
             if type(grad) is LazyGradient:
-                known = pending(grad)
-                if known is not None:
-                    return known[0]
-                grad, self._held = grad.value(), True  # it stands for a real one
+                target = pending_slot(grad)
+                if target is not None:
+                    return target[0]
+                grad, self._sum_is_referenced = grad.value(), True  # it stands for a real one
             slot.grad, slot.armed = grad, True
             try:
-                parameter.grad = slot.made_for(parameter) if slot.lazy is None else slot.lazy
+                parameter.grad = slot.new_lazy(parameter) if slot.lazy is None else slot.lazy
             except RuntimeError:  # the parameter has another shape, dtype or device by now
-                parameter.grad = slot.made_for(parameter)
-        self._keep(parameters[-1])
+                parameter.grad = slot.new_lazy(parameter)
+        self._keep_alive_with(parameters[-1])
         return None
 
     def _slot(self, parameter: Tensor) -> GradientSlot:
         slot = self._slots.get(id(parameter))
         if slot is None or slot.parameter() is not parameter:
             if len(self._slots) >= self._limit:
-                known = self._slots.items()
-                self._slots = {k: each for k, each in known if each.parameter() is not None}
+                entries = self._slots.items()
+                self._slots = {k: entry for k, entry in entries if entry.parameter() is not None}
                 self._limit = 2 * len(self._slots) + _FEW
             slot = self._slots[id(parameter)] = GradientSlot(self, parameter)
         return slot
 
-    def _keep(self, parameter: Tensor) -> None:
+    def _keep_alive_with(self, parameter: Tensor) -> None:
         """Let this live at least as long as the parameter, until nothing is pending."""
         if self._mark not in parameter.__dict__:
-            parameter.__dict__[self._mark] = _Kept(self)
-            self._keeping.append(weakref.ref(parameter))
+            parameter.__dict__[self._mark] = _QueueReference(self)
+            self._keepers.append(weakref.ref(parameter))
 
     def _release(self) -> None:
         """Have no parameter keep this any more."""
-        for reference in self._keeping:
+        for reference in self._keepers:
             parameter = reference()
             if parameter is not None:
                 parameter.__dict__.pop(self._mark, None)
-        self._keeping.clear()
+        self._keepers.clear()
 
-    def _guard(self) -> None:
+    def _register_step_hook(self) -> None:
         """Compute what is pending for an optimizer's parameters before its ``step()``, in which
         compiled code, or kernels in C++, could meet a lazy gradient.
 
         torch keeps such hooks in one global list; this one goes when the queue is collected.
         """
-        self._guarded, reference = True, weakref.ref(self)
+        self._has_step_hook, reference = True, weakref.ref(self)
 
         @untraced
         def compute(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -355,9 +355,9 @@ class PendingQueue:
     def make_room(self) -> None:
         """Before a forward: compute the oldest microbatches, so that its own may wait."""
         if self.microbatches and torch.is_grad_enabled() and current_backward() < 0:
-            self._leave(self.bound.limit - 1)
+            self._compute_down_to(self.bound.limit - 1)
 
-    def _leave(self, waiting: float) -> None:
+    def _compute_down_to(self, waiting: float) -> None:
         """Compute the oldest microbatches until so many wait, unless another thread computes."""
         if self.thread is None and self.pending > waiting:
             self.bound.early += self.compute(leave=waiting)
@@ -385,28 +385,28 @@ class PendingQueue:
         with self._computing:
             if self.thread is not None:  # by this thread, further out
                 return 0
-            with NOTING:
-                begun = self._present()
+            with _SLOT_LOCK:
+                begun = self._live_slots()
                 keys = [*self.microbatches]
                 count = self.bound.count(microbatches, leave, len(keys))
-                taken = [self.microbatches.pop(key) for key in keys[:count]]
+                microbatch_works = [self.microbatches.pop(key) for key in keys[:count]]
                 for slot in begun:
                     slot.computing = True
                 self.thread = threading.get_ident()
             failure = None
             try:
-                self.deliver(taken, begun)
+                self.delivery.deliver(microbatch_works, begun)
             except BaseException as error:
                 failure = error
                 raise
             finally:
-                with NOTING:
+                with _SLOT_LOCK:
                     self.thread = None
-                    self._settle(begun, failure)
-        self.deliver.announce(taken)
-        return len(taken)
+                    self._finish(begun, failure)
+        self.delivery.announce(microbatch_works)
+        return len(microbatch_works)
 
-    def _settle(self, begun: Iterable[GradientSlot], failure: BaseException | None) -> None:
+    def _finish(self, begun: Iterable[GradientSlot], failure: BaseException | None) -> None:
         """End a computation: what was pending when it began has been computed, or not."""
         works = self.works() if self.microbatches else ()
         waiting = {id(parameter) for work in works for parameter in work.parameters}
@@ -414,40 +414,40 @@ class PendingQueue:
             slot.computing = False
             if failure is not None:
                 slot.failure = failure
-        GradientSlot.hand_over(s for s in begun if s.failure is None and s.key not in waiting)
+        GradientSlot.resolve(s for s in begun if s.failure is None and s.key not in waiting)
         if not self.microbatches:
             self._release()
 
     @contextlib.contextmanager
     def hidden(self, parameters: Iterable[Tensor]) -> Iterator[None]:
         """Take lazy gradients out of ``.grad`` while parameters are traced."""
-        with NOTING:
-            found = [(slot, each) for each in parameters if (slot := GradientSlot.of(each))]
-            for slot, parameter in found:
+        with _SLOT_LOCK:
+            pairs = [(slot, each) for each in parameters if (slot := GradientSlot.of(each))]
+            for slot, parameter in pairs:
                 slot.hidden, parameter.grad = True, None
         try:
             yield
         finally:
-            with NOTING:
-                for slot, parameter in found:
+            with _SLOT_LOCK:
+                for slot, parameter in pairs:
                     slot.hidden = False
                     if slot.armed and parameter.grad is None:  # else another thread computed it
                         parameter.grad = slot.lazy
 
     def discard(self) -> None:
         """Forget all pending work and restore every ``.grad``."""
-        with self._computing, NOTING:
+        with self._computing, _SLOT_LOCK:
             self.microbatches.clear()
-            for slot in self._present():
+            for slot in self._live_slots():
                 slot.drop(slot.parameter())
             self._release()
 
     def sweep(self) -> None:
         """Drop what is pending for every lazy gradient that was freed."""
-        with NOTING:
-            self._present()
+        with _SLOT_LOCK:
+            self._live_slots()
 
-    def _present(self) -> list[GradientSlot]:
+    def _live_slots(self) -> list[GradientSlot]:
         """Drop what is pending for every lazy gradient that was freed.
 
         Returns:
@@ -476,9 +476,9 @@ class PendingQueue:
 
     def forget(self, works: Collection[PendingWork]) -> None:
         """Remove work of which no gradient is wanted any more."""
-        with NOTING:
+        with _SLOT_LOCK:
             for key, queued in [*self.microbatches.items()]:
-                left = [each for each in queued if each not in works]
+                left = [work for work in queued if work not in works]
                 if left:
                     self.microbatches[key] = left
                 else:
@@ -487,7 +487,7 @@ class PendingQueue:
                 self._release()
 
 
-class _Kept:
+class _QueueReference:
     """Attribute of a parameter: the queue that it keeps alive, which may outlive its module."""
 
     def __init__(self, queue: PendingQueue) -> None:

@@ -42,7 +42,7 @@ class Code(NamedTuple):
     strides: Mapping[Role, Strides] = {}
 
 
-def restrided(value: Any, strides: Strides | None) -> Any:
+def with_strides(value: Any, strides: Strides | None) -> Any:
     """A fake tensor with the strides that a backend chose for it, if it did."""
     if strides is None or [*map(concrete, strides)] == [*map(concrete, value.stride())]:
         return value
@@ -109,10 +109,10 @@ class Eager(Backend):
 
     def __init__(
         self,
-        known: Mapping[Subgraph, Boxed] = types.MappingProxyType({}),
+        subgraph_calls: Mapping[Subgraph, Boxed] = types.MappingProxyType({}),
         gathering: Gathering | None = None,
     ) -> None:
-        self._called = dict(known)
+        self._called = dict(subgraph_calls)
         self.gathering = gathering
 
     def compile(self, name: str, module: fx.GraphModule) -> Code:
@@ -135,10 +135,10 @@ class Eager(Backend):
 
         def call(args: list[Any]) -> list[Any]:
             try:
-                found: list[Any] = function(args)
+                results: list[Any] = function(args)
             except StrideError as error:
                 raise SplitError(str(error)) from error
-            return found
+            return results
 
         return Code(call)
 
@@ -176,5 +176,5 @@ def check_backend(name: str) -> None:
     SplitError: the backend is unknown; lists the known ones.
     """
     if name not in BACKENDS:
-        known = ", ".join(map(repr, BACKENDS))
-        raise SplitError(f"unknown backend {name!r}; known backends: {known}")
+        names = ", ".join(map(repr, BACKENDS))
+        raise SplitError(f"unknown backend {name!r}; known backends: {names}")

@@ -28,7 +28,7 @@ from autosplit.passes.lowering.buffers import is_donated
 from autosplit.passes.subgraph import Subgraph, operands, outline, subgraphs
 from autosplit.text.progress import working
 
-from .backend import Backend, Boxed, Code, Eager, Strides, collecting_new_objects_only, restrided
+from .backend import Backend, Boxed, Code, Eager, Strides, collecting_new_objects_only, with_strides
 
 aten = torch.ops.aten
 
@@ -70,18 +70,18 @@ class Inductor(Backend):
         for node in [node for node in calls(outlined.graph) if SUBGRAPH in node.meta]:
             called: Subgraph = node.meta[SUBGRAPH]
             if called not in self._called:
-                taken = zip(placeholders(called.module.graph), operands(node), strict=True)
-                for inner, operand in taken:
+                pairs = zip(placeholders(called.module.graph), operands(node), strict=True)
+                for inner, operand in pairs:
                     strides = operand.meta["val"].stride()
-                    inner.meta["val"] = restrided(inner.meta["val"], strides)
+                    inner.meta["val"] = with_strides(inner.meta["val"], strides)
                 kind = f"{name}_{called.name}"
                 self._called[called] = self._compile_whole(kind, name != "forward", called.module)
             chosen, results = self._called[called].strides, outputs(called.module.graph)
             for item in node.users:
                 role, value = results[item.args[1]]  # type: ignore[index]
-                item.meta["val"] = restrided(value.meta["val"], chosen.get(role))
-        known = {called: code.call for called, code in self._called.items()}
-        call = Eager(known, self.gathering).compile(name, outlined).call
+                item.meta["val"] = with_strides(value.meta["val"], chosen.get(role))
+        subgraph_calls = {called: code.call for called, code in self._called.items()}
+        call = Eager(subgraph_calls, self.gathering).compile(name, outlined).call
         left = outputs(outlined.graph, *_CROSSING)
         values = {role: getattr(value, "meta", {}).get("val") for role, value in left}
         return Code(call, {r: v.stride() for r, v in values.items() if isinstance(v, Tensor)})
@@ -97,19 +97,21 @@ class Inductor(Backend):
         copy, constants = _for_inductor(module)
         computed = [at for at, (_, value) in enumerate(returned) if isinstance(value, fx.Node)]
         results = [returned[at] for at in computed]
-        taken = inputs(module.graph)
-        roles = list(taken)
+        input_nodes = inputs(module.graph)
+        roles = list(input_nodes)
         with collecting_new_objects_only(), working(f"compiling {name} by Inductor"):
             compiled = inductor.compile_module(
                 copy,
                 is_backward=is_backward,
                 static=[at for at, role in enumerate(roles) if role.kind in STATE],
                 visible=[at for at, (role, _) in enumerate(results) if role.kind not in _CROSSING],
-                donated=[at for at, node in enumerate(taken.values()) if is_donated(node)],
+                donated=[at for at, node in enumerate(input_nodes.values()) if is_donated(node)],
             )
         self.generated[name] = compiled.source
-        given = {at: value for at, (_, value) in enumerate(returned) if at not in set(computed)}
-        call = _boxed(compiled.call, constants, given, len(returned))
+        fixed_outputs = {
+            at: value for at, (_, value) in enumerate(returned) if at not in set(computed)
+        }
+        call = _boxed(compiled.call, constants, fixed_outputs, len(returned))
         sums = [at for at, role in enumerate(roles) if role.kind is Kind.ACCUMULATOR]
         return Code(
             _conforming(call, sums) if sums else call,
@@ -121,7 +123,9 @@ def _chosen(
     results: Sequence[tuple[Role, Any]], strides: Sequence[Strides | None]
 ) -> dict[Role, Strides]:
     pairs = zip(results, strides, strict=True)
-    return {role: each for (role, _), each in pairs if role.kind in _CROSSING and each is not None}
+    return {
+        role: stride for (role, _), stride in pairs if role.kind in _CROSSING and stride is not None
+    }
 
 
 def _for_inductor(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
@@ -196,16 +200,19 @@ def _conforming(call: Boxed, sums: Sequence[int]) -> Boxed:
 
 
 def _boxed(
-    call: Callable[[list[Any]], Any], constants: list[Tensor], given: dict[int, Any], count: int
+    call: Callable[[list[Any]], Any],
+    constants: list[Tensor],
+    fixed_outputs: dict[int, Any],
+    count: int,
 ) -> Boxed:
     """``given``: outputs that are no computed values, by position among ``count``."""
 
     def run(args: list[Any]) -> list[Any]:
         args += constants
         computed = list(call(args))
-        if not given:
+        if not fixed_outputs:
             return computed
         rest = iter(computed)
-        return [given[at] if at in given else next(rest) for at in range(count)]
+        return [fixed_outputs[at] if at in fixed_outputs else next(rest) for at in range(count)]
 
     return run

@@ -24,7 +24,7 @@ from torch import Tensor
 from autosplit.device import generator_state, set_generator_state
 from autosplit.errors import CheckpointError
 from autosplit.text.figures import few
-from autosplit.torch_internals.dtensor import copied_along
+from autosplit.torch_internals.dtensor import replicate_like
 from autosplit.trainer.replicated_parameters import PER_GROUP
 
 from .naming import Groups
@@ -189,7 +189,7 @@ def restore_optimizer(
 def _load_value(checkpoint: Checkpoint, key: str, parameter: Tensor) -> Any:
     kind = checkpoint.tensor(key)
     if kind is None or kind.size != parameter.shape:
-        return copied_along(checkpoint.read(key), parameter)
+        return replicate_like(checkpoint.read(key), parameter)
     value = torch.empty_like(parameter, dtype=kind.properties.dtype)  # sharded as it is
     checkpoint.fill(key, value)
     return value

@@ -57,13 +57,13 @@ def input_roles(
         name_of: name of a parameter, where it is known.
     """
     roles: list[Role] = []
-    taken: set[str] = set()
+    names: set[str] = set()
     for source, value in zip(sources, example_inputs, strict=True):
         trained = isinstance(value, nn.Parameter) and value.requires_grad
         name = (name_of(value) if trained else None) or _readable(source)
-        while name in taken:
+        while name in names:
             name += "_"
-        taken.add(name)
+        names.add(name)
         roles.append(Role(Kind.PARAMETER if trained else Kind.INPUT, name))
     return roles
 
@@ -92,7 +92,7 @@ class DTensorGraphFunctions(GraphFunctions, DTensorFunctions):
     """Those of a graph with DTensors."""
 
 
-class Part:
+class DynamoGraph:
     """One graph of a model, compiled.
 
     Attributes:
@@ -136,13 +136,13 @@ class Part:
 
 def _lines(graph: fx.Graph) -> str:
     """The user's lines behind the graph, file by file."""
-    found: dict[str, set[int]] = {}
+    lines: dict[str, set[int]] = {}
     for node in graph.nodes:
         place = source_line(node).partition(" ")[0]
         path, _, number = place.rpartition(":")
         if path and number.isdigit():
-            found.setdefault(os.path.basename(path), set()).add(int(number))
-    return ", ".join(f"{name}:{_span(numbers)}" for name, numbers in found.items())
+            lines.setdefault(os.path.basename(path), set()).add(int(number))
+    return ", ".join(f"{name}:{_span(numbers)}" for name, numbers in lines.items())
 
 
 def _span(numbers: set[int]) -> str:
@@ -162,10 +162,10 @@ class GraphOwner(Protocol):
     def name_of(self, parameter: nn.Parameter) -> str | None:
         """The parameter's name, where the owner knows it."""
 
-    def compiled(self, part: Part) -> None:
+    def compiled(self, part: DynamoGraph) -> None:
         """Note that a graph was compiled."""
 
-    def entered(self, part: Part, parameters: Sequence[Any]) -> ForwardCall:
+    def entered(self, part: DynamoGraph, parameters: Sequence[Any]) -> ForwardCall:
         """Note that a graph is called, and tell of which forward call.
 
         Args:
@@ -190,7 +190,7 @@ class Compilation:
     ) -> None:
         self._frozen = frozen_parameters(example_inputs)
         roles = input_roles(input_sources(module), example_inputs, owner.name_of)
-        part = Part(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
+        part = DynamoGraph(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
         self._run: Callable[..., Any]
         skip_what_is_traced_wrongly(module)
         try:
@@ -217,7 +217,7 @@ def _functions(
     """
     backend = backend_named(options.backend)
     traced = capture_graph(module, example_inputs, roles, backend.decompositions)
-    made = DTensorGraphFunctions if traced.shardings else GraphFunctions
+    functions_class = DTensorGraphFunctions if traced.shardings else GraphFunctions
     graphs = split_capture(traced, backend, options.memory_policy, dump_folder(module))
     names = [role.name for role in roles]
 
@@ -227,7 +227,7 @@ def _functions(
             raise CaptureError("inputs share their memory")
         return [*unsplit(module)(*map(values.__getitem__, names))]
 
-    functions = checked(made, call_plainly)(traced, graphs, backend)
+    functions = checked(functions_class, call_plainly)(traced, graphs, backend)
     functions.compile()
     return functions
 
@@ -237,12 +237,12 @@ class SplitCall:
 
     _boxed_call = True
 
-    def __init__(self, functions: GraphFunctions, part: Part, owner: GraphOwner) -> None:
+    def __init__(self, functions: GraphFunctions, part: DynamoGraph, owner: GraphOwner) -> None:
         self._functions, self._part, self._owner = functions, part, owner
         capture = functions.capture
-        taken = [*enumerate(capture.taken)]
-        self._state = [(role.name, at) for at, role in taken if role.kind in STATE]
-        self._leaves = [at for at, role in taken if role.kind not in STATE]
+        graph_inputs = [*enumerate(capture.taken)]
+        self._state = [(role.name, at) for at, role in graph_inputs if role.kind in STATE]
+        self._leaves = [at for at, role in graph_inputs if role.kind not in STATE]
         self._order = [functions.output_names.index(name) for name in capture.results]
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -253,8 +253,10 @@ class SplitCall:
         if functions.tangent_specs:
             parameters = [state[name] for name in functions.parameter_names]
             call = owner.entered(self._part, parameters)
-            unsplit, counted = call.unsplit, call.counted
-            outputs = run_split(owner.anchor, functions, state, leaves, unsplit, counted=counted)
+            fused, parallel = call.fused_backward, call.in_data_parallel
+            outputs = run_split(
+                owner.anchor, functions, state, leaves, fused, in_data_parallel=parallel
+            )
         else:
             owner.entered(self._part, ())
             with torch.no_grad():
@@ -316,7 +318,7 @@ def backend(
     """
     chosen = dict(options or {})
     if unknown := chosen.keys() - set(_OPTIONS):
-        known = ", ".join(map(repr, _OPTIONS))
-        raise SplitError(f"unknown option {min(unknown)!r}; known options: {known}")
+        names = ", ".join(map(repr, _OPTIONS))
+        raise SplitError(f"unknown option {min(unknown)!r}; known options: {names}")
     owner = PendingOnParameters(PendingBound(chosen.pop("max_pending", 1)))
     return SplittingBackend(owner, SplitOptions(**chosen))(module, example_inputs)

@@ -15,7 +15,7 @@ from autosplit.errors import AutosplitError, CaptureError, FailingCallError
 from autosplit.runtime.build import SplitOptions
 
 if TYPE_CHECKING:
-    from .partial_model import Partial
+    from .partial_model import PartialModel
 
 
 class Fallback:
@@ -41,17 +41,17 @@ class Fallback:
     ) -> None:
         self._model, self._queue = model, queue
         self._options, self._fullgraph = options, fullgraph
-        self.partial: Partial | None = None
-        self._unproven = False  # whether no call by graphs has run yet
-        self._failing: FailingCallError | None = None  # why no graph is tried any more
+        self.partial: PartialModel | None = None
+        self._is_first_run = False  # whether no call by graphs has run yet
+        self._failure: FailingCallError | None = None  # why no graph is tried any more
         self._unsplit: dict[str, int] = {}
 
     @property
     def is_in_use(self) -> bool:
         """Whether reports are to be about the model split graph by graph."""
-        return self.partial is not None and self._failing is None
+        return self.partial is not None and self._failure is None
 
-    def give_up(self, error: AutosplitError) -> Partial:
+    def split_by_graphs(self, error: AutosplitError) -> PartialModel:
         """Split graph by graph from now on.
 
         Raises:
@@ -68,18 +68,18 @@ class Fallback:
         if self.partial is None:
             because = error.because if isinstance(error, CaptureError) else str(error)
             self.partial = self._by_graphs(str(error), because)
-            self._unproven = True
+            self._is_first_run = True
         return self.partial
 
-    def run_by_graphs(self, partial: Partial, args: Any, kwargs: Any) -> Any:
+    def run_by_graphs(self, partial: PartialModel, args: Any, kwargs: Any) -> Any:
         """The forward graph by graph. If a first one fails, it is run by plain autograd, and so are
         later ones unless that fails, too.
         """
-        if self._failing is not None:
-            return self.run_unsplit(self._failing, args, kwargs)
-        if not self._unproven:
+        if self._failure is not None:
+            return self.run_unsplit(self._failure, args, kwargs)
+        if not self._is_first_run:
             return partial(*args, **kwargs)
-        restore = _restoring(self._model)
+        restore = _snapshot(self._model)
         waiting = self._queue.works()
         failing = None
         try:
@@ -94,9 +94,9 @@ class Fallback:
             restore()
             self.partial = None
             result = self.run_unsplit(failing, args, kwargs)  # here, for the user's own error alone
-            self.partial, self._failing = partial, failing
+            self.partial, self._failure = partial, failing
             return result
-        self._unproven = False
+        self._is_first_run = False
         return result
 
     def run_unsplit(self, error: FailingCallError, args: Any, kwargs: Any) -> Any:
@@ -121,21 +121,21 @@ class Fallback:
             for reason, count in self._unsplit.items()
         ]
 
-    def _by_graphs(self, reason: str, because: str = "") -> Partial:
-        from .partial_model import Partial  # Dynamo takes over a second to import
+    def _by_graphs(self, reason: str, because: str = "") -> PartialModel:
+        from .partial_model import PartialModel  # Dynamo takes over a second to import
 
-        return Partial(self._model, self._options, reason, because, self._queue)
+        return PartialModel(self._model, self._options, reason, because, self._queue)
 
 
-def _restoring(model: nn.Module) -> Callable[[], None]:
+def _snapshot(model: nn.Module) -> Callable[[], None]:
     """Puts buffers and generators of random numbers back as they are now."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     states = GeneratorStates.of([*model.parameters(), *model.buffers()])
 
     def restore() -> None:
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, original in buffers:
+                buffer.copy_(original)
         states.restore()
 
     return restore

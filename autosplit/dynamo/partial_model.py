@@ -1,4 +1,4 @@
-"""``Partial``: models with graph breaks, branches on data or code that Dynamo cannot trace.
+"""``PartialModel``: models with graph breaks, branches on data or code that Dynamo cannot trace.
 
 The model runs under ``torch.compile``. Every graph that Dynamo finds is split; what lies
 between the graphs runs as ordinary Python and ordinary autograd. Recompilation, guards and
@@ -27,19 +27,19 @@ from autosplit.autograd.function import WeightAnchor, hooks_text
 from autosplit.autograd.pending import PendingBound, PendingQueue
 from autosplit.capture.dynamo_graph import compile_model
 from autosplit.dump import dump, short_source
-from autosplit.dynamo.backend import Part, SplittingBackend
+from autosplit.dynamo.backend import DynamoGraph, SplittingBackend
 from autosplit.dynamo.pending_weights import ForwardCall
 from autosplit.errors import DeferralWarning, SplitError
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.specializations import calls_itself
 from autosplit.text.figures import few
-from autosplit.torch_internals.autograd import KnownLeaves, has_gradient_hooks
+from autosplit.torch_internals.autograd import LeavesCache, has_gradient_hooks
 from autosplit.torch_internals.distributed import data_parallel, synchronises
 from autosplit.torch_internals.dynamo import BreakReason, BreakWatch
 from autosplit.torch_internals.pytree import tree_flatten
 
 
-def partial_report(partial: Partial, title: str) -> str:
+def partial_report(partial: PartialModel, title: str) -> str:
     """Tables of graphs and breaks, parameters outside graphs, and the deferred share."""
     count = sum(part.is_split for part in partial.parts)
     sections = [
@@ -49,7 +49,9 @@ def partial_report(partial: Partial, title: str) -> str:
         _parts(partial),
     ]
     if partial.breaks:
-        rows = [[short_source(each.line), each.reason] for each in partial.breaks]
+        rows = [
+            [short_source(graph_break.line), graph_break.reason] for graph_break in partial.breaks
+        ]
         sections.append("Where graphs end:\n\n" + _table(rows, ["line", "because"]))
     ordinary = _ordinary(partial)
     if ordinary:
@@ -58,7 +60,7 @@ def partial_report(partial: Partial, title: str) -> str:
     return "\n\n".join(sections)
 
 
-def _parts(partial: Partial) -> str:
+def _parts(partial: PartialModel) -> str:
     rows = [
         [
             index,
@@ -74,13 +76,13 @@ def _parts(partial: Partial) -> str:
     return _table(rows, headers) if rows else "(no graph)"
 
 
-def _ordinary(partial: Partial) -> str:
+def _ordinary(partial: PartialModel) -> str:
     names = {parameter: name for name, parameter in partial.named_parameters()}
     rows = [[names[parameter], parameter.numel()] for parameter in partial.ordinary]
     return _table(rows, ["parameter", "elements"]) if rows else ""
 
 
-def _share(partial: Partial) -> str:
+def _share(partial: PartialModel) -> str:
     share = partial.share
     if share is None:
         return "No call needed a gradient yet."
@@ -93,7 +95,7 @@ def _table(rows: Sequence[Sequence[object]], headers: list[str]) -> str:
     return tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
 
 
-class Partial:
+class PartialModel:
     """A model split graph by graph.
 
     ``pending``, ``pending_bytes`` and ``backward_weight()`` are those of ``SplitModule``.
@@ -120,14 +122,14 @@ class Partial:
         # torch keeps a backend, and what it compiled, for as long as the process: not the model.
         backend = SplittingBackend(weakref.proxy(self), options or SplitOptions())
         self._compiled = compile_model(model, backend)
-        self._parts: list[Part] = []
+        self._parts: list[DynamoGraph] = []
         self._breaks: dict[BreakReason, None] = {}
         self._seen: ForwardCall | None = None
         self._names: dict[nn.Parameter, str] = {}
         self._running = threading.local()
         self._latest = ForwardCall()
         self._queue = queue or PendingQueue(Delivery(), PendingBound(math.inf))
-        self.anchor = WeightAnchor(self._queue, leaves=KnownLeaves(model.parameters))
+        self.anchor = WeightAnchor(self._queue, leaves=LeavesCache(model.parameters))
         self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,22 +140,24 @@ class Partial:
         """
         if getattr(self._running, "microbatch", None) is not None:
             raise calls_itself(self._model)
-        known, watch = (len(self._parts), len(self._breaks)), BreakWatch()
-        unsplit = synchronises() or has_gradient_hooks([*self._model.parameters()])
-        if unsplit:
+        counts, watch = (len(self._parts), len(self._breaks)), BreakWatch()
+        fused_backward = synchronises() or has_gradient_hooks([*self._model.parameters()])
+        if fused_backward:
             self.backward_weight()
         self._queue.make_room()
-        counted = data_parallel() is not None
-        microbatch = self._latest = self._running.microbatch = ForwardCall(unsplit, counted)
+        in_data_parallel = data_parallel() is not None
+        microbatch = self._latest = self._running.microbatch = ForwardCall(
+            fused_backward, in_data_parallel
+        )
         try:
             with self._queue.hidden(self._model.parameters() if self._queue.pending else ()):
                 result = self._compiled(*args, **kwargs)
         finally:
             self._running.microbatch = None
-            self._breaks |= dict.fromkeys(watch.found())
+            self._breaks |= dict.fromkeys(watch.reasons())
         if _is_differentiable(result):
             self._seen = microbatch
-            if (len(self._parts), len(self._breaks)) != known:
+            if (len(self._parts), len(self._breaks)) != counts:
                 self._warn_of_little()
         return result
 
@@ -196,7 +200,7 @@ class Partial:
         return self._queue.bytes
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[DynamoGraph, ...]:
         """The graphs that were compiled so far, oldest first."""
         return tuple(self._parts)
 
@@ -206,7 +210,7 @@ class Partial:
         return tuple(self._breaks)
 
     @property
-    def calls(self) -> Counter[Part]:
+    def calls(self) -> Counter[DynamoGraph]:
         """How often the latest forward call that needed a gradient ran each graph."""
         return Counter() if self._seen is None else self._seen.calls
 
@@ -214,20 +218,24 @@ class Partial:
     def late(self) -> list[nn.Parameter]:
         """The parameters that entered a graph in that call, whose W computes their gradients."""
         seen = self._seen
-        return [] if seen is None or seen.unsplit else [*seen.deferred]
+        return [] if seen is None or seen.fused_backward else [*seen.deferred]
 
     @property
     def ordinary(self) -> list[nn.Parameter]:
         """The model's other parameters: an ordinary backward computes their gradients."""
         late = set(self.late)
-        trained = (each for each in self._model.parameters() if each.requires_grad)
-        return [] if self._seen is None else [each for each in trained if each not in late]
+        trained = (parameter for parameter in self._model.parameters() if parameter.requires_grad)
+        return (
+            []
+            if self._seen is None
+            else [parameter for parameter in trained if parameter not in late]
+        )
 
     @property
     def share(self) -> float | None:
         """Share of the elements of weight gradients that W computes; None where there are none."""
-        late = sum(each.numel() for each in self.late)
-        total = late + sum(each.numel() for each in self.ordinary)
+        late = sum(parameter.numel() for parameter in self.late)
+        total = late + sum(parameter.numel() for parameter in self.ordinary)
         return late / total if total else None
 
     def report(self) -> str:
@@ -260,13 +268,13 @@ class Partial:
 
     def name_of(self, parameter: nn.Parameter) -> str | None:
         if parameter not in self._names:
-            self._names = {each: name for name, each in self.named_parameters()}
+            self._names = {tensor: name for name, tensor in self.named_parameters()}
         return self._names.get(parameter)
 
-    def compiled(self, part: Part) -> None:
+    def compiled(self, part: DynamoGraph) -> None:
         self._parts.append(part)
 
-    def entered(self, part: Part, parameters: Sequence[Any]) -> ForwardCall:
+    def entered(self, part: DynamoGraph, parameters: Sequence[Any]) -> ForwardCall:
         """The forward call under way; a recomputation in a backward belongs to the latest."""
         call: ForwardCall = getattr(self._running, "microbatch", None) or self._latest
         call.calls[part] += 1
@@ -277,4 +285,4 @@ class Partial:
 def _is_differentiable(tree: Any) -> bool:
     """Whether autograd has a history of a tensor of a pytree."""
     leaves, _ = tree_flatten(tree)
-    return any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in leaves)
+    return any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves)

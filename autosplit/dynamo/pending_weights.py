@@ -22,12 +22,12 @@ from autosplit.autograd.function import WeightAnchor
 from autosplit.autograd.lazy_gradient import GradientSlot
 from autosplit.autograd.pending import PendingBound, PendingQueue, PendingWork
 from autosplit.errors import SplitError
-from autosplit.torch_internals.autograd import PassingLeaves
+from autosplit.torch_internals.autograd import UncachedLeaves
 from autosplit.torch_internals.distributed import data_parallel, refuse_sharded, synchronises
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 if TYPE_CHECKING:
-    from .backend import Part
+    from .backend import DynamoGraph
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,15 +35,15 @@ class ForwardCall:
     """One forward call of the model, as the owner tells calls apart.
 
     Attributes:
-        unsplit: whether its backward is I and W in one.
-        counted: whether data parallelism counts how often the engine comes by a parameter.
+        fused_backward: whether its backward is I and W in one.
+        in_data_parallel: whether data parallelism counts how often the engine comes by a parameter.
         calls: how often it ran each graph.
         deferred: the parameters whose gradients W of these graphs computes.
     """
 
-    unsplit: bool = False
-    counted: bool = False
-    calls: Counter[Part] = dataclasses.field(default_factory=Counter)
+    fused_backward: bool = False
+    in_data_parallel: bool = False
+    calls: Counter[DynamoGraph] = dataclasses.field(default_factory=Counter)
     deferred: dict[nn.Parameter, None] = dataclasses.field(default_factory=dict)
 
 
@@ -52,28 +52,28 @@ class PendingOnParameters(PendingQueue):
 
     def __init__(self, bound: PendingBound) -> None:
         super().__init__(Delivery(), bound)
-        self._leaves = PassingLeaves()
+        self._leaves = UncachedLeaves()
         self.anchor = WeightAnchor(self, leaves=self._leaves)  # Dynamo keeps it
 
     def name_of(self, parameter: nn.Parameter) -> None:
         """No name: parameters are known by Dynamo's source only."""
 
-    def compiled(self, part: Part) -> None:
+    def compiled(self, part: DynamoGraph) -> None:
         """Nothing: there is no report."""
 
-    def entered(self, part: Part, parameters: Sequence[nn.Parameter]) -> ForwardCall:
+    def entered(self, part: DynamoGraph, parameters: Sequence[nn.Parameter]) -> ForwardCall:
         """Microbatches are told apart by their backward alone."""
         wrapper = data_parallel()
         if wrapper is not None:
-            self.deliver.looked_on = True
+            self.delivery.has_observers = True
             if synchronises():
                 Deferral(wrapper).backward_weight()
                 return ForwardCall(True, True)
-        unsplit = torch.is_grad_enabled() and self._leaves.among(parameters).has_hooks()
-        if unsplit:
+        fused_backward = torch.is_grad_enabled() and self._leaves.among(parameters).has_hooks()
+        if fused_backward:
             Deferral(parameters).backward_weight()
         self.make_room()
-        return ForwardCall(unsplit, wrapper is not None)
+        return ForwardCall(fused_backward, wrapper is not None)
 
     def add(self, microbatch: Hashable, work: PendingWork, *, moved: bool = False) -> None:
         # Dynamo keeps the graph, and this.
@@ -102,9 +102,11 @@ class Deferral:
         if isinstance(given, nn.Module):
             refuse_sharded(given)  # some of its graphs never came to us
         self._parameters = list(given.parameters() if isinstance(given, nn.Module) else given)
-        for each in self._parameters:
-            if not isinstance(each, Tensor):
-                raise SplitError(f"expected a module or parameters, got a {type(each).__name__}")
+        for parameter in self._parameters:
+            if not isinstance(parameter, Tensor):
+                raise SplitError(
+                    f"expected a module or parameters, got a {type(parameter).__name__}"
+                )
 
     @property
     def pending(self) -> int:
@@ -133,7 +135,7 @@ class Deferral:
         owners = self._owners()
         waiting = _microbatches(owners)
         bounds = [owner.bound for owner in owners] or [PendingBound(math.inf)]
-        bound = max(bounds, key=lambda each: each.early)
+        bound = max(bounds, key=lambda candidate: candidate.early)
         left = {*waiting[bound.count(microbatches, 0, len(waiting)) :]}
         for owner in owners:
             owner.compute(leave=len(left & owner.microbatches.keys()))
@@ -148,8 +150,8 @@ class Deferral:
     def _owners(self) -> list[PendingOnParameters]:
         """Owners of pending work for the parameters."""
         slots = [GradientSlot.of(parameter) for parameter in self._parameters]
-        found = dict.fromkeys(slot.queue for slot in slots if slot)
-        owners = [each for each in found if isinstance(each, PendingOnParameters)]
+        queues = dict.fromkeys(slot.queue for slot in slots if slot)
+        owners = [queue for queue in queues if isinstance(queue, PendingOnParameters)]
         for owner in owners:
             owner.sweep()
         return owners

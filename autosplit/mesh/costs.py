@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autosplit.errors import PlanError, SplitError
 from autosplit.passes import CollectiveCosts
 from autosplit.passes.analysis.operator_cost import balance
-from autosplit.torch_internals.distributed import all_reduced
+from autosplit.torch_internals.distributed import all_reduce_sum
 
 
 class Link(NamedTuple):
@@ -151,7 +151,7 @@ def measure_collectives(
     device = device_of_group(group)
     moved = measure_device(device, dtype).flops_per_second / balance(device)
     small, large = (
-        _best(partial(all_reduced, torch.zeros(n, device=device), group), device)
+        _best(partial(all_reduce_sum, torch.zeros(n, device=device), group), device)
         for n in (1, _LARGE // 4)
     )
     mine = [moved * small, moved * max(large - small, 0.0) / (2 * _LARGE)]

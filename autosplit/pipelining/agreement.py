@@ -23,7 +23,7 @@ from torch import Tensor
 from autosplit.errors import PipelineError
 from autosplit.ranks.board import describe_error
 from autosplit.torch_internals.distributed import is_fake, timeout_of
-from autosplit.torch_internals.pipelining_stage import Agreed
+from autosplit.torch_internals.pipelining_stage import StageShapes
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Agreement:
             for stage in stages:
                 at = stage.stage_index
                 heard = self._inputs(stage, len(args))
-                self._tell(at, "outputs", self._trace(stage, Agreed(*heard), args, kwargs))
+                self._tell(at, "outputs", self._trace(stage, StageShapes(*heard), args, kwargs))
             for stage in reversed(stages) if self.trains else ():
                 at = stage.stage_index
                 if stage.is_last and targets is None:
@@ -122,7 +122,7 @@ class Agreement:
         if stage.is_last:
             return []
         if self._is_missing(stage, stage.stage_index + 1):
-            return [meta.requires_grad for meta in stage.agreed.results[0].metas]
+            return [meta.requires_grad for meta in stage.shapes.results[0].metas]
         heard: Sequence[bool] = self._hear(stage.stage_index + 1, "gradients")
         return heard
 
@@ -133,7 +133,7 @@ class Agreement:
     def _trace(
         self,
         stage: SplitPipelineStage,
-        agreed: Agreed,
+        agreed: StageShapes,
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> tuple[Any, TreeSpec | None]:
@@ -154,7 +154,7 @@ class Agreement:
             with torch.set_grad_enabled(self.trains):
                 results.append(stage.trace(agreed.arguments(given), named, first=not chunk))
         outputs = [each.metas for each in results]
-        stage.agreed = replace(agreed, results=results, gradients=outputs)
+        stage.shapes = replace(agreed, results=results, gradients=outputs)
         return outputs, results[0].structure
 
     def _tell(self, stage: int, what: str, message: Any) -> None:
@@ -199,14 +199,14 @@ def _wanted(stage: SplitPipelineStage, come: Sequence[bool]) -> list[bool]:
     """Which inputs' gradients a stage sends back where these of its outputs come, of which the last
     one has none.
     """
-    agreed = stage.agreed
+    agreed = stage.shapes
     given = agreed.results[0].inputs_given(None if stage.is_last else come)
     wanted = [meta.requires_grad and g for meta, g in zip(agreed.inputs[0], given, strict=False)]
     gradients = [
         [meta if comes else None for meta, comes in zip(each.metas, come, strict=False)]
         for each in agreed.results
     ]
-    stage.agreed = replace(agreed, gradients=gradients, wanted=wanted)
+    stage.shapes = replace(agreed, gradients=gradients, wanted=wanted)
     return wanted
 
 

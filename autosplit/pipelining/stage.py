@@ -25,7 +25,7 @@ from autosplit.runtime.specializations import CallSignature, Specializations, fl
 from autosplit.sharded import ShardedModule
 from autosplit.torch_internals.autograd import without_autocast
 from autosplit.torch_internals.distributed import average_gradients
-from autosplit.torch_internals.pipelining_schedules import asks_for_compiled_parts
+from autosplit.torch_internals.pipelining_schedules import called_by_compile_check
 from autosplit.torch_internals.pipelining_stage import RuntimeStage, TensorMeta
 from autosplit.torch_internals.pytree import tree_unflatten
 
@@ -126,7 +126,7 @@ class SplitPipelineStage(RuntimeStage):
             PipelineError: of the setter; it is no module.
         """
         # Parts that torch.compile has compiled are captured as they were before.
-        return None if asks_for_compiled_parts() else self._submodule  # type: ignore[return-value]
+        return None if called_by_compile_check() else self._submodule  # type: ignore[return-value]
 
     @submod.setter
     def submod(self, module: nn.Module) -> None:
@@ -212,7 +212,7 @@ class SplitPipelineStage(RuntimeStage):
         functions, made, state = self._step_graphs(args, kwargs, leaves, structure)
         del args
         if not self.is_last:
-            made.refuse_other_shapes(self._owner, chunk, self.agreed.results[chunk])
+            made.refuse_other_shapes(self._owner, chunk, self.shapes.results[chunk])
         if functions.updated_inputs:
             refuse_overlap(functions, leaves, state)
         kept = self._kept_roots(chunk, functions, leaves, kwargs)
@@ -229,7 +229,7 @@ class SplitPipelineStage(RuntimeStage):
             self.sharding.reshard()
         if not self.is_last:
             sent = made.sent(outputs)
-            self.hand_on(chunk, sent)
+            self.keep_for_send(chunk, sent)
             return tree_unflatten(made.filled(outputs, sent), made.spec)
         if functions.has_backward:
             boundary = self._losses[chunk] = LossBoundary(outputs, made.differentiable)
@@ -254,7 +254,7 @@ class SplitPipelineStage(RuntimeStage):
         grads = [] if self.is_last else self.gradients(chunk)
         if boundary is not None:
             grads = boundary.gradients(loss)
-        metas, flight = self.agreed.inputs[chunk], self._saved.take(chunk)
+        metas, flight = self.shapes.inputs[chunk], self._saved.take(chunk)
         found: Sequence[Tensor | None] = [None] * len(metas)
         if flight.functions.has_backward:
             arrived = self._results_of(flight.functions).arrived(grads)
@@ -350,7 +350,7 @@ class SplitPipelineStage(RuntimeStage):
         """Have gradients sent of what was received, as it lay in memory; zeros where one is waited
         for.
         """
-        each = zip(found, metas, self.agreed.wanted, strict=False)
+        each = zip(found, metas, self.shapes.wanted, strict=False)
         self.bwd_cache[chunk] = tuple(
             [
                 as_received(grad, meta, self.device) if is_wanted else None

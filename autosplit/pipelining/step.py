@@ -24,9 +24,9 @@ from autosplit.torch_internals.autograd import call_accumulate_hooks
 from autosplit.torch_internals.distributed import store_of
 from autosplit.torch_internals.pipelining_schedules import (
     action_lists,
-    described,
-    finalizes,
-    runner_of,
+    describe_schedule,
+    install_runner,
+    reduces_gradients,
     running_schedule,
 )
 from autosplit.torch_internals.pipelining_stage import RuntimeStage
@@ -70,7 +70,7 @@ class ScheduleSteps:
 
     def divides(self, stage: SplitPipelineStage) -> bool:
         """Whether the step divides the gradients of a stage itself."""
-        ends = finalizes(self._schedule()) or not stage.sharding.groups
+        ends = reduces_gradients(self._schedule()) or not stage.sharding.groups
         return self.running.scales and ends and stage.stage_index in self.running.reduces
 
     def __call__(
@@ -197,7 +197,7 @@ class ScheduleSteps:
         """Learn of the schedule's actions: other ones where they were exchanged."""
         schedule = self._schedule()
         if self._lists is not action_lists(schedule):
-            self.running = described(schedule)
+            self.running = describe_schedule(schedule)
             self._check_placement()
             first = self.running.stages[0]
             self._group, self._store = first.ranks, store_of(first.ranks)
@@ -243,7 +243,7 @@ class StageStep:
     def begin(self) -> None:
         """Find the schedule, and whether it divides gradients."""
         stage, schedule = self._stage, running_schedule()
-        steps = None if schedule is None else runner_of(schedule, ScheduleSteps)
+        steps = None if schedule is None else install_runner(schedule, ScheduleSteps)
         self._steps, self.divisor, self._mixed = steps, 1, False
         if steps is None:
             parameters = map(stage.sharding.owner, stage.parameters())

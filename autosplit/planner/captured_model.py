@@ -23,7 +23,7 @@ from autosplit.runtime.build import warm_up
 from autosplit.text.figures import few, nearest
 from autosplit.text.progress import working
 from autosplit.torch_internals.pytree import flatten_named, tree_flatten, tree_unflatten
-from autosplit.torch_internals.state import modes_kept
+from autosplit.torch_internals.state import preserve_modes
 
 
 def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationSequence:
@@ -134,7 +134,7 @@ class WholeModel:
         """The operations of the model in the mode in which it was not captured: evaluation, if it
         was captured for training. Captured at first use; the error, if it cannot be captured.
         """
-        with modes_kept([self.model]), working(f"capturing {type(self.model).__name__} anew"):
+        with preserve_modes([self.model]), working(f"capturing {type(self.model).__name__} anew"):
             if self.model.training is self.training:
                 self.model.train(not self.training)
             try:

@@ -18,7 +18,7 @@ from autosplit.errors import PlanError
 from autosplit.pipeline.schedule.routes import Source
 from autosplit.planner.operation_sequence import OperationSequence
 from autosplit.torch_internals.pytree import tree_unflatten
-from autosplit.torch_internals.state import hold_state
+from autosplit.torch_internals.state import register_state
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class StageModule(nn.Module):
         self.cuts: tuple[str, ...] = ()
         self._index = index
         self._programs = dict(programs)
-        hold_state(self, model, names)
+        register_state(self, model, names)
 
     def forward(self, *inputs: Tensor) -> Any:
         """Run the stage.

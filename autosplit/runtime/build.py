@@ -36,7 +36,7 @@ from autosplit.errors import (
 from autosplit.passes import CollectiveCosts, Memory, PassError, SplitGraphs, memory_setting, run
 from autosplit.text.files import check_folder, writing
 from autosplit.torch_internals.distributed import refuse_sharded
-from autosplit.torch_internals.dtensor import refuse_lost_shardings
+from autosplit.torch_internals.dtensor import refuse_unsupported_shardings
 from autosplit.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from .check import checked, plain_call
@@ -100,7 +100,7 @@ def trace(
     options: SplitOptions,
     *,
     called: bool = False,
-    insist: bool = True,
+    require_graph: bool = True,
     regions: bool = False,
     gathering: Gathering | None = None,
 ) -> SplitFunctions:
@@ -119,7 +119,7 @@ def trace(
         kwargs: example keyword inputs.
         options: how it is split.
         called: whether the inputs are those of a call that is to be run.
-        insist: whether nothing but a graph will do, and a call may be made for it.
+        require_graph: whether nothing but a graph will do, and a call may be made for it.
         regions: whether blocks that the module has several of are captured once a kind, and called
             by the graphs, unless a budget is of the whole.
         gathering: gathers the parameters that graphs read, where ``fully_shard`` has sharded them.
@@ -134,7 +134,7 @@ def trace(
         OutputError: the folder that ``AUTOSPLIT_DUMP`` names cannot be written.
     """
     refuse_sharded(module)
-    refuse_lost_shardings(module)
+    refuse_unsupported_shardings(module)
     compiler, setting = backend_named(options.backend), options.memory_policy
     compiler.gathering = gathering
     with _TRACING, _undrawn(), collecting_new_objects_only():
@@ -143,7 +143,7 @@ def trace(
         # What waits of each block, where not all may, is told by all of them.
         if regions and not setting.releases_weights:
             split = partial(_split_block, compiler, setting, dump)
-        traced = _capture(module, args, kwargs, compiler, split, called, insist)
+        traced = _capture(module, args, kwargs, compiler, split, called, require_graph)
         try:
             made = DTensorFunctions if traced.shardings else SplitFunctions
             make = checked(made, partial(plain_call, module, tree_flatten((args, kwargs))[1]))
@@ -197,7 +197,7 @@ def _capture(
     backend: Backend,
     split: Callable[..., tuple[Capture, SplitGraphs]] | None,
     called: bool,
-    insist: bool,
+    require_graph: bool,
 ) -> Capture:
     # Dynamo takes over a second to import; a program that never traces should not pay for it.
     from autosplit.capture.joint_graph import capture
@@ -215,7 +215,7 @@ def _capture(
         if called:
             refuse_own_generators(module)  # which the next call would find again
             raise FirstCallError(str(error)) from error
-        if not insist:
+        if not require_graph:
             raise
     warm_up(module, args, kwargs)
     return capture(module, args, kwargs, **options)

@@ -41,7 +41,7 @@ from autosplit.torch_internals.autograd import (
     at_end_of_backward,
     current_backward,
     hook_tables,
-    is_asked_for,
+    is_requested,
     without_autocast,
 )
 from autosplit.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -116,7 +116,7 @@ _COUNT = -1  # the key of a count among the user's hooks, which torch numbers fr
 def count_hooks(name: str, parameter: Tensor) -> None:
     """Count calls of a parameter's hooks in the backward under way, if that comes to it."""
     for table in hook_tables([parameter]):
-        if parameter.requires_grad and is_asked_for(get_gradient_edge(parameter).node):
+        if parameter.requires_grad and is_requested(get_gradient_edge(parameter).node):
             count = table[_COUNT] = HookCount(name, table)
             at_end_of_backward(count.check)
 

@@ -19,7 +19,7 @@ from autosplit.backends.backend import (
     Boxed,
     Strides,
     collecting_new_objects_only,
-    restrided,
+    with_strides,
 )
 from autosplit.errors import BackendError, SplitError
 from autosplit.passes import Kind, PassError, Role
@@ -88,7 +88,7 @@ def hand_over(strides: Mapping[Role, Strides], *takers: fx.GraphModule | None) -
     """Propagate chosen strides to graphs that are compiled later."""
     for module in takers:
         for role, node in inputs(module.graph).items() if module else ():
-            node.meta["val"] = restrided(node.meta["val"], strides.get(role))
+            node.meta["val"] = with_strides(node.meta["val"], strides.get(role))
 
 
 def compile_graph(name: str, module: fx.GraphModule, backend: Backend) -> CompiledGraph:

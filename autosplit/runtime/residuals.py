@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from autosplit.device import follow, has_accelerator, stream_under
 from autosplit.errors import SplitError
 from autosplit.passes.lowering import codegen
-from autosplit.torch_internals.autograd import any_held
+from autosplit.torch_internals.autograd import any_referenced
 from autosplit.torch_internals.state import allows_other_memory, versions
 
 StorageKey = tuple[torch.device, int]
@@ -331,7 +331,7 @@ class Residuals:
         """
         tensors = self._tensors
         there = [at for at in places if tensors and isinstance(tensors[at], Tensor)]
-        held = [at for at in there if any_held(map(tensors.__getitem__, (at,)))]
+        held = [at for at in there if any_referenced(map(tensors.__getitem__, (at,)))]
         if held:
             self._check_unwritten()
             self.own(held)

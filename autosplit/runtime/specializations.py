@@ -187,7 +187,7 @@ class Specializations:
         model: what is captured.
         split: how it is split and its graphs are run.
         limit: how many graphs to keep; beyond it the one unused for longest is dropped.
-        insist: whether nothing but a graph will do for a call either, see ``trace``.
+        require_graph: whether nothing but a graph will do for a call either, see ``trace``.
         traced: what is around a capture, given the parameters.
         computed: whether inputs are what an earlier module hands over, see ``without_history``.
         sharding: has the model looked at as a plain one, to be captured and whenever guards are
@@ -204,14 +204,14 @@ class Specializations:
         split: SplitOptions,
         *,
         limit: int = 64,
-        insist: bool = True,
+        require_graph: bool = True,
         traced: Callable[[Iterable[Tensor]], AbstractContextManager[Any]] = nullcontext,
         computed: bool = False,
         sharding: ShardedModule | None = None,
         warned: bool = False,
     ) -> None:
         self._model, self._split, self._computed = model, split, computed
-        self._limit, self._insist, self._traced = limit, insist, traced
+        self._limit, self._require_graph, self._traced = limit, require_graph, traced
         self.sharding = sharding
         # Of each kind of call those that were captured, newest first, each with its form for it.
         self._known: dict[CallSignature, list[tuple[SplitFunctions, SplitFunctions]]] = {}
@@ -231,9 +231,9 @@ class Specializations:
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers of the model; those that are sharded may be without memory."""
         if self.sharding is None:
-            return self._reader()
+            return self._reader.read()
         with self.sharding.standing_in():
-            return self._reader()
+            return self._reader.read()
 
     @property
     def static_because(self) -> tuple[str, ...]:
@@ -386,7 +386,7 @@ class Specializations:
             # A second one of this kind is made here, and the graph runs after it.
             options: dict[str, Any] = {
                 "called": called and signature not in self._first,
-                "insist": self._insist or not called,
+                "require_graph": self._require_graph or not called,
                 "regions": True,
                 "gathering": self.sharding and self.sharding.gathering,
             }

@@ -28,7 +28,7 @@ class Stretch(NamedTuple):
     end: int
 
 
-def countable(device: torch.device) -> bool:
+def can_count(device: torch.device) -> bool:
     """Whether allocations can be counted now: on the CPU not while another profiler runs."""
     return device.type != "cpu" or not torch._C._autograd._profiler_enabled()
 
@@ -54,7 +54,7 @@ class HostAllocations:
         self._count = 0
 
     def __enter__(self) -> Self:
-        if not countable(torch.device("cpu")):
+        if not can_count(torch.device("cpu")):
             raise AutosplitError(
                 "a profiler is running in this process, and memory is recorded with torch's "
                 "profiler, of which there can be one: end the other first, or leave "
@@ -84,16 +84,16 @@ class HostAllocations:
                 changes.append((event.start_ns(), None))
             elif event.name() == "[memory]" and event.device_type() == DeviceType.CPU:
                 changes.append((event.start_ns(), event.nbytes()))
-        changes.sort(key=lambda each: (each[0], each[1] is not None))
-        found: list[Stretch] = []
+        changes.sort(key=lambda change: (change[0], change[1] is not None))
+        stretches: list[Stretch] = []
         for _, size in changes:
             if size is None:
-                level = found[-1].end if found else 0
-                found.append(Stretch(level, level))
-            elif found:
-                level = found[-1].end + size
-                found[-1] = Stretch(max(found[-1].highest, level), level)
-        return found
+                level = stretches[-1].end if stretches else 0
+                stretches.append(Stretch(level, level))
+            elif stretches:
+                level = stretches[-1].end + size
+                stretches[-1] = Stretch(max(stretches[-1].highest, level), level)
+        return stretches
 
     def _events(self) -> Sequence[Any]:
         results = self._profiler.kineto_results
@@ -109,7 +109,7 @@ class DeviceAllocations:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._base = 0
-        self._found: list[Stretch] = []
+        self._stretches: list[Stretch] = []
         self._marks = 0
 
     def __enter__(self) -> Self:
@@ -130,16 +130,16 @@ class DeviceAllocations:
 
     def stretches(self) -> list[Stretch]:
         """As ``HostAllocations.stretches``."""
-        return self._found
+        return self._stretches
 
     def _close(self) -> None:
         highest = torch.accelerator.max_memory_allocated(self._device) - self._base
         end = torch.accelerator.memory_allocated(self._device) - self._base
-        self._found.append(Stretch(highest, end))
+        self._stretches.append(Stretch(highest, end))
 
 
 @contextlib.contextmanager
-def sizes_known() -> Iterator[None]:
+def record_sizes() -> Iterator[None]:
     """Around what another thread than the counting one allocates on the CPU: that one then sees how
     much goes where it releases some of it. Only a thread with a profiler notes sizes.
     """

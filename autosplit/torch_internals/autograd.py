@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from .dtensor import is_dtensor, like, local_tensor
+from .dtensor import is_dtensor, local_tensor, with_sharding_of
 
 without_autocast = torch._C._DisableAutocast
 """Context in which no operator is autocast: for graphs whose casts are operators already."""
@@ -56,11 +56,11 @@ class without_grad:  # noqa: N801 (as torch.no_grad)
     """``torch.no_grad()`` in an eighth of its time."""
 
     def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
+        self._grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)
+        torch._C._set_grad_enabled(self._grad_mode)
 
 
 def has_saved_tensors_hooks() -> bool:
@@ -75,7 +75,7 @@ def will_run(node: Node) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def is_asked_for(node: Node) -> bool:
+def is_requested(node: Node) -> bool:
     """Whether the backward under way comes to a leaf's node, also where it is to return, and not
     to accumulate, that leaf's gradient.
     """
@@ -90,10 +90,10 @@ def in_transform() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
-def applied(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
+def direct_apply(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``kind.apply`` outside of ``torch.func``'s transforms, without looking for them."""
-    found: Callable[..., Any] = super(torch.autograd.Function, kind).apply  # type: ignore[misc]
-    return found
+    apply: Callable[..., Any] = super(torch.autograd.Function, kind).apply  # type: ignore[misc]
+    return apply
 
 
 P = ParamSpec("P")
@@ -117,8 +117,8 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
 def in_compiled_autograd() -> bool:
     """Whether compiled autograd runs the backward under way, or makes a graph of it."""
-    known = sys.modules.get("torch._dynamo.compiled_autograd")
-    return known is not None and bool(known.in_compiled_autograd_region)
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def in_compiler() -> bool:
@@ -172,7 +172,7 @@ class Leaves:
         return False
 
 
-class KnownLeaves:
+class LeavesCache:
     """The parameters of graphs, looked at once; of so many as a graph has the latest, as graphs of
     a module share them. They hold autograd's nodes, so parameters must not hold this.
 
@@ -182,22 +182,22 @@ class KnownLeaves:
 
     def __init__(self, owned: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._owned = owned
-        self._known: dict[tuple[int, int], Leaves] = {}
+        self._cache: dict[tuple[int, int], Leaves] = {}
 
     def of(self, names: Sequence[str], state: Mapping[str, Tensor]) -> Leaves:
         """The parameters of these names."""
         parameters = [*map(state.__getitem__, names)]
         count, first = len(parameters), id(parameters[0]) if parameters else 0
-        known = self._known.get((count, first))
-        if known is None or any(map(is_not, parameters, known.parameters)):
-            own = {id(each) for each in self._owned()}
-            for key in [key for key in self._known if key[0] == count and key[1] not in own]:
-                del self._known[key]
-            known = self._known[count, first] = Leaves(parameters)
-        return known
+        leaves = self._cache.get((count, first))
+        if leaves is None or any(map(is_not, parameters, leaves.parameters)):
+            owned_ids = {id(parameter) for parameter in self._owned()}
+            for key in [key for key in self._cache if key[0] == count and key[1] not in owned_ids]:
+                del self._cache[key]
+            leaves = self._cache[count, first] = Leaves(parameters)
+        return leaves
 
 
-class PassingLeaves(KnownLeaves):
+class UncachedLeaves(LeavesCache):
     """Parameters that nothing here holds between calls. Hooks on their nodes are looked for only
     if a hook was put on anything since the last look.
     """
@@ -215,10 +215,10 @@ class PassingLeaves(KnownLeaves):
         ids = [*map(id, parameters)]
         if ids != self._ids:
             self._ids, self._checked = ids, [-1]
-        return _UnheldLeaves(parameters, self._checked)
+        return _TransientLeaves(parameters, self._checked)
 
 
-class _UnheldLeaves(Leaves):
+class _TransientLeaves(Leaves):
     """Parameters whose nodes are not held.
 
     Args:
@@ -259,7 +259,7 @@ def has_accumulate_hooks(parameters: Iterable[Tensor]) -> bool:
 def call_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
     """Call the hooks of ``register_post_accumulate_grad_hook``, once for each parameter."""
     with torch.no_grad():
-        for parameter in {id(each): each for each in parameters}.values():
+        for parameter in {id(tensor): tensor for tensor in parameters}.values():
             for hook in [*(_LATE_HOOKS(parameter) or {}).values()]:
                 hook(parameter)
 
@@ -276,16 +276,16 @@ def hook_tables(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
 
 
 @contextlib.contextmanager
-def hooks_put_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+def without_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
     """No hook of these tensors or their nodes fires, though those of data parallelism do."""
     tables = hook_tables([*parameters])
-    before = [dict(table) for table in tables]
+    contents = [dict(table) for table in tables]
     for table in tables:
         table.clear()
     try:
         yield
     finally:
-        for table, hooks in zip(tables, before, strict=True):
+        for table, hooks in zip(tables, contents, strict=True):
             table.update(hooks)
 
 
@@ -339,7 +339,7 @@ def add_gradient(parameter: Tensor, home: Any, grad: Tensor, borrowed: bool) -> 
     """The same for one."""
     total = home.grad
     if total is None:
-        home.grad = own_gradient(parameter, grad, borrowed)
+        home.grad = as_grad(parameter, grad, borrowed)
     elif total.is_sparse and not grad.is_sparse:
         home.grad = grad + total
     else:
@@ -368,15 +368,15 @@ def visit_leaves(leaves: Mapping[int, Tensor]) -> None:
     """Have the engine come by the nodes of leaves that need a gradient: hooks of data parallelism
     fire, the user's do not.
     """
-    found = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    if found:
-        with torch.inference_mode(False), torch.enable_grad(), hooks_put_aside(found):
-            _Visit.apply(*found).backward()  # type: ignore[no-untyped-call]
+    trainable = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    if trainable:
+        with torch.inference_mode(False), torch.enable_grad(), without_hooks(trainable):
+            _Visit.apply(*trainable).backward()  # type: ignore[no-untyped-call]
 
 
 def nodes_of_leaves(tensors: Iterable[Tensor]) -> list[Node]:
     """AccumulateGrad nodes of the leaves that need a gradient."""
-    leaves = {id(each): each for each in tensors if each.is_leaf and each.requires_grad}
+    leaves = {id(tensor): tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
     return [get_gradient_edge(leaf).node for leaf in leaves.values()]
 
 
@@ -390,8 +390,8 @@ def node_hooks(tensors: Sequence[Tensor]) -> list[dict[int, Any]]:
     """
     for metadata in map(_metadata, nodes_of_leaves(tensors)):
         metadata[_MARK] = True
-    held = [node for node in nodes_of_leaves(tensors) if _MARK in _metadata(node)]
-    return [hooks for node in held for hooks in _python_hooks(node)]
+    survivors = [node for node in nodes_of_leaves(tensors) if _MARK in _metadata(node)]
+    return [hooks for node in survivors for hooks in _python_hooks(node)]
 
 
 def _metadata(node: Node) -> dict[str, Any]:
@@ -411,14 +411,22 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def own_gradient(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
+def as_grad(parameter: Tensor, grad: Tensor, borrowed: bool) -> Tensor:
     """A gradient as ``.grad``: itself where it is not borrowed and has the parameter's strides. Of
     a DTensor, this rank's part; it lies over ranks as before, which need not be as the parameter.
     """
     dtype = getattr(parameter, "grad_dtype", None) or grad.dtype
     if is_dtensor(grad):
-        part, own = local_tensor(grad), local_tensor(parameter)
-        return like(grad, _owned(own if own.shape == part.shape else part, part, borrowed, dtype))
+        local_grad, local_parameter = local_tensor(grad), local_tensor(parameter)
+        return with_sharding_of(
+            grad,
+            _owned(
+                local_parameter if local_parameter.shape == local_grad.shape else local_grad,
+                local_grad,
+                borrowed,
+                dtype,
+            ),
+        )
     return _owned(parameter, grad, borrowed, dtype)
 
 
@@ -441,9 +449,9 @@ def memoryless_tensor(kind: type[T], like: Tensor, dtype: torch.dtype) -> T:
         dtype: of the new one.
     """
     make: Any = Tensor._make_wrapper_subclass
-    made = make(kind, like.shape, dtype=dtype, device=like.device)
-    torch._C._set_throw_on_mutable_data_ptr(made)
-    return cast(T, made)
+    wrapper = make(kind, like.shape, dtype=dtype, device=like.device)
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
+    return cast(T, wrapper)
 
 
 tensor_users = Tensor._use_count  # type: ignore[attr-defined]
@@ -473,7 +481,7 @@ def _dispatch_outside() -> tuple[Any, Any]:
 _OUTSIDE = _dispatch_outside()
 
 
-def any_held(gradients: Iterable[Tensor]) -> bool:
+def any_referenced(gradients: Iterable[Tensor]) -> bool:
     """Whether anything but ``.grad`` of one parameter, and this list, refers to one of these or its
     memory: a variable, another ``.grad``, a view, an array of NumPy, a flat buffer.
     """
@@ -496,8 +504,8 @@ def _is_held_base(view: Tensor) -> bool:
     return tensor_users(base) > _USERS or getrefcount(base) >= _REFERENCES
 
 
-def _unheld() -> tuple[int, int, int, int]:
-    """What ``any_held`` counts of a gradient that only its parameter and the list refer to."""
+def _unreferenced_counts() -> tuple[int, int, int, int]:
+    """The counts of ``any_referenced`` for a gradient that nothing else refers to."""
     parameter = torch.zeros((), requires_grad=True)
     parameter.grad = torch.zeros(())
     gradients = [parameter.grad]
@@ -508,4 +516,4 @@ def _unheld() -> tuple[int, int, int, int]:
 
 
 with torch.inference_mode(False):
-    _REFERENCES, _USERS, _STORAGE, _HANDLES = _unheld()
+    _REFERENCES, _USERS, _STORAGE, _HANDLES = _unreferenced_counts()

@@ -36,7 +36,7 @@ _RECORDS: dict[str, Any] = {
     )
 }
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
-_OTHERS: dict[tuple[str, str], Any] = {
+_CALLABLES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("collections", "OrderedDict"): OrderedDict,
@@ -53,8 +53,8 @@ class _Unpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if module.startswith("torch.distributed."):
             if name in _RECORDS:
                 return _RECORDS[name]
@@ -62,8 +62,8 @@ class _Unpickler(pickle._Unpickler):
                 return _MEM_FORMAT_ENCODING
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
             return PurePosixPath
-        if (module, name) in _OTHERS:
-            return _OTHERS[module, name]
+        if (module, name) in _CALLABLES:
+            return _CALLABLES[module, name]
         raise CheckpointError(
             f"it asks for {module}.{name}, which torch.distributed.checkpoint never writes there: "
             "reading it as a pickle could run code. Nothing was run"

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autosplit.errors import ShardedError, SplitError
 
-from .autograd import hooks_put_aside
+from .autograd import without_hooks
 
 
-def asked_by_pipelining() -> bool:
+def called_by_stage_backward() -> bool:
     """Whether a schedule of torch.distributed.pipelining that runs I and W apart is asking this
     thread for input gradients; weights it then looks for in autograd's graph.
     """
@@ -67,12 +67,12 @@ def is_wrapped_by_fsdp(module: nn.Module) -> bool:
     return any(isinstance(part, kind) for part in module.modules())
 
 
-def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of a group's tensors, by the operators that graphs of DTensors have."""
     exchange = torch.ops._c10d_functional
     begun = exchange.all_reduce.default(tensor, "sum", group.group_name)
-    found: torch.Tensor = exchange.wait_tensor.default(begun)
-    return found
+    total: torch.Tensor = exchange.wait_tensor.default(begun)
+    return total
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -80,8 +80,8 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     backend has no options.
     """
     options: Any = getattr(group._get_backend(device), "options", None)
-    found: timedelta = getattr(options, "_timeout", default_pg_timeout)
-    return found
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return timeout
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
@@ -100,13 +100,13 @@ def refuse_sharded(module: nn.Module) -> None:
     Raises:
         ShardedError: FSDP manages the module or a part of it.
     """
-    found = fsdp_part(module)
-    if found is not None:
-        name, kind = found
-        where = f"{name} ({kind})" if name else kind
+    managed_part = fsdp_part(module)
+    if managed_part is not None:
+        name, kind = managed_part
+        subject = f"{name} ({kind})" if name else kind
         raise ShardedError(
-            f"FSDP (fully_shard or FullyShardedDataParallel) manages {where}, whose parameters are "
-            "not whole here. A whole module that fully_shard was called with goes into "
+            f"FSDP (fully_shard or FullyShardedDataParallel) manages {subject}, whose parameters "
+            "are not whole here. A whole module that fully_shard was called with goes into "
             "autosplit.split, and into autosplit.pipelining.SplitPipelineStage for torch's "
             "schedules; PipelineTrainer takes a function that builds and shards each stage, beside "
             "a mesh with 'dp_shard'; elsewhere build the model without FSDP, and wrap a split "
@@ -118,11 +118,11 @@ def average_gradients(wrapper: DistributedDataParallel) -> None:
     """Average the ``.grad`` of all parameters over the ranks, by the reducer and its communication
     hook, as at the end of a backward.
     """
-    parameters = [each for each in wrapper.module.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
     if not parameters:
         return
     wrapper.reducer.prepare_for_backward([])
-    with hooks_put_aside(parameters), torch.enable_grad():
+    with without_hooks(parameters), torch.enable_grad():
         # It takes what arrives at a parameter for the last part of its gradient.
         torch.autograd.backward(parameters, [p.new_zeros(()).expand_as(p) for p in parameters])
 

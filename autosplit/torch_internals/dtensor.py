@@ -36,12 +36,12 @@ def local_tensor(tensor: Any) -> Tensor:
     tensor is its own.
     """
     if not is_dtensor(tensor):
-        own: Tensor = tensor
-        return own
+        plain: Tensor = tensor
+        return plain
     local: Any = tensor._local_tensor
     wait = getattr(local, "trigger_wait", None)  # of a redistribution that is under way
-    found: Tensor = local if wait is None else wait()
-    return found
+    complete: Tensor = local if wait is None else wait()
+    return complete
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Sharding:
         from torch.distributed.tensor import DTensor
 
         with torch.no_grad():
-            found: Tensor = DTensor.from_local(
+            whole: Tensor = DTensor.from_local(
                 local, self.mesh, self.placements, shape=self.shape, stride=self.stride
             )
-        return found
+        return whole
 
     def local(self, tensor: Any) -> Tensor:
         """What this rank has of a DTensor of this shape when it lies so; redistributed, which all
@@ -93,7 +93,10 @@ class Sharding:
 
     def is_sharded_along(self, name: str) -> bool:
         """Whether ranks along a dimension of this name have parts of their own."""
-        return any(own == name and lies.is_shard() for own, lies in self.by_dimension())
+        return any(
+            dimension == name and placement.is_shard()
+            for dimension, placement in self.by_dimension()
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -109,22 +112,22 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     return Sharding.of(tensor) if is_dtensor(tensor) else None
 
 
-def like(tensor: Tensor, local: Tensor) -> Tensor:
+def with_sharding_of(tensor: Tensor, local: Tensor) -> Tensor:
     """``local`` as this rank's part of what lies over ranks as ``tensor`` does; itself where that
     is no DTensor.
     """
     return Sharding.of(tensor).whole(local) if is_dtensor(tensor) else local
 
 
-def lay_gradient_out(parameter: Tensor) -> None:
+def redistribute_gradient(parameter: Tensor) -> None:
     """Have the gradient of a DTensor lie over ranks as it does: a sum that ranks have parts of is
     reduced. Its ranks take part.
     """
     if is_dtensor(parameter.grad):
-        parameter.grad = redistributed(parameter.grad, Sharding.of(parameter).placements)
+        parameter.grad = redistribute(parameter.grad, Sharding.of(parameter).placements)
 
 
-def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
+def redistribute(tensor: Any, placements: Sequence[Any]) -> Any:
     """A DTensor with these placements on its mesh; itself where it lies so, or is None. Its ranks
     take part.
     """
@@ -134,7 +137,7 @@ def redistributed(tensor: Any, placements: Sequence[Any]) -> Any:
         return tensor.redistribute(placements=placements)
 
 
-def copied_along(value: Any, tensor: Tensor) -> Any:
+def replicate_like(value: Any, tensor: Tensor) -> Any:
     """A value that each rank has the whole of, as copies on the ranks of ``tensor``; itself where
     that is no DTensor, or where it is a single number. Nothing is sent.
     """
@@ -142,10 +145,10 @@ def copied_along(value: Any, tensor: Tensor) -> Any:
         return value
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    lies = Sharding.of(tensor)
-    copies = [Replicate()] * len(lies.placements)
-    given = value.detach().to(tensor.device)
-    return distribute_tensor(given, lies.mesh, copies, src_data_rank=None)
+    sharding = Sharding.of(tensor)
+    copies = [Replicate()] * len(sharding.placements)
+    source = value.detach().to(tensor.device)
+    return distribute_tensor(source, sharding.mesh, copies, src_data_rank=None)
 
 
 _WHOLE = {
@@ -155,7 +158,7 @@ _WHOLE = {
 """Dimensions of meshes over which no parameter is sharded, by the ecosystem's names for them."""
 
 
-def refuse_lost_shardings(module: nn.Module) -> None:
+def refuse_unsupported_shardings(module: nn.Module) -> None:
     """Check how a module's parameters and buffers lie over ranks.
 
     Raises:

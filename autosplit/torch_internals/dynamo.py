@@ -40,37 +40,40 @@ class BreakReason:
 
 
 class BreakWatch:
-    """Collects Dynamo's reports from its construction to ``found()``."""
+    """Collects Dynamo's reports from its construction to ``reasons()``."""
 
     def __init__(self) -> None:
         self._breaks = len(graph_break_reasons)
         self._attempts = get_compilation_metrics()
 
-    def found(self) -> list[BreakReason]:
+    def reasons(self) -> list[BreakReason]:
         """Ends of graphs, and functions that Dynamo gave up on."""
         if len(graph_break_reasons) < self._breaks:  # torch._dynamo.reset() empties the list
             self._breaks = 0
         ended = graph_break_reasons[self._breaks :]
-        before = set(map(id, self._attempts))
-        failed = [each for each in get_compilation_metrics() if each.fail_reason]
+        earlier_ids = set(map(id, self._attempts))
+        failed = [attempt for attempt in get_compilation_metrics() if attempt.fail_reason]
         return [
-            *(BreakReason(_users_line(each.user_stack), _short(each.reason)) for each in ended),
-            *(_given_up(each) for each in failed if id(each) not in before),
+            *(
+                BreakReason(_users_line(graph_break.user_stack), _short(graph_break.reason))
+                for graph_break in ended
+            ),
+            *(_given_up(attempt) for attempt in failed if id(attempt) not in earlier_ids),
         ]
 
 
 def _given_up(attempt: Any) -> BreakReason:
     path = attempt.fail_user_frame_filename or attempt.co_filename or ""
     number = attempt.fail_user_frame_lineno or attempt.co_firstlineno or 0
-    what = f"all of {attempt.co_name}" if attempt.co_name else "such a call"
-    reason = f"{_short(attempt.fail_reason)}; {what} runs without a graph"
+    subject = f"all of {attempt.co_name}" if attempt.co_name else "such a call"
+    reason = f"{_short(attempt.fail_reason)}; {subject} runs without a graph"
     return BreakReason(_place(path, number), reason)
 
 
 def _users_line(stack: Sequence[traceback.FrameSummary]) -> str:
     frames = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
-    own = frames or [*stack][-1:]  # the model is one of torch's modules
-    return _place(own[-1].filename, own[-1].lineno or 0) if own else ""
+    user_frames = frames or [*stack][-1:]  # the model is one of torch's modules
+    return _place(user_frames[-1].filename, user_frames[-1].lineno or 0) if user_frames else ""
 
 
 def _place(path: str, number: int) -> str:

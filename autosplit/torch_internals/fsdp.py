@@ -22,8 +22,8 @@ from .dtensor import Sharding
 
 def roots_of(module: nn.Module) -> list[Root]:
     """The topmost modules that ``fully_shard`` was called with; several may have one state."""
-    found = {id(state): state for state in map(_state_of, _topmost(module))}
-    return [*map(Root, found.values())]
+    states = {id(state): state for state in map(_state_of, _topmost(module))}
+    return [*map(Root, states.values())]
 
 
 def managed_from_outside(module: nn.Module) -> bool:
@@ -103,12 +103,12 @@ class ParameterGroup:
     @classmethod
     def within(cls, module: nn.Module) -> list[ParameterGroup]:
         """All of a module, in the order of ``modules()``."""
-        found: dict[int, tuple[str, Any]] = {}
+        states: dict[int, tuple[str, Any]] = {}
         for name, part in module.named_modules():
             if isinstance(part, FSDPModule):
                 state = _state_of(part)
-                found.setdefault(id(state), (name or type(part).__name__, state))
-        return [cls(group, name) for name, state in found.values() for group in groups_of(state)]
+                states.setdefault(id(state), (name or type(part).__name__, state))
+        return [cls(group, name) for name, state in states.values() for group in groups_of(state)]
 
     @property
     def refusal(self) -> str:
@@ -117,21 +117,21 @@ class ParameterGroup:
             return "with an offload policy, which moves parameters and gradients to the host"
         if getattr(self._group.mesh_info, "is_spmd_mesh", False):
             return "with dp_mesh_dims, where parameters are DTensors over the ranks that shard them"
-        for each in self._group.fsdp_params:
-            if each.is_dtensor and self._group._use_post_forward_mesh:
+        for parameter in self._group.fsdp_params:
+            if parameter.is_dtensor and self._group._use_post_forward_mesh:
                 return (
                     "with a number for reshard_after_forward, and has parameters of "
                     "parallelize_module, which torch does not reshard to fewer ranks"
                 )
-            if hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather"):
-                kind = type(each._sharded_local_tensor).__name__
+            if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+                kind = type(parameter._sharded_local_tensor).__name__
                 return f"with tensors of class {kind}, which gather themselves in their own way"
         return ""
 
     @property
     def parameters(self) -> list[Tensor]:
         """The sharded parameters."""
-        return [each.sharded_param for each in self._group.fsdp_params]
+        return [parameter.sharded_param for parameter in self._group.fsdp_params]
 
     @property
     def gathered_shardings(self) -> list[tuple[Tensor, Sharding | None]]:
@@ -139,10 +139,10 @@ class ParameterGroup:
         rank has the whole then, and not a part along other dimensions (``parallelize_module``).
         """
         return [
-            (each.sharded_param, _sharding(_gathered_spec(each)))
-            if each.is_dtensor
-            else (each.sharded_param, None)
-            for each in self._group.fsdp_params
+            (parameter.sharded_param, _sharding(_gathered_spec(parameter)))
+            if parameter.is_dtensor
+            else (parameter.sharded_param, None)
+            for parameter in self._group.fsdp_params
         ]
 
     @property
@@ -151,9 +151,9 @@ class ParameterGroup:
         same object each time, whose memory is freed in between.
         """
         return [
-            (each.sharded_param, each._unsharded_param)
-            for each in self._group.fsdp_params
-            if hasattr(each, "_unsharded_param")
+            (parameter.sharded_param, parameter._unsharded_param)
+            for parameter in self._group.fsdp_params
+            if hasattr(parameter, "_unsharded_param")
         ]
 
     @contextlib.contextmanager
@@ -166,21 +166,21 @@ class ParameterGroup:
             self.share_requires_grad()
             yield
             return
-        own = self._group.fsdp_params
-        if len(self.pairs) < len(own):
+        parameters = self._group.fsdp_params
+        if len(self.pairs) < len(parameters):
             self.start_unshard()
             self.finish_unshard()
             self.reshard()
-        for each in own:
-            if each._unsharded_param.requires_grad != each.sharded_param.requires_grad:
-                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
-            each._setattr_on_modules(each._unsharded_param)
+        for parameter in parameters:
+            if parameter._unsharded_param.requires_grad != parameter.sharded_param.requires_grad:
+                parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+            parameter._setattr_on_modules(parameter._unsharded_param)
         try:
             yield
         finally:
-            for each in own:
-                fewer = getattr(each, "_sharded_post_forward_param", None)
-                each._setattr_on_modules(each.sharded_param if fewer is None else fewer)
+            for parameter in parameters:
+                fewer = getattr(parameter, "_sharded_post_forward_param", None)
+                parameter._setattr_on_modules(parameter.sharded_param if fewer is None else fewer)
 
     def share_requires_grad(self) -> None:
         """Make ``requires_grad`` of gathered and sharded parameters equal. Whoever sets it while
@@ -201,8 +201,8 @@ class ParameterGroup:
         those on this rank's part of it on that.
         """
         return [
-            each.sharded_param._version + each._sharded_local_tensor._version
-            for each in self._group.fsdp_params
+            parameter.sharded_param._version + parameter._sharded_local_tensor._version
+            for parameter in self._group.fsdp_params
         ]
 
     @property
@@ -252,22 +252,22 @@ class ParameterGroup:
         """Add this microbatch's unreduced gradients to those before it, in the policy's
         ``reduce_dtype``.
         """
-        for each in self._group.fsdp_params:
-            if not hasattr(each, "_unsharded_param"):
+        for parameter in self._group.fsdp_params:
+            if not hasattr(parameter, "_unsharded_param"):
                 continue
-            if _sums_apart(each):
-                each.accumulate_unsharded_grad_if_needed()
-                each.to_accumulated_grad_if_needed()
+            if _sums_apart(parameter):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
             else:
-                _put_in_dtype(each._unsharded_param, each.unsharded_grad_dtype)
+                _put_in_dtype(parameter._unsharded_param, parameter.unsharded_grad_dtype)
 
     @property
     def adds_in_another_dtype(self) -> bool:
         """Whether ``accumulate`` puts gradients of the parameters' dtype into another."""
         return any(
-            each.reduce_dtype not in (None, each._unsharded_param.dtype)
-            for each in self._group.fsdp_params
-            if hasattr(each, "_unsharded_param")
+            parameter.reduce_dtype not in (None, parameter._unsharded_param.dtype)
+            for parameter in self._group.fsdp_params
+            if hasattr(parameter, "_unsharded_param")
         )
 
     @property
@@ -283,8 +283,15 @@ class ParameterGroup:
     @property
     def _sums(self) -> list[Tensor]:
         """What was accumulated, each tensor once: torch 2.15 has one under both names."""
-        own = [each for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
-        both = [(each.unsharded_accumulated_grad, each._unsharded_param.grad) for each in own]
+        gathered = [
+            parameter
+            for parameter in self._group.fsdp_params
+            if hasattr(parameter, "_unsharded_param")
+        ]
+        both = [
+            (parameter.unsharded_accumulated_grad, parameter._unsharded_param.grad)
+            for parameter in gathered
+        ]
         return list(
             {id(total): total for pair in both for total in pair if total is not None}.values()
         )
@@ -304,14 +311,14 @@ class ParameterGroup:
         """
         info = self._group.mesh_info
         dimensions = info.shard_mesh_dim, info.replicate_mesh_dim
-        own = [info.mesh.get_coordinate()[d] if d is not None else 0 for d in dimensions]
+        coordinates = [info.mesh.get_coordinate()[d] if d is not None else 0 for d in dimensions]
         ranks = info.mesh.mesh
         if None in dimensions:
-            line = [int(each) for each in ranks.flatten()]
+            line = [int(rank) for rank in ranks.flatten()]
             alone = [torch.distributed.get_rank()]
             return (alone, line) if dimensions[0] is None else (line, alone)
-        shards = ranks.select(dimensions[1], own[1])
-        copies = ranks.select(dimensions[0], own[0])
+        shards = ranks.select(dimensions[1], coordinates[1])
+        copies = ranks.select(dimensions[0], coordinates[0])
         return shards.tolist(), copies.tolist()
 
     @contextlib.contextmanager
@@ -325,7 +332,11 @@ class ParameterGroup:
                 said; None: by how many ranks reduce them.
         """
         group = self._group
-        before = group.mesh_info, group.gradient_divide_factor, group.force_sum_reduction_for_comms
+        original = (
+            group.mesh_info,
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+        )
         if parts is not None and group.gradient_divide_factor is None:
             group.gradient_divide_factor = float(parts)
             # Gloo knows no sum that is multiplied before; alone, torch would divide twice.
@@ -341,22 +352,22 @@ class ParameterGroup:
             yield
         finally:
             group.mesh_info, group.gradient_divide_factor, group.force_sum_reduction_for_comms = (
-                before
+                original
             )
 
     def forget(self, sharded: int) -> None:
         """Drop what was accumulated for one of the sharded parameters (its ``id``)."""
-        for each in self._group.fsdp_params:
-            if id(each.sharded_param) == sharded and hasattr(each, "_unsharded_param"):
-                if _sums_apart(each):
-                    each.unsharded_accumulated_grad = None
-                each._unsharded_param.grad = None
+        for parameter in self._group.fsdp_params:
+            if id(parameter.sharded_param) == sharded and hasattr(parameter, "_unsharded_param"):
+                if _sums_apart(parameter):
+                    parameter.unsharded_accumulated_grad = None
+                parameter._unsharded_param.grad = None
 
 
 def _gathered_spec(parameter: Any) -> Any:
     """How a gathered parameter lies over the ranks of other dimensions; torch 2.11's name of it."""
-    known = hasattr(parameter, "_unsharded_dtensor_spec")
-    return parameter._unsharded_dtensor_spec if known else parameter._tp_spec
+    is_renamed = hasattr(parameter, "_unsharded_dtensor_spec")
+    return parameter._unsharded_dtensor_spec if is_renamed else parameter._tp_spec
 
 
 def _sums_apart(parameter: Any) -> bool:
@@ -384,8 +395,8 @@ def _cast(dtype: torch.dtype, *, output: bool) -> Callable[..., Any]:
     def to(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def cast(module: nn.Module, *given: Any) -> Any:
-        return _apply_to_tensors(to, given[-1] if output else given)
+    def cast(module: nn.Module, *values: Any) -> Any:
+        return _apply_to_tensors(to, values[-1] if output else values)
 
     return cast
 
@@ -414,14 +425,14 @@ class PlainView:
                 self._casts["_forward_hooks"] = _cast(policy.output_dtype, output=True)
 
     def enter(self) -> None:
-        own = self._module.__dict__
-        self._sharded = {name: own.pop(name) for name in _MARKS if name in own}
+        attributes = self._module.__dict__
+        self._sharded = {name: attributes.pop(name) for name in _MARKS if name in attributes}
         if self._ids:
             self._class = type(self._module)
             self._module.__class__ = self._class.__bases__[1]
             for name in _HOOKS:
-                self._sharded[name] = own[name]
-                own[name] = self._without(name, own[name])
+                self._sharded[name] = attributes[name]
+                attributes[name] = self._without(name, attributes[name])
 
     def leave(self) -> None:
         self._module.__dict__.update(self._sharded)
@@ -431,11 +442,11 @@ class PlainView:
 
     def _without(self, name: str, hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
         """The hooks, FSDP's replaced; the same dictionary as before, as guards may hold it."""
-        plain, found = self._plain[name], list(hooks.items())
-        if self._seen.get(name) != found:
-            self._seen[name] = found
+        plain, items = self._plain[name], list(hooks.items())
+        if self._seen.get(name) != items:
+            self._seen[name] = items
             plain.clear()
-            for key, hook in found:
+            for key, hook in items:
                 if key not in self._ids:
                     plain[key] = hook
                 elif self._casts[name] is not None:
@@ -458,5 +469,5 @@ def _handle_ids(state: Any) -> list[int]:
     """Numbers of the hooks on forwards; one object may stand for many, and twice for the same."""
     ids = []
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        ids += [each.id for each in getattr(handle, "handles", (handle,))]
+        ids += [part.id for part in getattr(handle, "handles", (handle,))]
     return ids

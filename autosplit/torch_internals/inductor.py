@@ -99,7 +99,7 @@ def compile_module(
         compiled: Any = compile_fx_inner(
             module, examples, is_backward=is_backward, static_input_idxs=sorted(static)
         )
-    strides = [_strides(each, mode) for each in compiled.output_strides]
+    strides = [_strides(expressions, mode) for expressions in compiled.output_strides]
     return Compiled(compiled, strides, compiled.source_code)
 
 
@@ -115,9 +115,9 @@ def _strides(
     if expressions is None:
         return None
     if mode.shape_env is None:
-        return tuple(int(each) for each in expressions)
-    found = [mode.shape_env.deserialize_symexpr(each) for each in expressions]
-    return tuple(each if isinstance(each, torch.SymInt) else int(each) for each in found)
+        return tuple(int(expression) for expression in expressions)
+    sizes = [mode.shape_env.deserialize_symexpr(expression) for expression in expressions]
+    return tuple(size if isinstance(size, torch.SymInt) else int(size) for size in sizes)
 
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:

@@ -41,10 +41,10 @@ class DirectOperators:
 
     def __getattr__(self, name: str) -> Any:
         packet = getattr(torch.ops.aten, name)
-        overloads = {each: _direct(name, each, packet) for each in packet.overloads()}
-        found = SimpleNamespace(**overloads)
-        setattr(self, name, found)
-        return found
+        overloads = {overload: _direct(name, overload, packet) for overload in packet.overloads()}
+        space = SimpleNamespace(**overloads)
+        setattr(self, name, space)
+        return space
 
 
 def _direct(name: str, overload: str, packet: Any) -> Any:

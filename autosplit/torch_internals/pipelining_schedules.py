@@ -52,25 +52,25 @@ def running_schedule() -> Any:
     return None
 
 
-def runner_of(schedule: Any, make: Callable[[Any, Callable[..., Any]], R]) -> R:
+def install_runner(schedule: Any, make: Callable[[Any, Callable[..., Any]], R]) -> R:
     """What runs the microbatches of a schedule's steps, that which calls this included, in the
     place of its own method: made once, of the schedule and of that method.
     """
-    made: R = vars(schedule).get("_step_microbatches") or make(
+    runner: R = vars(schedule).get("_step_microbatches") or make(
         schedule, type(schedule)._step_microbatches
     )
-    schedule._step_microbatches = made
-    return made
+    schedule._step_microbatches = runner
+    return runner
 
 
-def finalizes(schedule: Any) -> bool:
+def reduces_gradients(schedule: Any) -> bool:
     """Whether the step that runs reduces gradients of sharded parameters; False where its caller
     has put that off, which can be from torch 2.15 on.
     """
     return getattr(schedule, "_finalize_gradients", True)
 
 
-def asks_for_compiled_parts() -> bool:
+def called_by_compile_check() -> bool:
     """Whether the caller's caller is the check by which zero-bubble schedules refuse modules of
     ``torch.compile``, whose backward torch's own stage cannot split.
     """
@@ -91,26 +91,26 @@ def action_lists(schedule: Any) -> Any:
     return schedule.pipeline_order if listed is None else listed
 
 
-def described(schedule: Any) -> RunningSchedule:
+def describe_schedule(schedule: Any) -> RunningSchedule:
     """What there is to know of a schedule of torch's."""
     single = isinstance(schedule, schedules.PipelineScheduleSingle)
-    held = [schedule._stage] if single else list(schedule._stages)
+    stages = [schedule._stage] if single else list(schedule._stages)
     order = {} if single else schedule.pipeline_order
     listed = getattr(schedule, "pipeline_order_with_comms", None)
-    reduces = frozenset(stage.stage_index for stage in held)
+    reduces = frozenset(stage.stage_index for stage in stages)
     if listed is not None:
         order = order or listed
-        actions = listed[held[0].group_rank]
+        actions = listed[stages[0].group_rank]
         divided = {a.stage_index for a in actions if a.computation_type.value == "REDUCE_GRAD"}
         reduces = frozenset(divided)
     return RunningSchedule(
         type(schedule).__name__,
         single,
-        held,
-        held[0].stage_index_to_group_rank,
+        stages,
+        stages[0].stage_index_to_group_rank,
         bool(schedule.scale_grads),
         schedule._n_microbatches,
-        [[str(each) for each in _computations(order[rank])] for rank in sorted(order)],
+        [[str(action) for action in _computations(order[rank])] for rank in sorted(order)],
         reduces,
     )
 

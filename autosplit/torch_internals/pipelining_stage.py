@@ -50,7 +50,7 @@ class TensorMeta:
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreed:
+class StageShapes:
     """What a stage and its neighbours have agreed on.
 
     Attributes:
@@ -85,7 +85,7 @@ class RuntimeStage(PipelineStage):
     Attributes:
         agree: has all stages of the rank agree with the others, where that is due in this step;
             called before the first microbatch, when the ranks next to this one are in the step.
-        agreed: what is received and sent.
+        shapes: what is received and sent.
         agreement: the exchange in which that was agreed on; None before the first.
         ranks: the process group of the pipeline.
     """
@@ -94,9 +94,9 @@ class RuntimeStage(PipelineStage):
     agreement: object
     ranks: dist.ProcessGroup
 
-    def __init__(self, *torchs: Any, **others: Any) -> None:
-        super().__init__(*torchs, **others)
-        self.agreed, self.agreement = Agreed(), None
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shapes, self.agreement = StageShapes(), None
         self.ranks = self.group or dist.group.WORLD  # type: ignore[assignment]
         self.fwd_cache: dict[int, tuple[Tensor, ...]] = {}  # type: ignore[assignment]
         self._inputs: dict[int, Sequence[Tensor | None]] = {}
@@ -106,8 +106,8 @@ class RuntimeStage(PipelineStage):
 
     def clear_runtime_states(self) -> None:
         """Begin a step."""
-        for held in (self.fwd_cache, self.bwd_cache, self._inputs, self._gradients):
-            held.clear()
+        for tensors in (self.fwd_cache, self.bwd_cache, self._inputs, self._gradients):
+            tensors.clear()
         self.output_chunks.clear()
 
     def _prepare_forward_infra(self, *_: Any, **__: Any) -> Any:
@@ -138,21 +138,21 @@ class RuntimeStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # A stage of this rank is among them (torch 2.11), which Gloo does not send to.
         operations = super()._get_init_p2p_neighbors_ops()
-        return [each for each in operations if each.peer != dist.get_rank()]
+        return [operation for operation in operations if operation.peer != dist.get_rank()]
 
     # Receives and sends.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        metas = self._agreed_on(self.agreed.inputs, fwd_chunk_id)
+        metas = self._shapes_of(self.shapes.inputs, fwd_chunk_id)
         return self._receive(self._inputs, fwd_chunk_id, metas, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.has_backward or self.is_last:
             return []
-        metas = self._agreed_on(self.agreed.gradients, bwd_chunk_id)
+        metas = self._shapes_of(self.shapes.gradients, bwd_chunk_id)
         return self._receive(self._gradients, bwd_chunk_id, metas, self.stage_index + 1)
 
-    def hand_on(self, chunk: int, tensors: tuple[Tensor, ...]) -> None:
+    def keep_for_send(self, chunk: int, tensors: tuple[Tensor, ...]) -> None:
         """Keep what is to be sent: to a stage of this rank torch's runtime hands results itself."""
         if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
             self.fwd_cache[chunk] = tensors
@@ -180,13 +180,13 @@ class RuntimeStage(PipelineStage):
 
     def _receive(
         self,
-        held: dict[int, Sequence[Tensor | None]],
+        buffers: dict[int, Sequence[Tensor | None]],
         chunk: int,
         metas: Sequence[TensorMeta | None],
         source: int,
     ) -> list[dist.P2POp]:
         room = [None if meta is None else meta.empty(self.device) for meta in metas]
-        held[chunk] = room
+        buffers[chunk] = room
         return self._operations(dist.irecv, room, source, (source, self.stage_index))
 
     def _send(self, tensors: Sequence[Tensor | None], target: int) -> list[dist.P2POp]:
@@ -200,43 +200,43 @@ class RuntimeStage(PipelineStage):
     def _operations(
         self, call: Any, tensors: Sequence[Tensor | None], peer: int, edge: tuple[int, int]
     ) -> list[dist.P2POp]:
-        there = [tensor for tensor in tensors if tensor is not None]
-        if not there:
+        present = [tensor for tensor in tensors if tensor is not None]
+        if not present:
             return []
         group = self._get_p2p_group(*edge) if hasattr(self, "_get_p2p_group") else self.group
         rank = dist.get_global_rank(self.ranks, self.stage_index_to_group_rank[peer])
-        return [dist.P2POp(call, _as_it_lies(tensor), rank, group) for tensor in there]
+        return [dist.P2POp(call, _as_it_lies(tensor), rank, group) for tensor in present]
 
     # What has come for a computation, which alone holds it from then on.
 
-    def arguments(self, chunk: int, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def arguments(self, chunk: int, first_stage_arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Those of a microbatch; ``given`` are the first stage's."""
-        metas = self._agreed_on(self.agreed.inputs, chunk)
+        metas = self._shapes_of(self.shapes.inputs, chunk)
         if self.is_first:
-            return given
-        found = self._received(self._inputs, chunk, "input")
+            return first_stage_arguments
+        tensors = self._received(self._inputs, chunk, "input")
         trains = self.has_backward and torch.is_grad_enabled()
-        for meta, tensor in zip(metas, found, strict=True):
+        for meta, tensor in zip(metas, tensors, strict=True):
             if tensor is not None:
                 tensor.requires_grad_(meta.requires_grad and trains)
-        return self.agreed.arguments(found)
+        return self.shapes.arguments(tensors)
 
     def gradients(self, chunk: int) -> list[Tensor | None]:
         """Those of the outputs for a microbatch."""
-        self._agreed_on(self.agreed.gradients, chunk)
+        self._shapes_of(self.shapes.gradients, chunk)
         return [*self._received(self._gradients, chunk, "gradient")]
 
     def _received(
-        self, held: dict[int, Sequence[Tensor | None]], chunk: int, what: str
+        self, buffers: dict[int, Sequence[Tensor | None]], chunk: int, kind: str
     ) -> Sequence[Tensor | None]:
-        if chunk not in held:
+        if chunk not in buffers:
             raise PipelineError(
-                f"stage {self.stage_index}, microbatch {chunk}: no {what} was received before it "
+                f"stage {self.stage_index}, microbatch {chunk}: no {kind} was received before it "
                 "is computed with; the schedule must list the receive first"
             )
-        return held.pop(chunk)
+        return buffers.pop(chunk)
 
-    def _agreed_on(self, table: Sequence[Any], chunk: int) -> Any:
+    def _shapes_of(self, table: Sequence[Any], chunk: int) -> Any:
         if not 0 <= chunk < len(table):
             raise PipelineError(
                 f"stage {self.stage_index} knows no microbatch {chunk}: it has agreed on the "

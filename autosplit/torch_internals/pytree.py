@@ -35,17 +35,17 @@ __all__ = ["TreeSpec", "flatten_named", "tree_flatten", "tree_map", "tree_unflat
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """As torch's, but that objects that hold tensors are taken apart, too."""
     leaves, spec = _pytree.tree_flatten(tree)
-    held = [*map(_hold_leaf, leaves)]
-    if all(map(operator.is_, held, leaves)):
+    wrapped = [*map(_hold_leaf, leaves)]
+    if all(map(operator.is_, wrapped, leaves)):
         return leaves, spec
-    return _pytree.tree_flatten(tree_unflatten(held, spec))
+    return _pytree.tree_flatten(tree_unflatten(wrapped, spec))
 
 
 def is_flat(spec: Any) -> bool:
     """Whether a tree is one leaf, or a tuple or list of leaves."""
     if spec.is_leaf():
         return True
-    return issubclass(spec.type, tuple | list) and all(each.is_leaf() for each in spec.children())
+    return issubclass(spec.type, tuple | list) and all(child.is_leaf() for child in spec.children())
 
 
 def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
@@ -63,8 +63,8 @@ def flatten_named(root: str, tree: Any) -> list[tuple[str, Any]]:
         numbered = enumerate(_pytree.tree_flatten(tree, is_leaf=is_inside)[0])
         children = [(f"[{at}]", child) for at, child in numbered]
     if any(child is tree for _, child in children):
-        held = _hold_leaf(tree)
-        return [(root, tree)] if held is tree else flatten_named(root, held)
+        wrapped = _hold_leaf(tree)
+        return [(root, tree)] if wrapped is tree else flatten_named(root, wrapped)
     return [leaf for key, child in children for leaf in flatten_named(root + key, child)]
 
 
@@ -117,7 +117,7 @@ class Skeleton:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        values = [repr(each) if isinstance(each, _VALUES) else "" for each in self.rest.values()]
+        values = [repr(value) if isinstance(value, _VALUES) else "" for value in self.rest.values()]
         return self.kind, self.children, *self.rest, *values, self.context
 
 
@@ -128,8 +128,8 @@ def hold(tree: Any) -> Any:
 
 
 def _hold_leaf(leaf: Any) -> Any:
-    held = not isinstance(leaf, Holder) and _holds_tensors(leaf, set())
-    return Holder(leaf) if held else leaf
+    wraps = not isinstance(leaf, Holder) and _holds_tensors(leaf, set())
+    return Holder(leaf) if wraps else leaf
 
 
 def _holds_tensors(leaf: Any, seen: set[int]) -> bool:

@@ -54,7 +54,7 @@ def storage_sizes(
     """Bytes of each storage behind the tensors, by where it lies; of sparse ones, the parts',
     of DTensors, what this rank has."""
     storages = (part.untyped_storage() for tensor in tensors for part in _strided_parts(tensor))
-    return {(each.device, each.data_ptr()): each.nbytes() for each in storages}
+    return {(storage.device, storage.data_ptr()): storage.nbytes() for storage in storages}
 
 
 def distinct_storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -97,19 +97,19 @@ class StateReader:
         self._keys = [name for _, name in slots.values()]
         self._tables = [modules for modules, _ in children]
         self._children = [name for _, name in children]
-        self._found = list(map(dict.get, self._tables, self._children))
+        self._submodules = list(map(dict.get, self._tables, self._children))
         state = zip(self._names, map(getitem, self._spaces, self._keys), strict=True)
         self._holding = [name for name, tensor in state if _holds_tensors(tensor)]
 
-    def __call__(self) -> dict[str, torch.Tensor]:
-        if any(map(is_not, map(dict.get, self._tables, self._children), self._found)):
+    def read(self) -> dict[str, torch.Tensor]:
+        if any(map(is_not, map(dict.get, self._tables, self._children), self._submodules)):
             self._index()  # a submodule was replaced
-        found = dict(zip(self._names, map(getitem, self._spaces, self._keys), strict=True))
+        state = dict(zip(self._names, map(getitem, self._spaces, self._keys), strict=True))
         for name in self._holding:
-            found.update(_tensors_of(name, found[name]))
-        if any(map(is_, found.values(), repeat(None))):
-            return {name: tensor for name, tensor in found.items() if tensor is not None}
-        return found
+            state.update(_tensors_of(name, state[name]))
+        if any(map(is_, state.values(), repeat(None))):
+            return {name: tensor for name, tensor in state.items() if tensor is not None}
+        return state
 
 
 def _holds_tensors(tensor: torch.Tensor | None) -> bool:
@@ -119,10 +119,10 @@ def _holds_tensors(tensor: torch.Tensor | None) -> bool:
 
 def _tensors_of(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
     for attribute in tensor.__tensor_flatten__()[0]:
-        held, path = local_tensor(getattr(tensor, attribute)), f"{name}.{attribute}"
-        yield path, held
-        if _holds_tensors(held):
-            yield from _tensors_of(path, held)
+        inner, path = local_tensor(getattr(tensor, attribute)), f"{name}.{attribute}"
+        yield path, inner
+        if _holds_tensors(inner):
+            yield from _tensors_of(path, inner)
 
 
 def _table(names: Any) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def share_state(proxy: nn.Module, module: nn.Module) -> None:
     proxy.training = module.training
 
 
-def hold_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
+def register_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None:
     """Register these parameters and buffers of ``model`` in ``stage`` too, under the same names, in
     containers where the model has modules.
     """
@@ -162,13 +162,13 @@ def hold_state(stage: nn.Module, model: nn.Module, names: Iterable[str]) -> None
 
 
 @contextlib.contextmanager
-def modes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+def preserve_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Every submodule is in training or evaluation afterwards as it was before."""
-    before = [(part, part.training) for module in modules for part in module.modules()]
+    modes = [(part, part.training) for module in modules for part in module.modules()]
     try:
         yield
     finally:
-        for part, training in before:
+        for part, training in modes:
             part.training = training
 
 
@@ -184,8 +184,8 @@ def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """
     if optimizer is None:
         return 0
-    there = distinct_storage_bytes(_tensors(optimizer))
-    return there or _predicted(optimizer)
+    present_bytes = distinct_storage_bytes(_tensors(optimizer))
+    return present_bytes or _predicted(optimizer)
 
 
 def _predicted(optimizer: torch.optim.Optimizer) -> int:
@@ -222,4 +222,4 @@ def _small(parameter: Tensor) -> nn.Parameter:
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     states = optimizer.state.values()
-    return [value for each in states for value in each.values() if isinstance(value, Tensor)]
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]

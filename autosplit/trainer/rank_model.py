@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autosplit.errors import PipelineError
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.ranks.groups import Groups
-from autosplit.torch_internals.dtensor import is_dtensor, lay_gradient_out, local_tensor
+from autosplit.torch_internals.dtensor import is_dtensor, local_tensor, redistribute_gradient
 from autosplit.trainer.gradient_norms import GradientNorms
 from autosplit.trainer.replicated_parameters import ReplicatedParameters, Wait
 from autosplit.trainer.sharded_stages import ShardedStages
@@ -217,7 +217,7 @@ class RankModel:
             raise
         for each, earlier in before:
             if self._lie_apart:
-                lay_gradient_out(each)
+                redistribute_gradient(each)
             if earlier is not None:
                 with torch.no_grad():
                     each.grad = earlier if each.grad is None else earlier + each.grad

@@ -21,10 +21,10 @@ from autosplit.ranks.groups import Groups
 from autosplit.torch_internals.autograd import has_tensor_hooks
 from autosplit.torch_internals.dtensor import (
     Sharding,
-    lay_gradient_out,
-    like,
     local_tensor,
+    redistribute_gradient,
     sharding_of,
+    with_sharding_of,
 )
 from autosplit.trainer.agreement import difference
 from autosplit.trainer.stage_modules import Holder
@@ -275,7 +275,7 @@ class ReplicatedParameters:
         *parts, given = flat.split(sizes)
         for place, (member, part) in enumerate(zip(members, parts, strict=True)):
             for copy in member.copies:
-                lay_gradient_out(copy)
+                redistribute_gradient(copy)
                 if copy.grad is not None:
                     gradient = local_tensor(copy.grad)
                     part.view(gradient.shape).add_(gradient)
@@ -295,7 +295,8 @@ class ReplicatedParameters:
                 flat.div_(self._layout.shares)
             for member, part, there in zip(members, parts, found, strict=True):
                 for number, copy in enumerate(member.copies):
-                    total = like(copy, part.view(local_tensor(copy).shape)) if there else None
+                    local = part.view(local_tensor(copy).shape)
+                    total = with_sharding_of(copy, local) if there else None
                     copy.grad = total.clone() if number and total is not None else total
 
         return wait

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autosplit
-from autosplit.dynamo.partial_model import Partial
+from autosplit.dynamo.partial_model import PartialModel
 from autosplit.dynamo.pending_weights import Deferral
 
 
@@ -52,7 +52,7 @@ class Compiled:
 
 FACES: dict[str, Callable[[nn.Module], Any]] = {
     "whole": partial(autosplit.split, max_pending=math.inf),
-    "parts": Partial,
+    "parts": PartialModel,
     "compiled": Compiled,
 }
 

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import autosplit
 from autosplit import SplitError, SplitModule
-from autosplit.dynamo.partial_model import Partial
+from autosplit.dynamo.partial_model import PartialModel
 from tests.autograd.faces import FACES, Broken, Compiled, Net, model_for
 from tests.gradients import assert_same_gradients
 from tests.semantics.against_autograd import assert_alike, within
@@ -266,7 +266,7 @@ def test_gradient_that_somebody_holds(dropped: bool, face: str) -> None:
 def test_discard() -> None:
     model = Net()
     plain = copy.deepcopy(model)
-    for module in (autosplit.split(model), Partial(model)):
+    for module in (autosplit.split(model), PartialModel(model)):
         one, two = batches()
         model.zero_grad()
         plain.zero_grad()

@@ -56,21 +56,21 @@ class Thread(threading.Thread):
 class Gate:
     """Holds the thread that computes before W, or behind it and before it is in ``.grad``."""
 
-    def __init__(self, deliver: Any, behind: bool) -> None:
-        self._deliver, self._behind = deliver, behind
+    def __init__(self, delivery: Any, behind: bool) -> None:
+        self._delivery, self._behind = delivery, behind
         self.reached, self._opened = threading.Event(), threading.Event()
-        self.looked_on = False
+        self.has_observers = False
 
-    def __call__(self, *args: Any) -> None:
+    def deliver(self, *args: Any) -> None:
         if self._behind:
-            self._deliver(*args)
+            self._delivery.deliver(*args)
         self.reached.set()
         assert self._opened.wait(PATIENCE)
         if not self._behind:
-            self._deliver(*args)
+            self._delivery.deliver(*args)
 
     def announce(self, microbatches: Any) -> None:
-        self._deliver.announce(microbatches)
+        self._delivery.announce(microbatches)
 
     def open(self) -> None:
         self._opened.set()
@@ -82,12 +82,12 @@ def computing(split: Any, behind: bool) -> Iterator[tuple[Gate, Thread]]:
     opened. Its reading is right then.
     """
     queue, parameter = split._queue, next(split.parameters())
-    gate = Gate(queue.deliver, behind)
-    queue.deliver = gate
+    gate = Gate(queue.delivery, behind)
+    queue.delivery = gate
     try:
         logger = Thread(lambda: parameter.grad.norm())
         assert gate.reached.wait(PATIENCE)
-        queue.deliver = gate._deliver
+        queue.delivery = gate._delivery
         yield gate, logger
     finally:
         gate.open()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosplit.dynamo.partial_model import Partial
+from autosplit.dynamo.partial_model import PartialModel
 from tests.dynamo.breaking import (
     MODELS,
     Branch,
@@ -38,7 +38,7 @@ def batches(*rows: int) -> list[tuple[Tensor]]:
 @pytest.mark.parametrize("build", MODELS)
 def test_equals_autograd(build: type[TwoLayers]) -> None:
     """One by one: autograd itself refuses what some of them write in between."""
-    assert_equals_autograd(build(), batches(3, 3), loss_of, orders=[one_by_one], face=Partial)
+    assert_equals_autograd(build(), batches(3, 3), loss_of, orders=[one_by_one], face=PartialModel)
 
 
 def test_a_compiler_that_copies_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +51,13 @@ def test_a_compiler_that_copies_its_arguments(monkeypatch: pytest.MonkeyPatch) -
         return compiler(model, **options)
 
     monkeypatch.setattr(torch, "compile", copying)
-    partial = Partial(TwoLayers())
+    partial = PartialModel(TwoLayers())
     assert partial.pending == 0
 
 
 def test_python_side_effects_happen() -> None:
     model = SideEffects()
-    partial = Partial(model)
+    partial = PartialModel(model)
     for rows in (3, 3, 2):
         partial(torch.randn(rows, 4)).sum().backward()
     assert model.calls == 3
@@ -69,7 +69,7 @@ def test_both_branches_on_data() -> None:
     model, given = Branch(), batches(*[3] * 8)
     with torch.no_grad():
         assert {bool(model.a(x).sum() > 0) for (x,) in given} == {True, False}
-    assert_equals_autograd(model, given, face=Partial)
+    assert_equals_autograd(model, given, face=PartialModel)
 
 
 class Mean(TwoLayers):
@@ -83,14 +83,14 @@ class Mean(TwoLayers):
 @pytest.mark.parametrize(("build", "parts"), [(TwoLayers, 4), (Mean, 2)])
 def test_shapes_that_vary_become_symbolic(build: type[nn.Module], parts: int) -> None:
     """Graphs for the first shape, and as many for all others."""
-    partial = assert_equals_autograd(build(), batches(3, 5, 2, 7, 9), face=Partial)
+    partial = assert_equals_autograd(build(), batches(3, 5, 2, 7, 9), face=PartialModel)
     assert [part.state for part in partial.parts] == ["split"] * parts
 
 
 def test_changes_of_mode_recompile() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), TwoLayers())
     reference = copy.deepcopy(model)
-    partial, x = Partial(model), batches(5)
+    partial, x = PartialModel(model), batches(5)
 
     def modes(forward: Any, module: nn.Module) -> None:
         module.train()
@@ -124,14 +124,14 @@ def test_recomputation_in_the_backward(reentrant: bool) -> None:
                 self.inner, x, use_reentrant=reentrant
             ).square()
 
-    assert_equals_autograd(Checkpointed(), batches(3, 3), face=Partial)
+    assert_equals_autograd(Checkpointed(), batches(3, 3), face=PartialModel)
 
 
 # --- models with graph breaks: what one microbatch is, and what it holds --------------------------
 
 
 def test_microbatches_are_backwards_oldest_first() -> None:
-    partial = Partial(Scaled())
+    partial = PartialModel(Scaled())
     weight = dict(partial.named_parameters())["weight"]
     for count, total in ((1, 2.0), (2, 22.0), (3, 222.0)):
         for value in (1.0, 10.0, 100.0):
@@ -162,7 +162,7 @@ class Scaled(nn.Module):
 def test_model_dies_though_its_code_is_kept() -> None:
     """torch keeps a backend and what it compiled for as long as the process."""
     model = TwoLayers()
-    partial = Partial(model)
+    partial = PartialModel(model)
     partial(torch.randn(3, 4)).square().sum().backward()
     partial.backward_weight()
     died = weakref.ref(model)
@@ -172,7 +172,7 @@ def test_model_dies_though_its_code_is_kept() -> None:
 
 
 def test_microbatch_dies_with_its_weight_gradients() -> None:
-    partial = Partial(TwoLayers())
+    partial = PartialModel(TwoLayers())
     x = torch.randn(3, 4)
     output = partial(x)
     output.square().sum().backward()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import DeferralWarning, SplitError
-from autosplit.dynamo.partial_model import Partial
+from autosplit.dynamo.partial_model import PartialModel
 from autosplit.passes import PassError
 from autosplit.runtime import build
 from tests.dynamo.breaking import DisabledMiddle, TwoLayers, Unbreakable
@@ -22,8 +22,8 @@ from tests.dynamo.breaking import DisabledMiddle, TwoLayers, Unbreakable
 PRODUCT = 2 * 3 * 4 * 4  # operations of one weight gradient: 3 rows, 4 by 4 weights
 
 
-def called(model: nn.Module) -> Partial:
-    partial = Partial(model)
+def called(model: nn.Module) -> PartialModel:
+    partial = PartialModel(model)
     partial(torch.randn(3, 4)).sum().backward()
     partial.backward_weight()
     return partial
@@ -75,7 +75,7 @@ def test_lines_of_torchs_layers_are_named_where_there_are_none_of_the_users() ->
 
 def test_recompilation_limit_is_reported() -> None:
     model = TwoLayers()
-    partial = Partial(model)
+    partial = PartialModel(model)
     with torch._dynamo.config.patch(recompile_limit=1):
         for training in (True, False):
             model.train(training)
@@ -119,9 +119,9 @@ def test_dump(tmp_path: pathlib.Path) -> None:
 
 def test_nothing_captured() -> None:
     with pytest.raises(SplitError, match="nothing captured yet: call the module"):
-        Partial(TwoLayers()).report()
+        PartialModel(TwoLayers()).report()
     with pytest.raises(SplitError, match=r"split graph by graph; for a reason$"):
-        Partial(TwoLayers(), reason="for a reason").report()
+        PartialModel(TwoLayers(), reason="for a reason").report()
 
 
 class ViewOutside(nn.Module):

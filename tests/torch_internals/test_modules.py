@@ -18,7 +18,7 @@ import autosplit
 from autosplit import Stage
 from autosplit.errors import CaptureError, ShardedError
 from autosplit.torch_internals.pytree import flatten_named
-from autosplit.torch_internals.state import distinct_storage_bytes, modes_kept, state_bytes
+from autosplit.torch_internals.state import distinct_storage_bytes, preserve_modes, state_bytes
 from tests.fake_ranks import fake_mesh
 from tests.semantics.against_autograd import assert_equals_autograd
 from tests.zoo import layered
@@ -69,7 +69,7 @@ def test_stage_that_returns_a_dtensor(mesh: DeviceMesh) -> None:
 
 
 def run_for_evaluation(model: nn.Module) -> None:
-    with modes_kept([model]):
+    with preserve_modes([model]):
         model.eval()
         assert not any(part.training for part in model.modules())
         raise KeyError

@@ -27,7 +27,7 @@ from autosplit.pipeline.schedule.schedule import LANES, Action, Schedule
 from autosplit.pipeline.simulation.simulate import Span
 from autosplit.ranks.first_error import ActionError, LostPeerError
 from autosplit.ranks.groups import Groups, losing
-from autosplit.torch_internals.allocations import sizes_known
+from autosplit.torch_internals.allocations import record_sizes
 
 
 class TransferredBytes:
@@ -81,7 +81,7 @@ class Lane:
         given, started = done_so_far(self._device), perf_counter()
 
         def run() -> tuple[Any, float, float]:
-            sizes = sizes_known() if counted else contextlib.nullcontext()
+            sizes = record_sizes() if counted else contextlib.nullcontext()
             with self._stream.behind(given), torch.inference_mode(False), sizes:
                 return work(), started, perf_counter()
 

@@ -28,7 +28,7 @@ from autosplit.runtime.gradient_accumulation import GradientSums
 from autosplit.runtime.refusals import misfit
 from autosplit.stage import Stage
 from autosplit.torch_internals.pytree import is_flat
-from autosplit.torch_internals.state import modes_kept, versions
+from autosplit.torch_internals.state import preserve_modes, versions
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -106,7 +106,7 @@ def _misshapen(index: int, found: type) -> PipelineError:
 def eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Put modules into eval mode; afterwards each submodule is as it was before."""
     roots = list(modules)
-    with modes_kept(roots):
+    with preserve_modes(roots):
         for root in roots:
             root.eval()
         yield

@@ -23,7 +23,7 @@ from autosplit.passes.graph import Kind, concrete, outputs, tensor_of
 from autosplit.passes.lowering.buffers import LiveBytes, allocated
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.stage import Stage
-from autosplit.torch_internals.allocations import allocations_on, countable
+from autosplit.torch_internals.allocations import allocations_on, can_count
 from autosplit.torch_internals.pytree import tree_map
 
 # These operators trust that their operand is a valid factorization, and may crash on others.
@@ -44,7 +44,7 @@ class KernelWorkspace:
     @property
     def measurable(self) -> bool:
         """Whether allocations can be counted now."""
-        return countable(self._device)
+        return can_count(self._device)
 
     def of(self, graph: fx.Graph) -> dict[fx.Node, int]:
         """Workspace bytes of a graph's operators; those without workspace are left out.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autosplit
 from autosplit import CaptureError, SplitError
-from autosplit.dynamo.partial_model import Partial
+from autosplit.dynamo.partial_model import PartialModel
 from tests.semantics.against_autograd import (
     assert_alike,
     assert_equals_autograd,
@@ -217,7 +217,7 @@ def windows(h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [own_strides, windows])
-@pytest.mark.parametrize("face", [autosplit.split, Partial], ids=["whole", "parts"])
+@pytest.mark.parametrize("face", [autosplit.split, PartialModel], ids=["whole", "parts"])
 def test_kernel_with_other_strides_than_its_fake_is_refused(
     face: Callable[[nn.Module], Callable[[Tensor], Tensor]], make: Callable[[Tensor], Tensor]
 ) -> None:
@@ -247,7 +247,7 @@ def test_sizes_that_vary() -> None:
     """Where strides are symbols they cannot be checked; the graph runs as Dynamo made it."""
     batches = [(torch.randn(rows, 4),) for rows in (2, 3, 5)]
     # Weight gradients are added up in another order.
-    split = assert_equals_autograd(Windows(4, 4), batches, compare=within(1e-6), face=Partial)
+    split = assert_equals_autograd(Windows(4, 4), batches, compare=within(1e-6), face=PartialModel)
     first, *others = split.parts
     assert first.is_split
     assert others
