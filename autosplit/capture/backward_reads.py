@@ -122,8 +122,8 @@ class BackwardReads:
         if place is None:
             return None
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
-        for each in ("shape", "dtype", "device") if is_tensor else ():
-            install_guard(AttrSource(source, each).make_guard(GuardBuilder.EQUALS_MATCH))
+        for attribute in ("shape", "dtype", "device") if is_tensor else ():
+            install_guard(AttrSource(source, attribute).make_guard(GuardBuilder.EQUALS_MATCH))
         kind = _as_tensor(value)
         args = place, [*kind.shape], kind.dtype, kind.device
         read = wrap_fx_proxy(tx, tx.output.create_proxy("call_function", _OPERATOR, args, {}))
@@ -147,13 +147,13 @@ def _place(tx: Any, value: Any, source: Any) -> str | None:
     """Python that finds the value in any scope; None where there is none, and for constants of
     Python's and torch's modules.
     """
-    found = _GLOBAL.fullmatch(source_name(source))
-    if found is None:
+    match = _GLOBAL.fullmatch(source_name(source))
+    if match is None:
         return None
     scope = tx.output.global_scope
-    root, rest = scope.get(found[1]), found[2]
+    root, rest = scope.get(match[1]), match[2]
     if not isinstance(root, ModuleType):
-        root, rest = sys.modules.get(scope["__name__"]), f".{found[1]}{rest}"
+        root, rest = sys.modules.get(scope["__name__"]), f".{match[1]}{rest}"
     name = getattr(root, "__name__", "")
     if name.partition(".")[0] in {"torch", "numpy", *sys.stdlib_module_names}:
         return None

@@ -64,8 +64,8 @@ def backward_hook(module: nn.Module) -> ModuleHook | None:
 
 def forward_hook(module: nn.Module) -> ModuleHook | None:
     """The first hook on the forward of a module or of one below it that is not torch's own."""
-    found = _hooks(module, "_forward_hooks", "_forward_pre_hooks")
-    return next((hook for hook in found if hook.line and not is_library_file(hook.line)), None)
+    hooks = _hooks(module, "_forward_hooks", "_forward_pre_hooks")
+    return next((hook for hook in hooks if hook.line and not is_library_file(hook.line)), None)
 
 
 def is_library_file(path: str) -> bool:
@@ -105,7 +105,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         CaptureError: anything else.
     """
     try:
-        with told_once():
+        with log_errors_once():
             yield
     except CaptureError:
         raise
@@ -114,7 +114,7 @@ def user_errors(module: nn.Module) -> Iterator[None]:
         hook = backward_hook(module)
         if hook is not None and _is_calling(error):
             raise _hooked(module, hook) from error
-        where = _user_line(error) or definition(module)
+        line = _user_line(error) or definition(module)
         kind = CaptureError
         if isinstance(error, TorchRuntimeError):
             kind = FailingCallError
@@ -122,11 +122,11 @@ def user_errors(module: nn.Module) -> Iterator[None]:
             frame.name == "__init__" for frame in getattr(error, "real_stack", None) or ()
         ):
             kind = PythonStateError
-        reason, advice = _reason(error), _advice(module, where, error)
+        reason, advice = _reason(error), _advice(module, line, error)
         raise kind(
             f"{type(module).__name__} cannot be captured in one graph.\n"
-            f"  at {where}\n  because {reason}\n  {advice}",
-            because=f"{reason.partition(chr(10))[0].rstrip('.')} (at {where}). {advice}",
+            f"  at {line}\n  because {reason}\n  {advice}",
+            because=f"{reason.partition(chr(10))[0].rstrip('.')} (at {line}). {advice}",
         ) from error
 
 
@@ -154,7 +154,7 @@ def _hooked(module: nn.Module, hook: ModuleHook) -> CaptureError:
 
 
 @contextlib.contextmanager
-def told_once() -> Iterator[None]:
+def log_errors_once() -> Iterator[None]:
     """Fake tensors log an operator's error with its whole traceback, and then raise it."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_below_error)
@@ -173,12 +173,12 @@ def _user_line(error: Exception) -> str:
     stack = getattr(error, "real_stack", None) or ()
     frames = [frame for frame in stack if not is_library_file(frame.filename)]
     layers = (frame for frame in reversed(stack) if f"nn{os.sep}modules" in frame.filename)
-    own = frames or [*layers][:1]  # the model is one of torch's modules
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    user_frames = frames or [*layers][:1]  # the model is one of torch's modules
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}" if user_frames else ""
 
 
-def _advice(module: nn.Module, where: str, error: Exception) -> str:
-    if any(_loops_over_experts(part, where) for part in module.modules()):
+def _advice(module: nn.Module, line: str, error: Exception) -> str:
+    if any(_loops_over_experts(part, line) for part in module.modules()):
         return (
             "Have the experts be one operator, experts_implementation='grouped_mm' of the model's "
             "configuration, instead of a loop over those that have tokens."
@@ -211,11 +211,11 @@ def _advice(module: nn.Module, where: str, error: Exception) -> str:
     )
 
 
-def _loops_over_experts(part: nn.Module, where: str) -> bool:
+def _loops_over_experts(part: nn.Module, line: str) -> bool:
     """Whether a line is of experts of transformers that are told to run one after another."""
-    told = getattr(getattr(part, "config", None), "_experts_implementation", None)
-    experts = type(part).__name__.endswith("Experts") and told == "eager"
-    return experts and definition(part).rpartition(":")[0] == where.rpartition(":")[0]
+    implementation = getattr(getattr(part, "config", None), "_experts_implementation", None)
+    experts = type(part).__name__.endswith("Experts") and implementation == "eager"
+    return experts and definition(part).rpartition(":")[0] == line.rpartition(":")[0]
 
 
 def forward_of(module: nn.Module) -> str:

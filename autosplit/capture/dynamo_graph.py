@@ -69,9 +69,9 @@ def compile_model(
     # can (from 2.13), the count of recompilations is kept apart for each.
     isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     options = {"isolate_recompiles": True} if isolate else {}
-    before = _MARK in vars(model)
+    was_marked = _MARK in vars(model)
     compiled = torch.compile(model, backend=backend, **options)  # type: ignore[call-overload]
-    if not before:  # the model is called without it, too, and is to be known as it was
+    if not was_marked:  # the model is called without it, too, and is to be known as it was
         vars(model).pop(_MARK, None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def traced_modules(module: fx.GraphModule) -> list[nn.Module]:
     """
     frame = InstructionTranslator.current_tx().output.root_tx
     scope = {"L": frame.f_locals, "G": frame.f_globals}
-    names = {found[0] for source in input_sources(module) if (found := _ROOT.match(source))}
+    names = {match[0] for source in input_sources(module) if (match := _ROOT.match(source))}
     values = [eval(name, scope) for name in names] + [*frame.f_locals.values()]
     return list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
 
@@ -124,7 +124,7 @@ def refuse_thawed(args: Sequence[Any], frozen: Sequence[int]) -> None:
         )
 
 
-def skip_what_is_traced_wrongly(module: fx.GraphModule) -> None:
+def skip_mistraced_frames(module: fx.GraphModule) -> None:
     """Have Dynamo run the function as ordinary Python, where a graph is not insisted on."""
     context = TracingContext.try_get()
     try:
@@ -136,7 +136,7 @@ def skip_what_is_traced_wrongly(module: fx.GraphModule) -> None:
         raise SkipFrame(str(error)) from error
 
 
-def unsplit(module: fx.GraphModule) -> fx.GraphModule:
+def require_runnable(module: fx.GraphModule) -> fx.GraphModule:
     """A graph to be run as Dynamo found it, under ordinary autograd. Dynamo runs the function as
     ordinary Python instead where it calls ``torch.utils.checkpoint``: in a graph, that keeps no
     state of generators for when it computes again.
@@ -153,7 +153,7 @@ def input_sources(module: fx.GraphModule) -> list[str]:
 
 
 # What AOTAutograd made of inputs that share memory, and tensors that are attributes of the graph.
-_OTHERS = (d.ViewBaseAOTInput, d.SyntheticBaseAOTInput, d.ParamAOTInput, d.BufferAOTInput)
+_DERIVED_INPUTS = (d.ViewBaseAOTInput, d.SyntheticBaseAOTInput, d.ParamAOTInput, d.BufferAOTInput)
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -162,14 +162,14 @@ Boxed = Callable[[list[Any]], list[Any]]
 class GraphRoles(DescriptorRoles):
     """Roles in the joint graph of one graph that Dynamo found; results go by their expressions."""
 
-    known: Mapping[Any, Role]
+    primals: Mapping[Any, Role]
 
     def primal(self, desc: Any) -> Role | None:
-        return self.known.get(desc)
+        return self.primals.get(desc)
 
     def result(self, desc: Any) -> str | None:
-        known = isinstance(desc, d.PlainAOTOutput | d.IntermediateBaseAOTOutput)
-        return desc.expr() if known else None
+        is_named = isinstance(desc, d.PlainAOTOutput | d.IntermediateBaseAOTOutput)
+        return desc.expr() if is_named else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,19 +177,19 @@ class GraphCapture(Capture):
     """A graph of Dynamo, traced, and AOTAutograd's calling convention for it.
 
     Attributes:
-        taken: role of each value that AOTAutograd hands over, in its order.
-        results: names of what it wants back, in its order.
-        aliases: those of them that it makes anew from inputs and other results.
-        around: what AOTAutograd does around each call: takes the graph, boxed, as a function of
-            ``taken``, and returns one that Dynamo may call.
+        input_roles: role of each value that AOTAutograd passes to the graph, in its order.
+        results: names of the values that AOTAutograd expects back, in its order.
+        aliases: names of results that AOTAutograd makes anew from inputs and other results.
+        wrap: AOTAutograd's wrapper of each call: takes the graph, boxed, as a function of
+            ``input_roles``, and returns a function that Dynamo may call.
     """
 
-    taken: Sequence[Role]
+    input_roles: Sequence[Role]
     results: Sequence[str]
     aliases: frozenset[str]
-    around: Callable[[Boxed], Callable[..., Any]]
+    wrap: Callable[[Boxed], Callable[..., Any]]
 
-    def hidden(self, name: str, value: Any) -> Any:
+    def hide_alias(self, name: str, value: Any) -> Any:
         """A result, as autograd is to take it: not as a tensor where it will be made anew."""
         return TensorAlias(value) if name in self.aliases else value
 
@@ -229,37 +229,39 @@ def capture_graph(
     meta, config, wrappers = aot.fw_metadata, aot.aot_config, traced._aot_graph_capture.wrappers
     graph, descs, differs = joint.graph, aot.flat_args_descs, aot.needs_autograd
     names = GraphRoles(_roles(graph, descs, roles, meta))
-    taken = [names.input(desc) for desc in descs]
+    input_roles = [names.input(desc) for desc in descs]
     results = [names.output(desc).name for desc, _ in _results(graph)]
-    made = results[meta.num_mutated_inp_runtime_indices :]
-    lying = shardings(traced, module, example_inputs)
+    outputs = results[meta.num_mutated_inp_runtime_indices :]
+    sharding_by_desc = shardings(traced, module, example_inputs)
     values = {node.meta["desc"]: node.meta["val"] for node in placeholders(graph)}
-    pairs = zip(taken, descs, strict=True)
-    given = [(role.name, values.get(desc)) for role, desc in pairs if role.kind not in STATE]
-    sizes = InputSizes(traced.fake_mode.shape_env, dict(enumerate(value for _, value in given)))
-    if sizes and lying:
+    pairs = zip(input_roles, descs, strict=True)
+    graph_inputs = [(role.name, values.get(desc)) for role, desc in pairs if role.kind not in STATE]
+    sizes = InputSizes(
+        traced.fake_mode.shape_env, dict(enumerate(value for _, value in graph_inputs))
+    )
+    if sizes and sharding_by_desc:
         raise CaptureError("DTensors of any size are not split")
     runtime = RuntimeWrapper(_idle(graph, descs, meta), differs, disable_amp=False)
-    held = [each for _, each in module.named_parameters(remove_duplicate=False)]
-    held += [each for _, each in module.named_buffers(remove_duplicate=False)]  # type: ignore[misc]
+    state = [tensor for _, tensor in module.named_parameters(remove_duplicate=False)]
+    state += [tensor for _, tensor in module.named_buffers(remove_duplicate=False)]  # type: ignore[misc]
 
-    def around(call: Boxed) -> Callable[..., Any]:
+    def wrap(call: Boxed) -> Callable[..., Any]:
         wrapped = runtime.post_compile(call, config, runtime_metadata=meta)
         run = post_compile(wrappers, wrapped, config, runtime_metadata=meta)[0]
-        return lambda *args: run([*held, *args])
+        return lambda *args: run([*state, *args])
 
     return GraphCapture(
         with_roles(joint, names),
-        tuple([name for name, _ in given]),
-        tuple(made),
+        tuple([name for name, _ in graph_inputs]),
+        tuple(outputs),
         traced.out_spec,
         DynamosGuards(),
-        shardings={names.of(desc): each for desc, each in lying.items()},
+        shardings={names.of(desc): sharding for desc, sharding in sharding_by_desc.items()},
         sizes=sizes or None,
-        taken=taken,
+        input_roles=input_roles,
         results=results,
-        aliases=frozenset([made[at] for at in meta.aliased_out_indices if differs]),
-        around=around,
+        aliases=frozenset([outputs[at] for at in meta.aliased_out_indices if differs]),
+        wrap=wrap,
     )
 
 
@@ -282,18 +284,20 @@ def _with_gradient(graph: fx.Graph) -> set[Any]:
 
 
 def _roles(
-    graph: fx.Graph, descs: Sequence[Any], given: Sequence[Role], meta: Any
+    graph: fx.Graph, descs: Sequence[Any], example_roles: Sequence[Role], meta: Any
 ) -> dict[Any, Role]:
     """Role of each input of the forward, by its descriptor."""
-    trained, known = _with_gradient(graph), dict[Any, Role]()
+    trained, roles = _with_gradient(graph), dict[Any, Role]()
     roots = [storage_root(value) for _, value in _results(graph) if isinstance(value, fx.Node)]
     changed = [info.mutation_type is not MutationType.NOT_MUTATED for info in meta.input_info]
-    outside = _inputs(roots) | {desc for desc, each in zip(descs, changed, strict=True) if each}
+    outside = _inputs(roots) | {
+        desc for desc, is_changed in zip(descs, changed, strict=True) if is_changed
+    }
     static = {descs[at] for at in meta.static_input_indices}
     for desc in descs:
         if isinstance(desc, d.PlainAOTInput):
-            name, kind = given[desc.idx].name, given[desc.idx].kind
-        elif isinstance(desc, _OTHERS):
+            name, kind = example_roles[desc.idx].name, example_roles[desc.idx].kind
+        elif isinstance(desc, _DERIVED_INPUTS):
             name, kind = desc.expr(), Kind.INPUT
         else:
             continue
@@ -301,8 +305,8 @@ def _roles(
             kind = Kind.INPUT
         elif desc not in trained:
             kind = Kind.BUFFER if desc in static else Kind.INPUT
-        known[desc] = Role(kind, name)
-    return known
+        roles[desc] = Role(kind, name)
+    return roles
 
 
 def _inputs(nodes: Iterable[Any]) -> set[Any]:

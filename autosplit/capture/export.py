@@ -20,23 +20,23 @@ from torch._export.utils import _compiling_state_context
 from autosplit.capture.backward_reads import BackwardReads
 from autosplit.capture.diagnosis import forward_of
 from autosplit.capture.guards import DYNAMO, ForwardScope, Guards, traced_call
-from autosplit.capture.side_effects import refuse_drawn, setters, writes_noted
+from autosplit.capture.side_effects import record_writes, refuse_drawn, setters
 from autosplit.capture.workarounds.custom_functions import (
     refuse_absent_gradients,
     return_tensors_once,
 )
 from autosplit.capture.workarounds.dynamo import (
-    compiled_not_exported,
-    function_modes_known,
-    graph_put_aside,
-    guards_untimed,
+    decide_masks_statically,
+    detach_graph_attributes,
     inline_compile_regions,
-    masks_without_values,
-    quantizers_traced,
+    keep_function_modes,
+    limit_unrolling,
     refuse_lost_hooks,
-    unrolling_limited,
+    report_compiling,
+    skip_guard_timing,
+    trace_quantizers,
 )
-from autosplit.capture.workarounds.operators import grouped_products_of_any_dtype
+from autosplit.capture.workarounds.operators import allow_grouped_products
 from autosplit.errors import CaptureError
 from autosplit.torch_internals import TORCH
 from autosplit.torch_internals.pytree import hold
@@ -65,7 +65,7 @@ def export(
         CaptureError: what the forward reads or draws cannot be in a graph.
     """
     # A loop is not unrolled too far where the forward knows another way.
-    with unrolling_limited() as limit, _compiling_state_context():
+    with limit_unrolling() as limit, _compiling_state_context():
         for numbers in (True, False):
             reads = BackwardReads(numbers=numbers)
             try:
@@ -75,7 +75,7 @@ def export(
                     break
                 if not reads.read_numbers:
                     raise
-    with compiled_not_exported():
+    with report_compiling():
         return _export(module, args, kwargs, regions, reads)
 
 
@@ -93,32 +93,32 @@ def _export(
         with (
             get_metrics_context(),
             dynamo_timed("fullgraph_capture"),
-            guards_untimed(),
+            skip_guard_timing(),
             # Inside: what torch 2.11 notes of a capture when it ends cannot hold functions.
             torch._dynamo.config.patch(ignore_logging_functions=_messages()),
         ):
             with (
-                function_modes_known(),
+                keep_function_modes(),
                 refuse_lost_hooks(),
-                masks_without_values(),
-                quantizers_traced(),
-                grouped_products_of_any_dtype(),
-                writes_noted() as written,
+                decide_masks_statically(),
+                trace_quantizers(),
+                allow_grouped_products(),
+                record_writes() as written,
                 opaque(),
                 reads.traced(),
             ):
                 captured = fullgraph_capture(module, args, kwargs)
             output = captured.graph_capture_output
-            function, given = traced_call(module, args)
-            scope = ForwardScope(function).of(given, kwargs) | {"G": output.f_globals}
+            function, positional = traced_call(module, args)
+            scope = ForwardScope(function).of(positional, kwargs) | {"G": output.f_globals}
             if regions is not None:
                 regions.forget_stand_ins(captured, scope)
             guards = Guards.of(module, args, kwargs, captured)
             guards.setters = setters(module, captured, written, scope)
         _return_something(module, captured)
-        with graph_put_aside(module, captured.backend_input):
-            given = hold(args), hold(kwargs)
-            exported = create_fx_graph_from_captured_output(captured, module, *given)
+        with detach_graph_attributes(module, captured.backend_input):
+            examples = hold(args), hold(kwargs)
+            exported = create_fx_graph_from_captured_output(captured, module, *examples)
         inline_compile_regions(exported)
         return_tensors_once(exported)
         refuse_absent_gradients(exported, output.traced_code)
@@ -126,8 +126,8 @@ def _export(
     if TORCH < (2, 12):
         _find_builtins(exported)
     refuse_drawn(module, exported)
-    for each in caught:
-        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    for warning in caught:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     # Dynamo put the graph into the globals of the forward's module, from where it would keep
     # the model and its example inputs alive for ever.
     if captured.backend_input is not None:
@@ -148,9 +148,9 @@ def _return_something(module: nn.Module, captured: CaptureOutput) -> None:
             "computes (of an input, x.clone())"
         )
     graph = captured.backend_input.graph_module.graph
-    output, taken = graph.output_node(), graph.find_nodes(op="placeholder")
-    if not output.args[0] and taken:
-        output.args = ((taken[0],),)
+    output, arguments = graph.output_node(), graph.find_nodes(op="placeholder")
+    if not output.args[0] and arguments:
+        output.args = ((arguments[0],),)
 
 
 def _find_class_tensors(module: nn.Module, exported: Any) -> None:

@@ -72,7 +72,7 @@ def examine(module: fx.GraphModule) -> dict[fx.Node, Effect]:
     inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with mode, torch.enable_grad(), without_fused_recurrence(module):
         run.boxed_run(inputs)
-    return run.found
+    return run.effects
 
 
 class _EffectInterpreter(fx.Interpreter):
@@ -80,7 +80,7 @@ class _EffectInterpreter(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.found: dict[fx.Node, Effect] = {}
+        self.effects: dict[fx.Node, Effect] = {}
         self._kept: list[Any] = []
 
     def boxed_run(self, inputs: list[Any]) -> Any:
@@ -88,7 +88,7 @@ class _EffectInterpreter(fx.Interpreter):
         return self.run(*inputs, enable_io_processing=False)
 
     def run_node(self, n: fx.Node) -> Any:
-        effect = self.found[n] = Effect()
+        effect = self.effects[n] = Effect()
         with EffectRecorder(effect, self._kept):
             effect.value = super().run_node(n)
         effect.storages = frozenset(_storages(effect.value))
@@ -99,12 +99,12 @@ class _EffectInterpreter(fx.Interpreter):
             return super().call_function(target, args, kwargs)
         if target.name() == "tag_activation_checkpoint":
             return args[0](*args[1:])
-        effect = self.found[self._node(target, args)]
+        effect = self.effects[self._node(target, args)]
         effect.random = effect.heavy = effect.costly = True
         return self._node(target, args).meta["example_value"]
 
     def _node(self, target: Any, args: Any) -> fx.Node:
-        return next(reversed(self.found))
+        return next(reversed(self.effects))
 
 
 class EffectRecorder(TorchDispatchMode):
@@ -139,8 +139,8 @@ class EffectRecorder(TorchDispatchMode):
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield given
+            argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield argument_value
     if func._overloadpacket.__name__ in _BATCH_NORMS and args[_TRAINING]:
         yield from args[_STATISTICS]
 
@@ -177,21 +177,21 @@ class Setting:
 
 def settings(graph: fx.Graph) -> dict[fx.Node, Setting | None]:
     """The setting of every node; None for the switches themselves, and for nodes without effect."""
-    found: dict[fx.Node, Setting | None] = {}
+    setting_of: dict[fx.Node, Setting | None] = {}
     now = Setting()
     for node in graph.nodes:
-        found[node] = None
+        setting_of[node] = None
         if node.target is _GRAD:
             # A graph is captured with gradients on, so True is what the caller has.
             now = Setting(None if node.args[0] else False, now.autocasts)
         elif node.target is _enter_autocast:
             now = Setting(now.grad, (*now.autocasts, node))
         elif node.target is _exit_autocast:
-            kept = tuple(each for each in now.autocasts if each is not node.args[0])
+            kept = tuple(enter for enter in now.autocasts if enter is not node.args[0])
             now = Setting(now.grad, kept)
         elif node.target not in _NOTHING:
-            found[node] = now
-    return found
+            setting_of[node] = now
+    return setting_of
 
 
 def enters_autocast(node: fx.Node) -> bool:
@@ -269,9 +269,9 @@ def capture_forward(
         refuse_traced_otherwise(exported)
         codegen: Any = exported.graph._codegen
         values = (*args, *kwargs.values())
-        given = codegen.dynamo_bytecode_flatten(*values)
+        input_values = codegen.dynamo_bytecode_flatten(*values)
         effects = examine(exported)
-        tensors = dict(zip(exported.graph.find_nodes(op="placeholder"), given, strict=True))
+        tensors = dict(zip(exported.graph.find_nodes(op="placeholder"), input_values, strict=True))
         for node in exported.graph.find_nodes(op="get_attr"):
             if isinstance(effects[node].value, Tensor):
                 tensors[node] = effects[node].value
@@ -279,12 +279,14 @@ def capture_forward(
         results = [effects[n].value if isinstance(n, fx.Node) else n for n in outputs]
         tree = hold(codegen.dynamo_bytecode_unflatten(results, values))
         leaves, spec = tree_flatten(tree)
-        made = {id(value): node for value, node in zip(results, outputs, strict=True)}
-        _add_returned(module, exported, [x for x in leaves if id(x) not in made], tensors, effects)
-    nodes = {id(tensor): node for node, tensor in tensors.items()} | made
-    found = tuple(nodes[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        result_nodes = {id(value): node for value, node in zip(results, outputs, strict=True)}
+        _add_returned(
+            module, exported, [x for x in leaves if id(x) not in result_nodes], tensors, effects
+        )
+    nodes = {id(tensor): node for node, tensor in tensors.items()} | result_nodes
+    result_leaves = tuple(nodes[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     parameters = frozenset(name for name, _ in module.named_parameters())
-    forward = CapturedForward(exported, {}, {}, parameters, {}, effects, found, spec)
+    forward = CapturedForward(exported, {}, {}, parameters, {}, effects, result_leaves, spec)
     _name(forward, module, (args, kwargs), tensors)
     return forward
 
@@ -297,10 +299,10 @@ def _add_returned(
     effects: dict[fx.Node, Effect],
 ) -> None:
     """Make graph inputs of state and inputs that the model returns without reading them."""
-    known = {id(tensor) for tensor in tensors.values()}
+    input_ids = {id(tensor) for tensor in tensors.values()}
     state = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for leaf in leaves:
-        if not isinstance(leaf, Tensor) or id(leaf) in known:
+        if not isinstance(leaf, Tensor) or id(leaf) in input_ids:
             continue
         if id(leaf) not in state:
             raise CaptureError(
@@ -309,24 +311,24 @@ def _add_returned(
             )
         with exported.graph.inserting_before(next(iter(exported.graph.nodes))):
             node = exported.graph.placeholder(f"returned_{len(tensors)}")
-        known.add(id(leaf))
+        input_ids.add(id(leaf))
         tensors[node] = leaf
         effects[node] = Effect(exported.meta["fake_mode"].from_tensor(leaf))
 
 
 def _name(
-    found: CapturedForward, module: nn.Module, inputs: Any, tensors: dict[fx.Node, Any]
+    forward: CapturedForward, module: nn.Module, inputs: Any, tensors: dict[fx.Node, Any]
 ) -> None:
     names = canonical_names(module)
-    every = [*module.named_parameters(remove_duplicate=False)]
-    every += [*module.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
-    state = {id(tensor): names[name] for name, tensor in every}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    named += [*module.named_buffers(remove_duplicate=False)]  # type: ignore[list-item]
+    state = {id(tensor): names[name] for name, tensor in named}
     leaves = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
     positions = {id(leaf): position for position, leaf in enumerate(leaves)}
     for node, tensor in tensors.items():
         if id(tensor) in state:
-            found.state[node] = state[id(tensor)]
+            forward.state[node] = state[id(tensor)]
         elif id(tensor) in positions:
-            found.inputs[node] = positions[id(tensor)]
+            forward.inputs[node] = positions[id(tensor)]
         else:
-            found.constants[node] = tensor
+            forward.constants[node] = tensor

@@ -54,18 +54,18 @@ def unobserved() -> Iterator[None]:
 @contextlib.contextmanager
 def _untracked() -> Iterator[None]:
     """Remove trackers' hooks, and restore them in their order among the others."""
-    before = [dict(hooks) for hooks in _HOOKS]
-    for hooks, found in zip(_HOOKS, before, strict=True):
-        for key in [key for key, hook in found.items() if _is_tracker(hook)]:
+    originals = [dict(hooks) for hooks in _HOOKS]
+    for hooks, original in zip(_HOOKS, originals, strict=True):
+        for key in [key for key, hook in original.items() if _is_tracker(hook)]:
             del hooks[key]
     try:
         yield
     finally:
         # The dictionaries stay the same objects: handles of hooks know them by weak reference.
-        for hooks, found in zip(_HOOKS, before, strict=True):
-            added = {key: hook for key, hook in hooks.items() if key not in found}
+        for hooks, original in zip(_HOOKS, originals, strict=True):
+            added = {key: hook for key, hook in hooks.items() if key not in original}
             hooks.clear()
-            hooks.update(found | added)
+            hooks.update(original | added)
 
 
 def _is_tracker(hook: Any) -> bool:
@@ -125,10 +125,10 @@ class ForwardScope:
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """What it finds locally in one call; None where it cannot be called like this."""
         if self._is_plain and len(args) <= len(self._positional):
-            given = dict(zip(self._positional, args, strict=False))
-            given.update(kwargs)
-            bound = self._defaults | given
-            if len(given) < len(args) + len(kwargs) or bound.keys() != self._names:
+            arguments = dict(zip(self._positional, args, strict=False))
+            arguments.update(kwargs)
+            bound = self._defaults | arguments
+            if len(arguments) < len(args) + len(kwargs) or bound.keys() != self._names:
                 return None
         else:
             try:
@@ -187,8 +187,8 @@ class BlockGuards:
     ) -> None:
         self.guards, self._module = guards, module
         self._function = guards.scope.function
-        function, given = traced_call(module, args)
-        self._variables = ForwardScope(function).bound(given, kwargs)
+        function, positional = traced_call(module, args)
+        self._variables = ForwardScope(function).bound(positional, kwargs)
 
     def hold(self) -> bool:
         """Whether the graphs may be called for the block as it is now."""
@@ -224,7 +224,7 @@ class Guards:
         self.scope = ForwardScope(get_traced_fn(module)[0])
         # When this code is collected, Dynamo removes globals that the guards read.
         self._kept = captured.graph_capture_output.bytecode
-        self._unsettled: CaptureOutput | None = captured
+        self._unfrozen: CaptureOutput | None = captured
         self._open = varies
         self._constants: list[tuple[CodeType, Any]] = []
         self.setters: list[Setter] = []
@@ -233,7 +233,7 @@ class Guards:
     @cached_property
     def _checks(self) -> set[Callable[[dict[str, Any]], bool]]:
         """Of globals: these guards' and those of each kind of block."""
-        return {each.check_globals for each in (self, *(block.guards for block in self.blocks))}
+        return {guards.check_globals for guards in (self, *(block.guards for block in self.blocks))}
 
     @classmethod
     def of(
@@ -249,26 +249,26 @@ class Guards:
             CaptureError: a constant requires a gradient, and nobody could hand it one.
         """
         output = captured.graph_capture_output
-        made = cls(module, captured, is_open(args, kwargs))
-        if not made._open:
-            made.settle()
+        guards = cls(module, captured, is_open(args, kwargs))
+        if not guards._open:
+            guards.freeze()
         tensors = [g.name for g in output.output_graph.guards if g.create_fn_name() == _TENSOR]
-        made._constants = made._find_constants(tensors, args, kwargs)
-        return made
+        guards._constants = guards._find_constants(tensors, args, kwargs)
+        return guards
 
     @property
-    def only_dynamos(self) -> bool:
+    def has_only_dynamo_guards(self) -> bool:
         """Whether nothing is asked but Dynamo's own guards."""
         return not (self._constants or self.setters)
 
-    def settle(self) -> None:
+    def freeze(self) -> None:
         """Take up what was assumed about sizes so far. Where sizes are open, tracing and passes
         assume more after Dynamo's capture, so this comes behind them; what would be assumed later
         is refused.
         """
-        if self._unsettled is None:
+        if self._unfrozen is None:
             return
-        output, self._unsettled = self._unsettled.graph_capture_output, None
+        output, self._unfrozen = self._unfrozen.graph_capture_output, None
         guards = output.output_graph.guards
         # Asked in Python, a microsecond a block; hooks see what F saves, and are in no graph.
         guards.inner -= {g for g in guards if g.create_fn_name() == _SAVED_TENSORS_HOOKS}
@@ -282,12 +282,12 @@ class Guards:
             dynamo_timed("build_guards"),
             torch._dynamo.config.patch(DYNAMO),
         ):
-            every = guards.inner  # which is read again, for constants
-            for name, part in ("check", every - shared), ("check_globals", shared):
+            all_guards = guards.inner  # which is read again, for constants
+            for name, part in ("check", all_guards - shared), ("check_globals", shared):
                 guards.inner = part
                 manager = output.build_guards(self.scope.function.__code__).guard_manager
                 setattr(self, name, manager.root.check)
-            guards.inner = every
+            guards.inner = all_guards
         sizes = output.output_graph.shape_env
         if self._open and sizes is not None:
             vars(sizes)["_error_on_new_guards"] = True
@@ -329,16 +329,16 @@ class Guards:
         self, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[CodeType, Any]]:
         scope = self.scope.of(traced_call(self.module, args)[1], kwargs)
-        known = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
+        input_ids = {id(leaf) for leaf in tree_flatten((args, kwargs))[0]}
         _, root = get_traced_fn(self.module)
         if root is self.module:
             # State that the forward reads through a closure instead would be a constant.
-            known |= {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
-        found = []
+            input_ids |= {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        constants = []
         for name in names:
             code = compile(name, name, "eval")
             value = eval(code, scope)
-            if id(value) in known:
+            if id(value) in input_ids:
                 continue
             if getattr(value, "requires_grad", False):
                 raise CaptureError(
@@ -346,8 +346,8 @@ class Guards:
                     "but is neither an input nor a parameter; register it as nn.Parameter, or pass "
                     "it in"
                 )
-            found.append((code, value))
-        return found
+            constants.append((code, value))
+        return constants
 
 
 class DynamosGuards(Guards):

@@ -45,7 +45,7 @@ def is_open(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(hasattr(leaf, "_dynamo_weak_dynamic_indices") for leaf in leaves)
 
 
-def sizes_around(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:
+def sizes_within(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:
     """What sizes of a graph are in the graph that calls it with these fake leaves.
 
     Raises:
@@ -53,8 +53,8 @@ def sizes_around(sizes: InputSizes | None, leaves: Sequence[Any]) -> Within:
     """
     if sizes is not None:
         return sizes.within(leaves)
-    given = [n for leaf in leaves if isinstance(leaf, Tensor) for _, _, n in _sizes(leaf)]
-    for size in given:
+    leaf_sizes = [n for leaf in leaves if isinstance(leaf, Tensor) for _, _, n in _sizes(leaf)]
+    for size in leaf_sizes:
         if isinstance(size, torch.SymInt):
             int(size)  # and is no longer open
     return int
@@ -70,11 +70,11 @@ class InputSizes:
 
     def __init__(self, env: Any, traced: Mapping[int, Any]) -> None:
         self._env = env
-        self._tensors = {at: each for at, each in traced.items() if isinstance(each, Tensor)}
-        self._found: dict[sympy.Symbol, tuple[int, str, int]] = {}
+        self._tensors = {at: value for at, value in traced.items() if isinstance(value, Tensor)}
+        self._places: dict[sympy.Symbol, tuple[int, str, int]] = {}
         for place, value in traced.items():
             for kind, at, size in _symbols(value):
-                self._found.setdefault(size, (place, kind, at))
+                self._places.setdefault(size, (place, kind, at))
 
     @classmethod
     def of_export(
@@ -84,27 +84,27 @@ class InputSizes:
         leaves, _ = tree_flatten((args, kwargs))
         places = {id(leaf): at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         codegen: Any = exported.graph._codegen
-        given = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
+        input_values = codegen.dynamo_bytecode_flatten(*args, *kwargs.values())
         holes = exported.graph.find_nodes(op="placeholder")
         traced = {
             places[id(value)]: traced_value(node)
-            for node, value in zip(holes, given, strict=True)
+            for node, value in zip(holes, input_values, strict=True)
             if id(value) in places
         }
         return cls(exported.meta["fake_mode"].shape_env, traced)
 
     def __bool__(self) -> bool:
         """Whether any size is open, by what is known now: tracing on may settle some."""
-        return any(self._env.replace(symbol).free_symbols for symbol in self._found)
+        return any(self._env.replace(symbol).free_symbols for symbol in self._places)
 
     @property
     def dimensions(self) -> dict[int, list[int]]:
         """Place of an input leaf -> its dimensions whose sizes are open."""
-        found: dict[int, list[int]] = {}
-        for symbol, (leaf, kind, at) in self._found.items():
+        open_dimensions: dict[int, list[int]] = {}
+        for symbol, (leaf, kind, at) in self._places.items():
             if kind == "size" and self._env.replace(symbol).free_symbols:
-                found.setdefault(leaf, []).append(at)
-        return found
+                open_dimensions.setdefault(leaf, []).append(at)
+        return open_dimensions
 
     def key(self, leaves: Sequence[Any]) -> tuple[int, ...]:
         """Calls with the same one have the same sizes."""
@@ -137,18 +137,18 @@ class InputSizes:
         sizes = self._read(leaves)
 
         def interpreted(expression: sympy.Basic) -> Any:
-            known = self._env.replace(expression)
-            return sympy_interp(PythonReferenceAnalysis, sizes, known)
+            replaced = self._env.replace(expression)
+            return sympy_interp(PythonReferenceAnalysis, sizes, replaced)
 
         def within(size: int | torch.SymInt) -> int | torch.SymInt:
             if not isinstance(size, torch.SymInt):
                 return size
-            found = interpreted(size.node.expr)
-            if not isinstance(found, torch.SymInt):
-                return int(found)
+            result = interpreted(size.node.expr)
+            if not isinstance(result, torch.SymInt):
+                return int(result)
             # A trace finds a size by its node, and would find that of another tensor by one of its
             # own: of a gradient, perhaps.
-            return torch.SymInt(found.node.with_shape_env(found.node.shape_env))
+            return torch.SymInt(result.node.with_shape_env(result.node.shape_env))
 
         same = (
             within(size) == _READ[kind](leaves[place], at)
@@ -156,7 +156,9 @@ class InputSizes:
             for kind, at, size in _sizes(traced)
         )
         ranges = ((symbol, self._env.var_to_range[symbol]) for symbol in sizes)
-        bounds = (bound for n, known in ranges for bound in (n >= known.lower, n <= known.upper))
+        bounds = (
+            bound for n, interval in ranges for bound in (n >= interval.lower, n <= interval.upper)
+        )
         guards = (guard.expr for guard in self._env.guards)
         assumed = map(interpreted, chain(bounds, guards))
         if not all(map(bool, chain(same, assumed))):
@@ -165,7 +167,7 @@ class InputSizes:
 
     def _read(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, Any]:
         """What each symbol is for these inputs."""
-        return {n: _READ[kind](leaves[leaf], at) for n, (leaf, kind, at) in self._found.items()}
+        return {n: _READ[kind](leaves[leaf], at) for n, (leaf, kind, at) in self._places.items()}
 
 
 def _sizes(traced: Tensor) -> Iterator[tuple[str, int, Any]]:

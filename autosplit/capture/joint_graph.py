@@ -27,8 +27,7 @@ from autosplit.capture.guards import Guards, unobserved
 from autosplit.capture.input_sizes import InputSizes, is_open
 from autosplit.capture.module_paths import name_modules
 from autosplit.capture.region import expand, tracing_calls
-from autosplit.capture.region_session import RegionSession, SplitBlock
-from autosplit.capture.region_session import are_captured as regions_wanted
+from autosplit.capture.region_session import RegionSession, SplitBlock, captures_blocks
 from autosplit.capture.roles import ModuleRoles, canonical_names, shardings, with_roles
 from autosplit.capture.workarounds.operators import (
     Decompositions,
@@ -86,7 +85,7 @@ def trace_joint(
     context = exported.meta.get("tracing_context")
     if context is None:
         context = TracingContext(exported.meta["fake_mode"])
-    with tracing(context), _values_refused(module, exported):
+    with tracing(context), _refuse_values_read(module, exported):
         joint = export_joint(exported, *inputs, decompositions)
     refuse_mixed_dtypes(joint.graph_module.graph)
     infos = joint._aot_state.fw_metadata.output_info
@@ -94,8 +93,8 @@ def trace_joint(
     if results.copied:
         with tracing(context):
             joint = export_joint(exported, *inputs, decompositions)
-    lying = shardings(joint, module, tree_flatten(inputs)[0])
-    return TracedJoint(joint.graph_module, results.names, joint.out_spec, lying)
+    sharding_by_desc = shardings(joint, module, tree_flatten(inputs)[0])
+    return TracedJoint(joint.graph_module, results.names, joint.out_spec, sharding_by_desc)
 
 
 def export_joint(
@@ -115,7 +114,7 @@ def export_joint(
 
 
 @contextlib.contextmanager
-def _values_refused(module: nn.Module, exported: fx.GraphModule) -> Iterator[None]:
+def _refuse_values_read(module: nn.Module, exported: fx.GraphModule) -> Iterator[None]:
     """Refuse forwards that read the value of a tensor of one element that is neither a parameter
     nor a buffer (``self.scale.item()``): tracing has it as a number that never changes.
 
@@ -151,7 +150,7 @@ class _ValuesRead(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        real = not any(isinstance(each, FakeTensor) for each in args)
+        real = not any(isinstance(arg, FakeTensor) for arg in args)
         self.read = self.read or (real and torch.Tag.data_dependent_output in func.tags)
         return func(*args, **(kwargs or {}))
 
@@ -173,10 +172,10 @@ class _Results:
         codegen.dynamo_bytecode_unflatten = self
 
     def __call__(self, leaves: Any, inputs: Any) -> Any:
-        own = self._original
-        args, kwargs = own.input_processor(inputs)
-        put_together = own.out.forward_callable(
-            compiled_fn=lambda *_: leaves, extra_globals=own.f_globals
+        original = self._original
+        args, kwargs = original.input_processor(inputs)
+        put_together = original.out.forward_callable(
+            compiled_fn=lambda *_: leaves, extra_globals=original.f_globals
         )
         tree = hold(put_together(*args, **kwargs))
         self.names = tuple(name for name, _ in flatten_named("output", tree))
@@ -224,7 +223,7 @@ def capture(
 
     Shapes, dtypes, devices, ``requires_grad`` of parameters and inputs, train/eval mode,
     grad mode and autocast are those in force now. Sizes that ``leave_open`` was told of may become
-    symbols; then ``guards.settle()`` is for the caller, once the graph was rewritten.
+    symbols; then ``guards.freeze()`` is for the caller, once the graph was rewritten.
     Outputs that alias an input or each other become copies, so that every output has a gradient
     of its own.
 
@@ -240,10 +239,10 @@ def capture(
         CaptureError: the module cannot be traced into one graph; names the user's line.
     """
     with user_errors(module), same_tensors(module), unobserved():
-        if split is not None and regions_wanted():
-            around = _around_regions(module, args, kwargs, decompositions, split)
-            if around is not None:
-                return around
+        if split is not None and captures_blocks():
+            captured = _around_regions(module, args, kwargs, decompositions, split)
+            if captured is not None:
+                return captured
         exported, guards = export(module, args, kwargs)
         _prepare(module, exported)
         return _traced(module, exported, guards, (args, kwargs), decompositions)
@@ -262,7 +261,7 @@ def _around_regions(
         session = RegionSession(module, split, refused)
         if not session:
             return None
-        before = len(refused)
+        refused_count = len(refused)
         try:
             exported, guards = export(module, args, kwargs, regions=session)
             calls = session.bind(exported)
@@ -271,14 +270,14 @@ def _around_regions(
             _prepare(module, exported)
             guards.blocks = [call.guards for call in calls]
             names = {id(tensor): name for name, tensor in _state(module)}
-            with session.apart(exported, calls), tracing_calls(calls):
+            with session.without_blocks(exported, calls), tracing_calls(calls):
                 captured = _traced(module, exported, guards, (args, kwargs), decompositions)
             expand(captured.joint, calls, names)
             return captured
         except PythonStateError:  # the whole would be refused, too
             raise
         except Exception:
-            if len(refused) == before:
+            if len(refused) == refused_count:
                 return None
     return None
 
@@ -297,19 +296,21 @@ def _traced(
     module: nn.Module,
     exported: fx.GraphModule,
     guards: Guards,
-    given: tuple[tuple[Any, ...], dict[str, Any]],
+    example_inputs: tuple[tuple[Any, ...], dict[str, Any]],
     decompositions: Decompositions,
 ) -> Capture:
     """The joint graph of what Dynamo exported."""
-    open_sizes = InputSizes.of_export(exported, *given) if is_open(*given) else None
-    traced = trace_joint(module, exported, given, decompositions)
-    inputs = _input_names(*given)
+    open_sizes = (
+        InputSizes.of_export(exported, *example_inputs) if is_open(*example_inputs) else None
+    )
+    traced = trace_joint(module, exported, example_inputs, decompositions)
+    inputs = _input_names(*example_inputs)
     roles = ModuleRoles(canonical_names(module), inputs, traced.names)
-    lying = {roles.of(desc): each for desc, each in traced.shardings.items()}
+    sharding_by_role = {roles.of(desc): sharding for desc, sharding in traced.shardings.items()}
     joint = with_roles(traced.graph, roles)
     sizes = open_sizes or None  # what is open is known once it was traced
     spec = traced.spec
-    return Capture(joint, inputs, traced.names, spec, guards, lying, sizes)
+    return Capture(joint, inputs, traced.names, spec, guards, sharding_by_role, sizes)
 
 
 @contextlib.contextmanager
@@ -318,11 +319,11 @@ def same_tensors(module: nn.Module) -> Iterator[None]:
     has two names, and so does a functional call.
     """
     spaces = [s for part in module.modules() for s in (part._parameters, part._buffers)]
-    before = [dict(space) for space in spaces]
+    originals = [dict(space) for space in spaces]
     try:
         yield
     finally:
-        for space, tensors in zip(spaces, before, strict=True):
+        for space, tensors in zip(spaces, originals, strict=True):
             space.update(tensors)  # type: ignore[arg-type]
 
 

@@ -38,8 +38,8 @@ def name_modules(captured: fx.GraphModule, model: nn.Module) -> None:
 def _named(names: dict[str, list[str]], key: str, path: str) -> str:
     """The module's name; where the model has none for it, how it was reached."""
     reached = _reached(path)
-    known = names.get(key.partition("@")[0], [reached])
-    return reached if reached in known else known[0]
+    module_names = names.get(key.partition("@")[0], [reached])
+    return reached if reached in module_names else module_names[0]
 
 
 def _reached(path: str) -> str:
@@ -56,30 +56,32 @@ def stack(node: fx.Node) -> tuple[str, ...]:
     where its operations are.
     """
     # What a custom function does has no modules around it.
-    held = [each for each in inside(node) or () if each.meta.get("nn_module_stack")]
-    if held:
-        return functools.reduce(common, map(stack, held))
+    operations = [
+        operation for operation in inside(node) or () if operation.meta.get("nn_module_stack")
+    ]
+    if operations:
+        return functools.reduce(common, map(stack, operations))
     return frames(node.meta.get("nn_module_stack", {}))
 
 
 def inside(node: fx.Node) -> list[fx.Node] | None:
     """The operations of a checkpointed region; None for any other operation."""
-    for held in node.all_input_nodes:
-        if held.op == "get_attr" and node.graph.owning_module is not None:
-            body = operator.attrgetter(str(held.target))(node.graph.owning_module)
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr" and node.graph.owning_module is not None:
+            body = operator.attrgetter(str(argument.target))(node.graph.owning_module)
             if isinstance(body, fx.GraphModule):
                 return [n for n in body.graph.nodes if n.op.startswith("call_")]
     return None
 
 
-def frames(around: Mapping[Any, tuple[str, Any]]) -> tuple[str, ...]:
+def frames(module_stack: Mapping[Any, tuple[str, Any]]) -> tuple[str, ...]:
     """The names in a module stack of Dynamo's, outermost first; the model itself has none."""
-    found = []
-    for key, (path, _) in around.items():
+    names = []
+    for key, (path, _) in module_stack.items():
         name, call = _reached(path), str(key).partition("@")[2]
         if name:
-            found.append(f"{name}@{call}" if call else name)
-    return tuple(found)
+            names.append(f"{name}@{call}" if call else name)
+    return tuple(names)
 
 
 def common(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[str, ...]:

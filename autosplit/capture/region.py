@@ -1,4 +1,4 @@
-"""``Region``: a kind of block as graphs, and ``RegionCall``: a call of one of these blocks.
+"""``BlockRegion``: a kind of block as graphs, and ``RegionCall``: a call of one of these blocks.
 
 While the model around is traced, two operators stand for a block: one for F, one for I and W. They
 take and return what crosses between the block and the model, and neither the block's parameters nor
@@ -53,13 +53,13 @@ def new_anchor() -> Tensor:
 
 def _forward(call: int, inputs: list[Tensor]) -> list[Tensor]:
     region = _CALLS.get()[call].region
-    return [region.empty(node.meta["val"]) for node in region.returned.values()]
+    return [region.empty(node.meta["val"]) for node in region.result_nodes.values()]
 
 
 def _backward(call: int, grads: list[Tensor]) -> list[Tensor]:
     region = _CALLS.get()[call].region
-    made = [region.empty(node.meta["val"]) for node in region.input_grads.values()]
-    return [*made, new_anchor()]
+    gradients = [region.empty(node.meta["val"]) for node in region.input_grads.values()]
+    return [*gradients, new_anchor()]
 
 
 torch.library.register_fake("autosplit_block::forward", _forward, lib=_LIBRARY)
@@ -77,7 +77,7 @@ def tracing_calls(calls: Sequence[RegionCall]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Region:
+class BlockRegion:
     """One kind of block, for one kind of call: its graphs, as operators of other graphs.
 
     Attributes:
@@ -98,15 +98,17 @@ class Region:
 
     def empty(self, value: Tensor) -> Tensor:
         """A tensor that lies in memory as one of the graphs does, by the sizes around them."""
-        shape, strides = (map(self.within, each) for each in (value.shape, value.stride()))
+        shape, strides = (map(self.within, sizes) for sizes in (value.shape, value.stride()))
         return torch.empty_strided([*shape], [*strides], dtype=value.dtype, device=value.device)
 
     @cached_property
     def parts(self) -> dict[str, Subgraph]:
         """F, I and W by name; those that there are."""
         halves = ("forward", "backward_input", "backward_weight")
-        made = {half: self.graphs.graphs().get(half) for half in halves}
-        return {h: Subgraph.of(f"{self.name}_{h}", m) for h, m in made.items() if m is not None}
+        graph_modules = {half: self.graphs.graphs().get(half) for half in halves}
+        return {
+            h: Subgraph.of(f"{self.name}_{h}", m) for h, m in graph_modules.items() if m is not None
+        }
 
     @cached_property
     def results(self) -> dict[str, Any]:
@@ -114,7 +116,7 @@ class Region:
         return {role.name: v for role, v in outputs(self.graphs.joint.graph, Kind.OUTPUT)}
 
     @cached_property
-    def returned(self) -> dict[str, fx.Node]:
+    def result_nodes(self) -> dict[str, fx.Node]:
         """Those that are computed, in order."""
         return {path: v for path, v in self.results.items() if isinstance(v, fx.Node)}
 
@@ -135,7 +137,7 @@ class Region:
         return {r: v for r, v in outputs(joint, Kind.INPUT_GRAD) if isinstance(v, fx.Node)}
 
     @cached_property
-    def taken(self) -> list[Role]:
+    def input_roles(self) -> list[Role]:
         """Tensors that the graphs take from the caller, in order."""
         return list(inputs(self.graphs.joint.graph, Kind.INPUT))
 
@@ -149,18 +151,18 @@ class Region:
         """Whether a parameter gets a gradient."""
         return bool(outputs(self.graphs.joint.graph, Kind.PARAMETER_GRAD))
 
-    def sums_differently(self, given: list[Any]) -> bool:
+    def sums_differently(self, leaves: list[Any]) -> bool:
         """Whether gradients of what a call is given would be summed in another order than autograd
         sums them: those of several reads in the block first, and then those of others.
 
         Args:
-            given: leaves of the call's inputs; nodes of Dynamo's graph stand for tensors.
+            leaves: leaves of the call's inputs; nodes of Dynamo's graph stand for tensors.
         """
         names = {role.name: value for role, value in self.input_grads.items()}
-        for path, leaf in zip(self.capture.inputs, given, strict=True):
+        for path, leaf in zip(self.capture.inputs, leaves, strict=True):
             if path in names and isinstance(leaf, fx.Node):
                 is_sum = names[path].target is torch.ops.aten.add.Tensor
-                if given.count(leaf) > 1 or (is_sum and len(leaf.users) > 1):
+                if leaves.count(leaf) > 1 or (is_sum and len(leaf.users) > 1):
                     return True
         return False
 
@@ -180,7 +182,7 @@ class RegionCall:
     """
 
     number: int
-    region: Region
+    region: BlockRegion
     block: nn.Module
     name: str
     guards: BlockGuards
@@ -194,12 +196,14 @@ class RegionCall:
         """What the block returns, for a trace."""
         region = self.region
         leaves, _ = tree_flatten((args, kwargs))
-        given = dict(zip(region.capture.inputs, leaves, strict=True))
-        taken = [given[role.name] for role in region.taken]
-        made = _Call.apply(self, anchor, *taken)  # type: ignore[no-untyped-call]
-        return region.result(dict(zip(region.returned, made, strict=True)))
+        leaf_by_path = dict(zip(region.capture.inputs, leaves, strict=True))
+        tensors = [leaf_by_path[role.name] for role in region.input_roles]
+        results = _Call.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
+        return region.result(dict(zip(region.result_nodes, results, strict=True)))
 
-    def laid_out(self, gradient: Tensor | None, result: Tensor, traced: Tensor) -> Tensor:
+    def with_traced_strides(
+        self, gradient: Tensor | None, result: Tensor, traced: Tensor
+    ) -> Tensor:
         """A gradient of a result with the strides that the block was traced with.
 
         Refused is one that is not there, as zeros in its place could become NaN in the block, and
@@ -207,45 +211,49 @@ class RegionCall:
         too, whose operators were decomposed after it was settled how its gradient is to lie.
         """
         # Made anew: the value that the block was traced with is unknown to this trace.
-        made = self.region.empty(traced)
+        expected = self.region.empty(traced)
         if gradient is None:
             self.refuse("nobody computes the gradient of one of its results")
-        elif gradient.stride() == made.stride():
+        elif gradient.stride() == expected.stride():
             return gradient
         elif gradient.is_contiguous() and traced.is_contiguous():
-            return gradient.as_strided(made.shape, made.stride())
+            return gradient.as_strided(expected.shape, expected.stride())
         elif traced.is_contiguous() and not result.is_contiguous():
             return gradient.contiguous()
         else:
             self.refuse("the gradient of one of its results is not laid out as that is")
-        return made
+        return expected
 
 
 class _Call(torch.autograd.Function):
     """F of a block, and I and W behind it."""
 
     @staticmethod
-    def forward(ctx: Any, call: RegionCall, anchor: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        results = FORWARD(call.number, list(given))
+    def forward(ctx: Any, call: RegionCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = FORWARD(call.number, list(tensors))
         ctx.call = call
         ctx.set_materialize_grads(False)
         trained = {role.name for role in call.region.tangents}
-        pairs = zip(call.region.returned, results, strict=True)
-        ctx.mark_non_differentiable(*[made for path, made in pairs if path not in trained])
+        pairs = zip(call.region.result_nodes, results, strict=True)
+        ctx.mark_non_differentiable(*[result for path, result in pairs if path not in trained])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: RegionCall = ctx.call
         region = call.region
-        arrived = dict(zip(region.returned, grads, strict=True))
-        given = [
-            call.laid_out(arrived[r.name], region.returned[r.name].meta["val"], node.meta["val"])
+        grad_by_path = dict(zip(region.result_nodes, grads, strict=True))
+        tangents = [
+            call.with_traced_strides(
+                grad_by_path[r.name], region.result_nodes[r.name].meta["val"], node.meta["val"]
+            )
             for r, node in region.tangents.items()
         ]
-        *made, anchor = BACKWARD(call.number, given)
-        found = dict(zip([role.name for role in region.input_grads], made, strict=True))
-        return None, anchor, *[found.get(role.name) for role in region.taken]
+        *input_grads, anchor = BACKWARD(call.number, tangents)
+        grad_by_name = dict(
+            zip([role.name for role in region.input_grads], input_grads, strict=True)
+        )
+        return None, anchor, *[grad_by_name.get(role.name) for role in region.input_roles]
 
 
 _NO_WORD = re.compile(r"\W+")
@@ -268,10 +276,10 @@ def expand(joint: fx.GraphModule, calls: Sequence[RegionCall], names: Mapping[in
             expansion.forward(node, calls[node.args[0]])
         elif node.target is BACKWARD:
             expansion.backward(node, calls[node.args[0]])
-    around = [pair for pair in outputs(graph) if pair[0].name != ANCHOR]
-    found = {**expansion.updates, **dict(around), **expansion.gradients}
-    graph.output_node().args = ([*found.values()],)
-    graph.output_node().meta["roles"] = tuple(found)
+    model_results = [pair for pair in outputs(graph) if pair[0].name != ANCHOR]
+    results = {**expansion.updates, **dict(model_results), **expansion.gradients}
+    graph.output_node().args = ([*results.values()],)
+    graph.output_node().meta["roles"] = tuple(results)
     graph.eliminate_dead_code(lambda node: node.op in {"placeholder", "output"})
     joint.recompile()
 
@@ -286,45 +294,47 @@ class _Expansion:
         self._graph, self._names = graph, names
         holes = placeholders(graph)
         self._mode = next(n.meta["val"].fake_mode for n in holes if "val" in n.meta)
-        self._taken = {*map(role_of, holes)}
+        self._input_roles = {*map(role_of, holes)}
         self._values: dict[tuple[int, Any], Tensor] = {}
-        self._known: dict[RegionCall, dict[Role, fx.Node]] = {}
+        self._nodes: dict[RegionCall, dict[Role, fx.Node]] = {}
         self.updates: dict[Role, fx.Node] = {}
         self.gradients: dict[Role, fx.Node] = {}
 
     def forward(self, node: fx.Node, call: RegionCall) -> None:
         """Put F in place of a node."""
         region = call.region
-        known = dict(zip(region.taken, node.args[1], strict=True))  # type: ignore[arg-type]
+        nodes = dict(zip(region.input_roles, node.args[1], strict=True))  # type: ignore[arg-type]
         for role in region.state:
-            outer = self._outer(call, role)
-            if outer in self._taken:
+            outer = self._model_role(call, role)
+            if outer in self._input_roles:
                 raise CaptureError(f"{outer.name} is used in several places")
-            self._taken.add(outer)
-            known[role] = self._placeholder(outer, region, role)
-        self._known[call] = known
+            self._input_roles.add(outer)
+            nodes[role] = self._placeholder(outer, region, role)
+        self._nodes[call] = nodes
         self._call(node, call, "forward")
         joint = region.graphs.joint.graph
         for role, _ in outputs(joint, Kind.UPDATE):
-            self.updates[self._outer(call, role)] = known[role]
-        self._hand_out(node, [known[Role(Kind.OUTPUT, path)] for path in region.returned])
+            self.updates[self._model_role(call, role)] = nodes[role]
+        self._replace_results(
+            node, [nodes[Role(Kind.OUTPUT, path)] for path in region.result_nodes]
+        )
 
     def backward(self, node: fx.Node, call: RegionCall) -> None:
         """Put I and W in place of a node."""
-        region, known = call.region, self._known[call]
-        known |= zip(region.tangents, node.args[1], strict=True)  # type: ignore[arg-type]
+        region, nodes = call.region, self._nodes[call]
+        nodes |= zip(region.tangents, node.args[1], strict=True)  # type: ignore[arg-type]
         self._call(node, call, "backward_input")
         if region.trained:
             self._call(node, call, "backward_weight")
         for role, _ in outputs(region.graphs.joint.graph, Kind.PARAMETER_GRAD):
-            self.gradients[self._outer(call, role)] = known[role]
-        self._hand_out(node, [known[role] for role in region.input_grads])
+            self.gradients[self._model_role(call, role)] = nodes[role]
+        self._replace_results(node, [nodes[role] for role in region.input_grads])
 
-    def _outer(self, call: RegionCall, role: Role) -> Role:
+    def _model_role(self, call: RegionCall, role: Role) -> Role:
         """What the model calls a parameter or buffer of a block."""
         return Role(role.kind, self._names[id(operator.attrgetter(role.name)(call.block))])
 
-    def _placeholder(self, role: Role, region: Region, inner: Role) -> fx.Node:
+    def _placeholder(self, role: Role, region: BlockRegion, inner: Role) -> fx.Node:
         traced = region.state[inner]
         with self._graph.inserting_before(next(iter(self._graph.nodes))):
             node = self._graph.placeholder(traced.name)
@@ -334,23 +344,23 @@ class _Expansion:
 
     def _call(self, node: fx.Node, call: RegionCall, half: str) -> None:
         """Put a call of F, I or W before a node; what it returns is known from then on."""
-        region, known = call.region, self._known[call]
+        region, nodes = call.region, self._nodes[call]
         part = region.parts[half]
         with self._graph.inserting_before(node):
-            given = [known[role] for role in part.arguments]
-            values = [self._shared(part, at, each, region) for at, each in enumerate(part.values)]
-            made = call_subgraph(self._graph, part, given, values)
+            arguments = [nodes[role] for role in part.arguments]
+            values = [self._shared(part, at, value, region) for at, value in enumerate(part.values)]
+            results = call_subgraph(self._graph, part, arguments, values)
         roles = {at: role for role, at in part.results.items() if isinstance(at, int)}
         noted = {key: node.meta[key] for key in (ORIGIN, "stack_trace") if key in node.meta}
-        for at, each in enumerate(made):
+        for at, result in enumerate(results):
             name = _NO_WORD.sub("_", f"{call.name}_{roles[at].name}")
-            each.name = self._graph._graph_namespace.create_name(name, None)
-            for new in (each, *each.all_input_nodes):
+            result.name = self._graph._graph_namespace.create_name(name, None)
+            for new in (result, *result.all_input_nodes):
                 new.meta |= noted
         for role, place in part.results.items():
-            known[role] = made[place] if isinstance(place, int) else known[place]
+            nodes[role] = results[place] if isinstance(place, int) else nodes[place]
 
-    def _shared(self, of: object, at: Any, traced: Any, region: Region) -> Any:
+    def _shared(self, of: object, at: Any, traced: Any, region: BlockRegion) -> Any:
         """A fake tensor of this trace, in memory as large as in the region: one for all calls, as
         tensors without data are told apart by nodes. What the region counts, by the sizes here.
         """
@@ -361,13 +371,13 @@ class _Expansion:
             size = region.within(traced.untyped_storage().nbytes()) // traced.element_size()
             offset = region.within(traced.storage_offset())
             with self._mode:
-                lying = region.empty(traced)
+                layout = region.empty(traced)
                 memory = torch.empty(size, dtype=traced.dtype, device=traced.device)
-                self._values[key] = memory.as_strided(lying.shape, lying.stride(), offset)
+                self._values[key] = memory.as_strided(layout.shape, layout.stride(), offset)
         return self._values[key]
 
     @staticmethod
-    def _hand_out(node: fx.Node, values: Sequence[fx.Node]) -> None:
+    def _replace_results(node: fx.Node, values: Sequence[fx.Node]) -> None:
         """Have what reads results of a node read others, but for the gradient of the anchor."""
         for user in list(node.users):
             at: Any = user.args[1] if user.target is operator.getitem else None

@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autosplit.capture.guards import BlockGuards
-from autosplit.capture.input_sizes import leave_open, sizes_around
-from autosplit.capture.region import ANCHOR, Region, RegionCall, new_anchor
+from autosplit.capture.input_sizes import leave_open, sizes_within
+from autosplit.capture.region import ANCHOR, BlockRegion, RegionCall, new_anchor
 from autosplit.capture.workarounds.dynamo import function_modes_of_the_call
 from autosplit.capture.workarounds.key_value_cache import cache_argument, caching
 from autosplit.device import accelerator_kind
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 SWITCH = "AUTOSPLIT_REGIONS"
 
 
-def are_captured() -> bool:
+def captures_blocks() -> bool:
     """Whether blocks are captured by themselves; ``AUTOSPLIT_REGIONS=0`` turns that off."""
     return os.environ.get(SWITCH) != "0"
 
 
-def refuse_what_cannot_be_called(region: Region) -> None:
+def refuse_uncallable(region: BlockRegion) -> None:
     """Check that F, I and W of a block can be operators of other graphs.
 
     Raises:
@@ -56,21 +56,21 @@ def refuse_what_cannot_be_called(region: Region) -> None:
             or returns what it was given, takes or returns what is no tensor.
     """
     capture, graphs = region.capture, region.graphs
-    if not capture.guards.only_dynamos:
+    if not capture.guards.has_only_dynamo_guards:
         raise CaptureError("it reads constants or sets attributes")
     if capture.shardings:
         raise CaptureError("it works on DTensors")
     for role, _ in outputs(graphs.joint.graph, Kind.UPDATE):
         if role.name in capture.inputs:
             raise CaptureError(f"it writes into {role.name}")
-    if not (region.returned and _is_plain(capture.output_spec)):
+    if not (region.result_nodes and _is_plain(capture.output_spec)):
         raise CaptureError("it returns no tensor, or an object that is no tuple or list")
-    around = [*inputs(graphs.joint.graph).values(), *region.returned.values()]
+    boundary = [*inputs(graphs.joint.graph).values(), *region.result_nodes.values()]
     inside = [value for part in region.parts.values() for value in _results(part.module)]
-    only_tensors = all(isinstance(node.meta["val"], Tensor) for node in around)
+    only_tensors = all(isinstance(node.meta["val"], Tensor) for node in boundary)
     if not (only_tensors and all(map(_crosses, inside))):
         raise CaptureError("numbers that depend on data go in or out")
-    if _are_copied(list(region.returned.values())):
+    if _are_copied(list(region.result_nodes.values())):
         raise CaptureError("it returns what it was given, or a view of it")
 
 
@@ -83,7 +83,7 @@ def _are_copied(values: list[fx.Node]) -> bool:
         for value in values
         if value.target is torch.ops.aten.clone.default
     ]
-    return len({*sources}) < len(sources) or any(each.op == "placeholder" for each in sources)
+    return len({*sources}) < len(sources) or any(source.op == "placeholder" for source in sources)
 
 
 def _results(module: fx.GraphModule) -> list[fx.Node]:
@@ -130,8 +130,8 @@ def _shared_state(model: nn.Module) -> set[int]:
     """Identities of parameters and buffers that have several names."""
     names: Counter[int] = Counter()
     for spaces in (model.named_parameters, model.named_buffers):
-        names.update(id(each) for _, each in spaces(remove_duplicate=False))
-    return {each for each, count in names.items() if count > 1}
+        names.update(id(tensor) for _, tensor in spaces(remove_duplicate=False))
+    return {identity for identity, count in names.items() if count > 1}
 
 
 def has_plain_forward(block: nn.Module) -> bool:
@@ -144,7 +144,7 @@ def has_plain_forward(block: nn.Module) -> bool:
     if call is not nn.Module.__call__ and call.__module__ != "transformers.modeling_layers":
         return False
     spaces = (vars(block), vars(torch.nn.modules.module))
-    hooks = (each for space in spaces for name, each in space.items() if _HOOKS.fullmatch(name))
+    hooks = (hook for space in spaces for name, hook in space.items() if _HOOKS.fullmatch(name))
     return "forward" not in vars(block) and not any(hooks)
 
 
@@ -164,15 +164,17 @@ def _elements(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 def look_of(block: nn.Module) -> Hashable:
     """What is equal for blocks that may have the same graph."""
     state = [*block.named_parameters(), *block.named_buffers()]
-    lying = tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in state)
-    return type(block), block.training, lying
+    layout = tuple(
+        (name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in state
+    )
+    return type(block), block.training, layout
 
 
 SplitBlock = Callable[
     [str, nn.Module, tuple[Any, ...], dict[str, Any]], tuple["Capture", SplitGraphs]
 ]
 
-_TAKEN = {FakeTensor, Tensor, nn.Parameter, int, float, bool, str, type(None)}
+_LEAF_TYPES = {FakeTensor, Tensor, nn.Parameter, int, float, bool, str, type(None)}
 
 
 class RegionRefusedError(Exception):
@@ -199,10 +201,10 @@ class RegionSession:
         self._modes = _modes()
         self._split = split
         self.refused = refused
-        self._known: dict[Hashable, list[Region]] = {}
+        self._regions: dict[Hashable, list[BlockRegion]] = {}
         # By the first tensor that a call returns.
-        self._matches: dict[Tensor, tuple[Region, BlockGuards]] = {}
-        self._called_by: dict[Any, tuple[str, nn.Module]] = {}
+        self._matches: dict[Tensor, tuple[BlockRegion, BlockGuards]] = {}
+        self._block_by_operator: dict[Any, tuple[str, nn.Module]] = {}
         self._blocks = {
             n: b
             for n, b in repeated_blocks(model).items()
@@ -216,9 +218,9 @@ class RegionSession:
         return bool(self._blocks)
 
     @property
-    def regions(self) -> list[Region]:
+    def regions(self) -> list[BlockRegion]:
         """Kinds of blocks, as they were found."""
-        return [region for found in self._known.values() for region in found]
+        return [region for regions in self._regions.values() for region in regions]
 
     @contextlib.contextmanager
     def opaque(self) -> Iterator[None]:
@@ -242,20 +244,20 @@ class RegionSession:
         """A function that Dynamo takes for an operator. Nodes of the graph name it for as long as
         they live, and they are not to keep the model.
         """
-        session, called = weakref.proxy(self), weakref.ref(block)
+        session, block_ref = weakref.proxy(self), weakref.ref(block)
         thread = self._thread
 
         def call_block(*args: Any, **kwargs: Any) -> Any:
-            block: Any = called()
+            block: Any = block_ref()
             if threading.get_ident() != thread:  # that calls the model meanwhile
                 return type(block).forward(block, *args, **kwargs)
-            return session._called(name, block, args, kwargs)
+            return session._call_block(name, block, args, kwargs)
 
-        self._called_by[call_block] = name, block
+        self._block_by_operator[call_block] = name, block
         operator: Callable[..., Any] = torch._dynamo.allow_in_graph(call_block)
         return operator
 
-    def _called(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _call_block(self, name: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """Fake results of a call, as tracing makes it."""
         leaves, spec = tree_flatten((args, kwargs))
         try:
@@ -274,8 +276,10 @@ class RegionSession:
         except Exception as error:
             self._refuse(name, str(error))
         trained = {role.name for role in region.tangents}
-        made = {path: region.empty(node.meta["val"]) for path, node in region.returned.items()}
-        result = region.result({path: _computed(v, path in trained) for path, v in made.items()})
+        tensors = {
+            path: region.empty(node.meta["val"]) for path, node in region.result_nodes.items()
+        }
+        result = region.result({path: _computed(v, path in trained) for path, v in tensors.items()})
         self._matches[_first_tensor(result)] = match
         return result
 
@@ -291,14 +295,14 @@ class RegionSession:
 
     def _match(
         self, name: str, block: nn.Module, leaves: list[Any], spec: TreeSpec
-    ) -> tuple[Region, BlockGuards]:
+    ) -> tuple[BlockRegion, BlockGuards]:
         """The region of a block's call, and the block's guards: one that is known and fits it, else
         a new one.
         """
         signature = _signature(block, leaves, spec)
         stand_in = vars(self._blocks[name]).pop("forward")
         try:
-            for region in self._known.get(signature, ()):
+            for region in self._regions.get(signature, ()):
                 guards = BlockGuards(region.capture.guards, block, region.args, region.kwargs)
                 if guards.hold():
                     return region, guards
@@ -313,13 +317,15 @@ class RegionSession:
         signature: Hashable,
         leaves: list[Any],
         spec: TreeSpec,
-    ) -> tuple[Region, BlockGuards]:
+    ) -> tuple[BlockRegion, BlockGuards]:
         args, kwargs = tree_unflatten([*map(_blank, leaves)], spec)
         kind = f"{type(self._blocks[name]).__name__}_{len(self.regions)}"
         capture, graphs = self._split(kind, block, args, kwargs)
-        region = Region(kind, args, kwargs, capture, graphs, sizes_around(capture.sizes, leaves))
-        refuse_what_cannot_be_called(region)
-        self._known.setdefault(signature, []).append(region)
+        region = BlockRegion(
+            kind, args, kwargs, capture, graphs, sizes_within(capture.sizes, leaves)
+        )
+        refuse_uncallable(region)
+        self._regions.setdefault(signature, []).append(region)
         return region, BlockGuards(region.capture.guards, block, args, kwargs)
 
     def forget_stand_ins(self, captured: CaptureOutput, scope: dict[str, Any]) -> None:
@@ -327,12 +333,14 @@ class RegionSession:
         guards = captured.graph_capture_output.output_graph.guards.inner
         blocks = set(map(id, self._blocks.values()))
         for guard in list(guards):
-            found = _FORWARD_OF.match(guard.name)
-            if found and id(eval(found[1], scope)) in blocks:
+            match = _FORWARD_OF.match(guard.name)
+            if match and id(eval(match[1], scope)) in blocks:
                 guards.remove(guard)
 
     @contextlib.contextmanager
-    def apart(self, exported: fx.GraphModule, calls: Sequence[RegionCall]) -> Iterator[None]:
+    def without_blocks(
+        self, exported: fx.GraphModule, calls: Sequence[RegionCall]
+    ) -> Iterator[None]:
         """While the blocks that are called are not in Dynamo's graph, which shares the model's
         submodules, and an anchor is.
         """
@@ -356,28 +364,28 @@ class RegionSession:
         """Have the captured graph call the regions of its blocks; returns the calls, whose regions
         must be split before it is traced.
         """
-        graphs = (each for each in exported.modules() if isinstance(each, fx.GraphModule))
-        nested = [node for each in graphs if each is not exported for node in each.graph.nodes]
+        graphs = (graph for graph in exported.modules() if isinstance(graph, fx.GraphModule))
+        nested = [node for graph in graphs if graph is not exported for node in graph.graph.nodes]
         for node in nested:
-            if node.target in self._called_by:
-                name, _ = self._called_by[node.target]
+            if node.target in self._block_by_operator:
+                name, _ = self._block_by_operator[node.target]
                 self._refuse(name, "it is called in the body of a higher-order operator")
-        found: list[RegionCall] = []
+        calls: list[RegionCall] = []
         for node in list(exported.graph.nodes):
-            if node.target not in self._called_by:
+            if node.target not in self._block_by_operator:
                 continue
-            name, block = self._called_by[node.target]
+            name, block = self._block_by_operator[node.target]
             region, guards = self._matches[_first_tensor(traced_value(node))]
             if region.sums_differently([*tree_flatten((node.args, dict(node.kwargs)))[0]]):
                 self._refuse(name, "its gradient of a tensor that is read elsewhere, too, is a sum")
             refuse = partial(self._refuse, name)
-            call = RegionCall(len(found), region, block, name, guards, refuse)
+            call = RegionCall(len(calls), region, block, name, guards, refuse)
             with exported.graph.inserting_before(node):
                 anchor = exported.graph.create_node("get_attr", ANCHOR)
             node.target = call
             node.args, node.kwargs = (anchor, tuple(node.args), dict(node.kwargs)), {}
-            found.append(call)
-        return found
+            calls.append(call)
+        return calls
 
 
 def _is_changed(block: nn.Module) -> bool:
@@ -386,9 +394,9 @@ def _is_changed(block: nn.Module) -> bool:
     block would not see it.
     """
     effects = InstructionTranslator.current_tx().output.side_effects
-    own = {id(each) for part in block.modules() for each in (part, *vars(part).values())}
-    tracked = (effects.id_to_variable.get(key) for key in own)
-    return any(each is not None and effects.is_modified(each) for each in tracked)
+    object_ids = {id(value) for part in block.modules() for value in (part, *vars(part).values())}
+    tracked = (effects.id_to_variable.get(key) for key in object_ids)
+    return any(variable is not None and effects.is_modified(variable) for variable in tracked)
 
 
 def _modes() -> Hashable:
@@ -408,12 +416,12 @@ def _first_tensor(tree: Any) -> Tensor:
 def _signature(block: nn.Module, leaves: list[Any], spec: TreeSpec) -> Hashable:
     """What is equal for calls of blocks that may have the same graph."""
     described = tuple(
-        (_sizes(each.shape), _sizes(each.stride()), each.dtype, each.device, each.requires_grad)
-        if isinstance(each, Tensor)
-        else (type(each), each)
-        for each in leaves
+        (_sizes(leaf.shape), _sizes(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), leaf)
+        for leaf in leaves
     )
-    if not all(type(each) in _TAKEN for each in leaves):
+    if not all(type(leaf) in _LEAF_TYPES for leaf in leaves):
         raise CaptureError("it takes objects that are no plain tensors, numbers or text")
     return type(block), torch.is_grad_enabled(), str(spec), described
 
@@ -429,14 +437,14 @@ def _blank(leaf: Any) -> Any:
     """
     if not isinstance(leaf, Tensor):
         return leaf
-    shape, strides = (map(concrete, each) for each in (leaf.shape, leaf.stride()))
+    shape, strides = (map(concrete, sizes) for sizes in (leaf.shape, leaf.stride()))
     blank = torch.empty_strided([*shape], [*strides], dtype=leaf.dtype, device=leaf.device)
     blank.untyped_storage().resize_(0)
     leave_open(blank, [at for at, n in enumerate(leaf.shape) if isinstance(n, torch.SymInt)])
     return blank.requires_grad_(leaf.requires_grad)
 
 
-def _computed(made: Tensor, trained: bool) -> Tensor:
+def _computed(tensor: Tensor, trained: bool) -> Tensor:
     """A fake tensor, which no operator in place may take for a leaf."""
     with torch.enable_grad():
-        return made.requires_grad_().clone() if trained else made
+        return tensor.requires_grad_().clone() if trained else tensor

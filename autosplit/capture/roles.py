@@ -56,9 +56,9 @@ def note_origins(graph: fx.Graph) -> None:
 
 
 def _origin(meta: dict[str, Any]) -> Origin:
-    around = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
+    module_stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     return Origin(
-        frames(around),
+        frames(module_stack),
         _HALVES.get(meta.get("partitioner_tag", "")),
         meta.get("recompute") in _RECOMPUTED,
         meta.get("ac_graph_id"),
@@ -88,9 +88,9 @@ def drop_meshes(graph: fx.Graph) -> None:
         output.args = ([values[at] for at in kept],)  # type: ignore[index]
         output.meta["desc"] = [descs[at] for at in kept]
     for node in reversed([*graph.nodes]):
-        made = str(node.target).startswith(_OF_MESHES)  # an overload, or a packet of them
-        taken = node.op == "placeholder" and is_mesh(node.meta["desc"])
-        if (made or taken) and not node.users:
+        makes_mesh = str(node.target).startswith(_OF_MESHES)  # an overload, or a packet of them
+        is_mesh_input = node.op == "placeholder" and is_mesh(node.meta["desc"])
+        if (makes_mesh or is_mesh_input) and not node.users:
             graph.erase_node(node)
 
 
@@ -109,19 +109,21 @@ def shardings(joint: Any, module: nn.Module, inputs: Sequence[Any]) -> dict[Any,
     """
     state = dict(module.named_parameters(remove_duplicate=False))
     state |= dict(module.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
-    named: list[tuple[Any, Any]] = [(d.ParamAOTInput(name), each) for name, each in state.items()]
-    named += [(d.BufferAOTInput(name), each) for name, each in state.items()]
-    named += [(d.PlainAOTInput(at), each) for at, each in enumerate(inputs)]
-    found = {desc: Sharding.of(each) for desc, each in named if is_dtensor(each)}
+    named: list[tuple[Any, Any]] = [
+        (d.ParamAOTInput(name), tensor) for name, tensor in state.items()
+    ]
+    named += [(d.BufferAOTInput(name), tensor) for name, tensor in state.items()]
+    named += [(d.PlainAOTInput(at), value) for at, value in enumerate(inputs)]
+    sharding_by_desc = {desc: Sharding.of(tensor) for desc, tensor in named if is_dtensor(tensor)}
     graph, meta = joint.graph_module.graph, joint._aot_state.fw_metadata
     results = graph.output_node().meta["desc"]
-    found |= _described(results, meta.subclass_fw_graph_out_meta)
+    sharding_by_desc |= _described(results, meta.subclass_fw_graph_out_meta)
     tangents = [n.meta["desc"] for n in placeholders(graph) if n.meta["desc"].is_tangent()]
-    found |= _described(tangents, meta.subclass_tangent_meta)
+    sharding_by_desc |= _described(tangents, meta.subclass_tangent_meta)
     traced = joint._aot_graph_capture.maybe_subclass_meta
     gradients = () if traced is None else traced.grad_input_metas or ()
-    behind = len(results) - sum(getattr(each, "arg_count", 1) for each in gradients)
-    return found | dict(_described(results[behind:], gradients))
+    first_gradient = len(results) - sum(getattr(gradient, "arg_count", 1) for gradient in gradients)
+    return sharding_by_desc | dict(_described(results[first_gradient:], gradients))
 
 
 def _described(descs: Sequence[Any], metas: Iterable[Any]) -> Mapping[Any, Sharding]:
@@ -220,9 +222,9 @@ class ModuleRoles(DescriptorRoles):
             case d.PlainAOTInput():
                 return Role(Kind.INPUT, self.inputs[desc.idx])
             case d.SubclassGetAttrAOTInput() if desc.attr != _LOCAL:
-                held = self.primal(desc.base)
-                if held is not None and held.kind in STATE:
-                    return Role(Kind.BUFFER, f"{held.name}.{desc.attr}")
+                base = self.primal(desc.base)
+                if base is not None and base.kind in STATE:
+                    return Role(Kind.BUFFER, f"{base.name}.{desc.attr}")
         return None
 
     def result(self, desc: Any) -> str | None:
@@ -301,9 +303,9 @@ def _make_sizes_static(role: Role, value: Any) -> None:
     if not isinstance(tensor, torch.Tensor) or all(type(size) is int for size in tensor.shape):
         return
     shape: tuple[Any, ...] = tensor.shape
-    if not any(free_unbacked_symbols(each) for each in shape):
+    if not any(free_unbacked_symbols(size) for size in shape):
         return
-    sizes = [each if type(each) is int else each.node.maybe_as_int() for each in shape]
+    sizes = [size if type(size) is int else size.node.maybe_as_int() for size in shape]
     if None in sizes:
         raise CaptureError(
             f"the size of {role.name}, {list(tensor.shape)}, depends on the data; a captured "
@@ -319,8 +321,8 @@ def _refuse_unshaped(name: str, graph: fx.Graph) -> None:
     Raises:
         PythonStateError: it does.
     """
-    before = inputs(graph, Kind.BUFFER).get(Role(Kind.BUFFER, name))
-    if before is not None and not before.meta["val"].numel():
+    buffer = inputs(graph, Kind.BUFFER).get(Role(Kind.BUFFER, name))
+    if buffer is not None and not buffer.meta["val"].numel():
         raise PythonStateError(
             f"the forward fills buffer {name!r}, which has no elements; call the module once "
             "before it is split"

@@ -44,7 +44,7 @@ class Setter(NamedTuple):
     value: Any
 
     def holds(self) -> bool:
-        return _same(self.value, _found(self.target, self.key))
+        return _same(self.value, _current_value(self.target, self.key))
 
 
 class Written(NamedTuple):
@@ -61,20 +61,20 @@ class Written(NamedTuple):
 
 
 @contextlib.contextmanager
-def writes_noted() -> Iterator[list[Written]]:
+def record_writes() -> Iterator[list[Written]]:
     """The objects that the forward writes to which Dynamo traces in here."""
-    found: list[Written] = []
+    written: list[Written] = []
     original: Any = SideEffects._get_modified_vars
 
     def modified(effects: Any) -> Any:
         variables = original(effects)
         kinds = AttributeMutationExisting, ValueMutationExisting
-        old = [each for each in variables if isinstance(each.mutation_type, kinds)]
-        found[:] = [Written(source_name(v.source), _left(effects, v)) for v in old]
+        old = [variable for variable in variables if isinstance(variable.mutation_type, kinds)]
+        written[:] = [Written(source_name(v.source), _left(effects, v)) for v in old]
         return variables
 
     with patch.object(SideEffects, "_get_modified_vars", modified):
-        yield found
+        yield written
 
 
 def _left(effects: Any, variable: Any) -> dict[Any, Any] | None:
@@ -105,13 +105,15 @@ def setters(
     """
     parameters = inspect.signature(get_traced_fn(module)[0], follow_wrapped=False).parameters
     # The dictionary behind **kwargs is made for the call and gone after it.
-    own = {f"L['{n}']" for n, p in parameters.items() if p.kind is p.VAR_KEYWORD}
-    made = captured.backend_input
-    taken = [] if made is None else placeholders(made.graph_module.graph)
-    traced = {id(traced_value(n)): n._dynamo_source for n in taken if hasattr(n, "_dynamo_source")}
-    lasting, found = [], list[Setter]()
+    keyword_dicts = {f"L['{n}']" for n, p in parameters.items() if p.kind is p.VAR_KEYWORD}
+    backend_input = captured.backend_input
+    graph_inputs = [] if backend_input is None else placeholders(backend_input.graph_module.graph)
+    traced = {
+        id(traced_value(n)): n._dynamo_source for n in graph_inputs if hasattr(n, "_dynamo_source")
+    }
+    lasting, unchanged = [], list[Setter]()
     for source, left in written:
-        if not source.startswith(("L[", "G[")) or source in own:
+        if not source.startswith(("L[", "G[")) or source in keyword_dicts:
             continue
         target = eval(source, scope)
         if _is_context(target):
@@ -121,13 +123,13 @@ def setters(
             continue
         for key, value in left.items():
             place = f"{source}[{key!r}]" if isinstance(target, dict) else f"{source}.{key}"
-            name, before = _name_of(value, traced), _found(target, key)
+            name, current = _name_of(value, traced), _current_value(target, key)
             if name == place:
                 continue
-            if _same(_value_of(value, name, scope), before):
-                found.append(Setter(target, key, before))
+            if _same(_value_of(value, name, scope), current):
+                unchanged.append(Setter(target, key, current))
             else:
-                if source.endswith("._buffers") and before is not None:
+                if source.endswith("._buffers") and current is not None:
                     raise CaptureError(
                         f"{forward_of(module)} replaces buffer {key!r} by a new tensor; write into "
                         "it instead, as in self.buffer.copy_(new) or self.buffer += 1"
@@ -141,7 +143,7 @@ def setters(
             "in a buffer that is written in place. If only the first call does it, call the model "
             "once before it is split."
         )
-    return found
+    return unchanged
 
 
 def _name_of(value: Any, traced: dict[int, Any]) -> str:
@@ -162,7 +164,7 @@ def _value_of(value: Any, name: str, scope: dict[str, Any]) -> Any:
         return _UNKNOWN
 
 
-def _found(target: Any, key: Any) -> Any:
+def _current_value(target: Any, key: Any) -> Any:
     if isinstance(target, dict):
         return target.get(key, _MISSING)
     return getattr(target, key, _MISSING)
@@ -212,8 +214,8 @@ def refuse_own_generators(module: nn.Module) -> None:
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             if isinstance(value, random.Random):
-                where = f"{name}.{key}" if name else key
+                path = f"{name}.{key}" if name else key
                 raise CaptureError(
-                    f"{type(module).__name__} keeps a random.Random as {where!r}, whose numbers "
+                    f"{type(module).__name__} keeps a random.Random as {path!r}, whose numbers "
                     "torch.compile would repeat; draw with torch.rand or the random module"
                 )

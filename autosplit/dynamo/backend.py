@@ -27,9 +27,9 @@ from autosplit.capture.dynamo_graph import (
     frozen_parameters,
     input_sources,
     refuse_thawed,
-    skip_what_is_traced_wrongly,
+    require_runnable,
+    skip_mistraced_frames,
     traced_modules,
-    unsplit,
 )
 from autosplit.dynamo.pending_weights import ForwardCall, PendingOnParameters
 from autosplit.errors import CaptureError, SplitError
@@ -84,7 +84,7 @@ class GraphFunctions(SplitFunctions):
         outputs, updates, saved = super().forward(state, leaves)
         if self.capture.aliases:
             named = zip(self.output_names, outputs, strict=True)
-            outputs = [self.capture.hidden(name, value) for name, value in named]
+            outputs = [self.capture.hide_alias(name, value) for name, value in named]
         return ForwardResult(outputs, updates, saved)
 
 
@@ -192,14 +192,14 @@ class Compilation:
         roles = input_roles(input_sources(module), example_inputs, owner.name_of)
         part = DynamoGraph(module, [role.name for role in roles if role.kind is Kind.PARAMETER])
         self._run: Callable[..., Any]
-        skip_what_is_traced_wrongly(module)
+        skip_mistraced_frames(module)
         try:
             part.functions = functions = _functions(module, example_inputs, roles, options)
         except (CaptureError, PassError) as error:
             part.reason = str(error).partition("\n")[0]
-            self._run = unsplit(module)
+            self._run = require_runnable(module)
         else:
-            self._run = functions.capture.around(SplitCall(functions, part, owner))
+            self._run = functions.capture.wrap(SplitCall(functions, part, owner))
         owner.compiled(part)
 
     def __call__(self, *args: Any) -> Any:
@@ -225,7 +225,7 @@ def _functions(
         values = {**dict(zip(traced.inputs, leaves, strict=True)), **state}
         if not values.keys() >= {*names}:
             raise CaptureError("inputs share their memory")
-        return [*unsplit(module)(*map(values.__getitem__, names))]
+        return [*require_runnable(module)(*map(values.__getitem__, names))]
 
     functions = checked(functions_class, call_plainly)(traced, graphs, backend)
     functions.compile()
@@ -240,7 +240,7 @@ class SplitCall:
     def __init__(self, functions: GraphFunctions, part: DynamoGraph, owner: GraphOwner) -> None:
         self._functions, self._part, self._owner = functions, part, owner
         capture = functions.capture
-        graph_inputs = [*enumerate(capture.taken)]
+        graph_inputs = [*enumerate(capture.input_roles)]
         self._state = [(role.name, at) for at, role in graph_inputs if role.kind in STATE]
         self._leaves = [at for at, role in graph_inputs if role.kind not in STATE]
         self._order = [functions.output_names.index(name) for name in capture.results]

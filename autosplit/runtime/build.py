@@ -151,7 +151,7 @@ def trace(
         except PassError as error:
             name = type(module).__name__
             raise SplitError(f"{name} was captured but cannot be split: {error}") from error
-        traced.guards.settle()
+        traced.guards.freeze()
         return functions
 
 
@@ -169,7 +169,7 @@ def _split_block(
 
     traced = capture(block, args, kwargs, compiler.decompositions)
     graphs = split_capture(traced, compiler, memory, dump and dump / kind)
-    traced.guards.settle()
+    traced.guards.freeze()
     return traced, graphs
 
 

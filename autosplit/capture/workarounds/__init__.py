@@ -11,19 +11,19 @@ tests that fail without it; where torch is mended, it can go.
   `refuse_absent_gradients` | tests/semantics/operators/test_custom_ops.py |
 | gradients of what custom functions write in place are zeros | Dynamo | 2.11 |
   `return_tensors_once` | tests/semantics/operators/test_custom_ops.py |
-| default devices fail guards | Dynamo | 2.12 on | `function_modes_known` |
+| default devices fail guards | Dynamo | 2.12 on | `keep_function_modes` |
   tests/capture/workarounds/test_function_modes.py |
-| graph modules stand in for their own capture | Dynamo | all | `graph_put_aside` |
+| graph modules stand in for their own capture | Dynamo | all | `detach_graph_attributes` |
   tests/capture/workarounds/test_graph_modules.py |
-| scans are unrolled for minutes | Dynamo | all | `unrolling_limited` |
+| scans are unrolled for minutes | Dynamo | all | `limit_unrolling` |
   tests/capture/workarounds/test_long_loops.py |
 | captured custom functions cannot be captured again | Dynamo | 2.13 on | `make_traceable` |
   tests/planner/test_captured_model.py |
 | transformers makes masks for an export that it leaves out else | Dynamo | all |
-  `masks_without_values` | tests/capture/workarounds/test_masks_left_out.py |
-| whether a mask is causal is asked of its values | Dynamo | all | `masks_without_values` |
+  `decide_masks_statically` | tests/capture/workarounds/test_masks_left_out.py |
+| whether a mask is causal is asked of its values | Dynamo | all | `decide_masks_statically` |
   tests/semantics/operators/test_layers.py |
-| layers for quantization that is trained for are not entered | Dynamo | all | `quantizers_traced` |
+| layers for quantization that is trained for are not entered | Dynamo | all | `trace_quantizers` |
   tests/benchmarks/coverage/test_slice.py |
 | dropout between recurrent layers is left out; coarse ones round every step | AOTAutograd | all |
   `refuse_traced_otherwise` | tests/semantics/operators/test_layers.py |
@@ -38,11 +38,11 @@ tests that fail without it; where torch is mended, it can go.
 | checks of linear algebra thread tokens through graphs | AOTAutograd | all | `without_tokens` |
   tests/semantics/operators/test_layers.py |
 | gradients of outputs that overlap themselves overwrite each other | AOTAutograd | all |
-  `gradients_apart` | tests/semantics/operators/test_in_place.py |
+  `allow_overlapping_outputs` | tests/semantics/operators/test_in_place.py |
 | sizes of three factors call ``operator.mul`` with three | AOTAutograd | 2.13 |
-  `products_by_twos` | tests/capture/workarounds/test_symbolic_products.py |
+  `multiply_sizes_pairwise` | tests/capture/workarounds/test_symbolic_products.py |
 | sizes of sparse gradients depend on where there is padding | AOTAutograd | all |
-  `sparse_gradients_of_known_size` | tests/test_stage.py |
-| kernels registered later are not traced | AOTAutograd | all | `traced_as_registered` |
+  `pad_sparse_gradients` | tests/test_stage.py |
+| kernels registered later are not traced | AOTAutograd | all | `trace_registered_kernels` |
   tests/semantics/operators/test_custom_ops.py |
 """

@@ -47,7 +47,7 @@ def refuse_absent_gradients(module: fx.GraphModule, traced: Collection[CodeType]
 
 
 def _calls(module: fx.GraphModule) -> list[fx.Node]:
-    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    graphs = [graph.graph for graph in module.modules() if isinstance(graph, fx.GraphModule)]
     return [node for graph in graphs for node in graph.nodes if node.target is _APPLY]
 
 
@@ -87,10 +87,10 @@ def return_tensors_once(module: fx.GraphModule) -> None:
         output = body.graph.output_node()
         results, kept = output.args[0]
         first: dict[int, int] = {}
-        places = [first.setdefault(_identity(each), at) for at, each in enumerate(results)]
+        places = [first.setdefault(_identity(result), at) for at, result in enumerate(results)]
         if len(first) == len(results):
             continue
-        once = [each if places[at] == at else None for at, each in enumerate(results)]
+        once = [result if places[at] == at else None for at, result in enumerate(results)]
         output.args = ((tuple(once), kept),)
         body.recompile()
         for item in list(node.users):
@@ -105,7 +105,7 @@ def _identity(result: Any) -> int:
 
 
 # With others, such as inputs that are written into, the operator stays and is refused.
-_KNOWN = {"non_differentiable_idx", "saved_for_backward_idx"}
+_SUPPORTED_KWARGS = {"non_differentiable_idx", "saved_for_backward_idx"}
 
 
 def make_traceable(module: fx.GraphModule) -> None:
@@ -116,7 +116,7 @@ def make_traceable(module: fx.GraphModule) -> None:
     direction, and cannot trace that operator itself. A function that runs these graphs it can.
     """
     for node in _calls(module):
-        if node.kwargs.keys() <= _KNOWN:
+        if node.kwargs.keys() <= _SUPPORTED_KWARGS:
             node.target = _apply
             cast("fx.GraphModule", node.graph.owning_module).recompile()
 
@@ -145,14 +145,14 @@ class _Captured(torch.autograd.Function):
         outputs, kept = forward(*args)
         ctx.run = backward
         ctx.count, ctx.places = len(kept), saved
-        ctx.others = tuple(each for at, each in enumerate(kept) if at not in saved)
+        ctx.unsaved = tuple(value for at, value in enumerate(kept) if at not in saved)
         ctx.save_for_backward(*(kept[at] for at in saved))
         ctx.mark_non_differentiable(*(outputs[at] for at in constant))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        saved, others = list(ctx.saved_tensors), list(ctx.others)
+        saved, unsaved = list(ctx.saved_tensors), list(ctx.unsaved)
         places = (at in ctx.places for at in range(ctx.count))
-        kept = [(saved if is_saved else others).pop(0) for is_saved in places]
+        kept = [(saved if is_saved else unsaved).pop(0) for is_saved in places]
         return (None, None, None, None, *ctx.run(*grads, *kept))

@@ -32,12 +32,12 @@ from autosplit.errors import CaptureError
 def _by_captures() -> bool:
     """Whether captures do it themselves; twice, modes would be lost."""
     inner = preserve_global_state.__code__.co_consts
-    codes = [each for each in inner if isinstance(each, CodeType)]
-    return any("torch_function_mode_stack_state_mgr" in each.co_names for each in codes)
+    codes = [constant for constant in inner if isinstance(constant, CodeType)]
+    return any("torch_function_mode_stack_state_mgr" in code.co_names for code in codes)
 
 
 @contextlib.contextmanager
-def function_modes_known() -> Iterator[None]:
+def keep_function_modes() -> Iterator[None]:
     """Put modes aside for a capture, which knows of them; also inside of a compilation.
 
     ``torch.set_default_device`` and ``with torch.device(...)`` put a mode on a stack that
@@ -61,7 +61,7 @@ def function_modes_of_the_call() -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def graph_put_aside(module: nn.Module, captured: BackendInput | None) -> Iterator[None]:
+def detach_graph_attributes(module: nn.Module, captured: BackendInput | None) -> Iterator[None]:
     """The module is without those attributes that make a graph of it, and that the captured graph
     has its own of.
 
@@ -70,14 +70,14 @@ def graph_put_aside(module: nn.Module, captured: BackendInput | None) -> Iterato
     attributes of the module that it captured it from. Of a ``GraphModule`` these are a graph as
     well, which then stands in for the captured one.
     """
-    taken: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     if captured is not None and isinstance(module, fx.GraphModule):
-        own = vars(captured.graph_module).keys() - nn.Module().__dict__.keys()
-        taken = {name: vars(module).pop(name) for name in own & vars(module).keys()}
+        graph_names = vars(captured.graph_module).keys() - nn.Module().__dict__.keys()
+        attributes = {name: vars(module).pop(name) for name in graph_names & vars(module).keys()}
     try:
         yield
     finally:
-        vars(module).update(taken)
+        vars(module).update(attributes)
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ LIMIT = 2048
 
 
 @contextlib.contextmanager
-def masks_without_values() -> Iterator[None]:
+def decide_masks_statically() -> Iterator[None]:
     """Kernels of attention are chosen by what the caller says, not by values of masks.
 
     torch's Transformer layers ask of a mask's values whether it is the causal one, which no graph
@@ -175,14 +175,16 @@ def _is_said_to_be_causal(
 
 
 @contextlib.contextmanager
-def quantizers_traced() -> Iterator[None]:
+def trace_quantizers() -> Iterator[None]:
     """Dynamo traces torch's own layers for quantization that is trained for, which it leaves to
     Python else; their fake quantizers are operators.
     """
-    known: Any = trace_rules.get_mod_inlinelist
+    inlined_directories: Any = trace_rules.get_mod_inlinelist
     root = os.path.dirname(torch.__file__)
-    own = {f"{root}/ao/nn/", f"{root}/ao/quantization/"}
-    with patch.object(trace_rules, "get_mod_inlinelist", lambda: known() | own):
+    quantizer_directories = {f"{root}/ao/nn/", f"{root}/ao/quantization/"}
+    with patch.object(
+        trace_rules, "get_mod_inlinelist", lambda: inlined_directories() | quantizer_directories
+    ):
         yield
 
 
@@ -214,7 +216,7 @@ class UnrollingLimit:
 
 
 @contextlib.contextmanager
-def unrolling_limited() -> Iterator[UnrollingLimit]:
+def limit_unrolling() -> Iterator[UnrollingLimit]:
     """Dynamo stops tracing in here where it unrolls a loop too far.
 
     Models that scan over a sequence may have a closed form for compilers beside the loop, and ask
@@ -234,14 +236,14 @@ def unrolling_limited() -> Iterator[UnrollingLimit]:
         yield limit
 
 
-def guards_untimed() -> AbstractContextManager[Any]:
+def skip_guard_timing() -> AbstractContextManager[Any]:
     """Torch times the guards of each capture for a log, behind a flush of the processor's caches,
     for which it allocates 27 MiB.
     """
     return patch.object(guards, "profile_guard_manager", lambda *args: 0.0, create=True)
 
 
-def compiled_not_exported() -> AbstractContextManager[Any]:
+def report_compiling() -> AbstractContextManager[Any]:
     """Dynamo answers so if a forward asks; in torch 2.11 it has the other answer for all."""
     return patch.dict(tracing_state_functions(), {torch.compiler.is_exporting: False})
 
@@ -251,7 +253,7 @@ def inline_compile_regions(module: fx.GraphModule) -> None:
     would be one operator in the backward, whose weight gradients could not wait.
     """
     # Bodies before what calls them.
-    for graphs in reversed([each for each in module.modules() if isinstance(each, fx.GraphModule)]):
+    for graphs in reversed([part for part in module.modules() if isinstance(part, fx.GraphModule)]):
         calls = graphs.graph.find_nodes(op="call_function", target=_REGION)
         for node in calls:
             _inline(graphs, node, graphs.get_submodule(node.args[0].target))

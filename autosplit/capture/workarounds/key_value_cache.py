@@ -53,9 +53,11 @@ class CachedBlock(nn.Module):
 
 def cache_argument(block: nn.Module) -> tuple[str, int] | None:
     """Name and place of the argument in which a block may be given a cache that it fills."""
-    taken = [*inspect.signature(block.forward).parameters]
-    known = sys.modules.get("transformers.cache_utils") is not None
-    return next(((n, taken.index(n)) for n in _ARGUMENTS if known and n in taken), None)
+    parameters = [*inspect.signature(block.forward).parameters]
+    is_loaded = sys.modules.get("transformers.cache_utils") is not None
+    return next(
+        ((n, parameters.index(n)) for n in _ARGUMENTS if is_loaded and n in parameters), None
+    )
 
 
 def caching(
@@ -77,7 +79,7 @@ def caching(
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    numbers: set[Any] = {vars(each).get("layer_idx") for each in block.modules()} - {None}
+    numbers: set[Any] = {vars(part).get("layer_idx") for part in block.modules()} - {None}
     if len(numbers) != 1:
         return plain
     (place,) = numbers
@@ -88,8 +90,8 @@ def caching(
         if type(cache) is DynamicCache and len(cache.layers) > place:
             layer = cache.layers[place]
             if type(layer) is DynamicLayer and not layer.is_initialized:
-                others, named = _with_cache(None, name, at, args, kwargs)
-                results, keys, values = cached(*others, **named)
+                positional, named = _with_cache(None, name, at, args, kwargs)
+                results, keys, values = cached(*positional, **named)
                 layer.lazy_initialization(keys, values)
                 layer.keys, layer.values = keys, values
                 return results

@@ -71,13 +71,13 @@ _UNTRACED = {"CPU", "CUDA", "HPU", "MPS", "MTIA", "XPU", "PrivateUse1", "Meta", 
 
 def _overridden() -> set[str]:
     """Names of the operators that have kernels of users."""
-    found = set(filter(None, map(_traced, torch.library._impls.copy())))
+    names = set(filter(None, map(_traced, torch.library._impls.copy())))
     # torch registers for autograd as a whole, but for some operators of its tests. Kernels for
     # one device are found where they come from C++, too.
     for device in ("CPU", "CUDA"):
-        every = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autograd{device}")
-        found |= {op for op in every if op.startswith("aten::") and "::_test_" not in op}
-    return found
+        registrations = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autograd{device}")
+        names |= {op for op in registrations if op.startswith("aten::") and "::_test_" not in op}
+    return names
 
 
 @functools.cache  # thousands of names, the same at each capture
@@ -88,18 +88,18 @@ def _traced(registered: str) -> str | None:
 
 
 @contextlib.contextmanager
-def traced_as_registered() -> Iterator[None]:
+def trace_registered_kernels() -> Iterator[None]:
     """Trace through the kernels that users registered for torch's own operators: clear these
     operators' dispatch caches, which would keep tracing on the kernel that was registered before.
     """
     operators = [_overload(name) for name in _overridden()]
-    for each in operators:
-        each._dispatch_cache.clear()
+    for operator in operators:
+        operator._dispatch_cache.clear()
     try:
         yield
     finally:
-        for each in operators:
-            each._dispatch_cache.clear()
+        for operator in operators:
+            operator._dispatch_cache.clear()
 
 
 def _overload(name: str) -> Any:
@@ -108,7 +108,7 @@ def _overload(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def gradients_apart() -> Iterator[None]:
+def allow_overlapping_outputs() -> Iterator[None]:
     """torch expects the gradient of an output to lie as the output does, and copies it there. Of
     an output whose elements share memory (``unfold``, ``as_strided``) elements of the gradient
     would then overwrite each other, so that is expected to be contiguous. (torch 2.13 does the
@@ -141,8 +141,8 @@ def without_tokens() -> Iterator[None]:
     """
     original = effects.has_effects
 
-    def has_effects(op: Any, *others: Any, **options: Any) -> bool:
-        return op not in OPERATORS["check"] and original(op, *others, **options)
+    def has_effects(op: Any, *args: Any, **options: Any) -> bool:
+        return op not in OPERATORS["check"] and original(op, *args, **options)
 
     added = OPERATORS["check"] - _KEPT
     _KEPT.update(added)
@@ -157,7 +157,7 @@ _NAME = "_build_proxy_for_sym_expr"
 
 
 @contextlib.contextmanager
-def products_by_twos() -> Iterator[None]:
+def multiply_sizes_pairwise() -> Iterator[None]:
     """While a graph is traced, a size that was computed out of its sight, as DTensor computes
     those of local tensors, is a product of two others, not a call of ``operator.mul`` with as many
     arguments as the product has factors, which fails where it runs (seen with torch 2.13).
@@ -170,8 +170,8 @@ def products_by_twos() -> Iterator[None]:
     def build(tracer: Any, expr: Any, out: Any = None) -> Any:
         many = getattr(expr, "is_Mul", False) and len(expr.args) > 2
         if many and expr not in tracer.sympy_expr_tracker:
-            first, *others = expr.args
-            rest = expr.func(*others, evaluate=False)
+            first, *factors = expr.args
+            rest = expr.func(*factors, evaluate=False)
             expr = expr.func(first, rest, evaluate=False)
         return original(tracer, expr, out)
 
@@ -180,7 +180,7 @@ def products_by_twos() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def grouped_products_of_any_dtype() -> Iterator[None]:
+def allow_grouped_products() -> Iterator[None]:
     """While something is traced, grouped products (``torch._grouped_mm``) are there for float32 and
     float16, too, as their kernels are; torch's meta function has bfloat16 only (to torch 2.13).
     """
@@ -190,19 +190,19 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
     def common(mat_a: Tensor, mat_b: Tensor, **options: Any) -> Any:
         other = options["scale_a"] is None and mat_a.dtype == mat_b.dtype != torch.bfloat16
         # Else the kernel pads its rows, but torch's function not in builds for CPUs.
-        whole = mat_b.shape[-1] * mat_b.element_size() % 16 == 0
-        if not (other and whole):
+        is_aligned = mat_b.shape[-1] * mat_b.element_size() % 16 == 0
+        if not (other and is_aligned):
             return original(mat_a, mat_b, **options)
         # The kernel checks the rest where it runs.
-        made = registered._create_grouped_mm_output_tensor
-        return made(mat_a, mat_b, options["offs"], options["out_dtype"])
+        create_output = registered._create_grouped_mm_output_tensor
+        return create_output(mat_a, mat_b, options["offs"], options["out_dtype"])
 
     with patch.object(registered, "_meta_grouped_mm_common", common):
         yield
 
 
 @contextlib.contextmanager
-def sparse_gradients_of_known_size() -> Iterator[None]:
+def pad_sparse_gradients() -> Iterator[None]:
     """While a graph is traced, the sparse gradient of an embedding with ``padding_idx`` has rows of
     zeros for the padding. Eager mode leaves these rows out, and so asks how many there are.
     """
@@ -266,11 +266,11 @@ def as_eager(module: fx.GraphModule, decompositions: object = None) -> Iterator[
         torch._functorch.config.patch(backward_pass_autocast="off"),
         without_fused_recurrence(module),
         without_tokens(),
-        gradients_apart(),
-        products_by_twos(),
-        grouped_products_of_any_dtype(),
-        sparse_gradients_of_known_size(),
-        traced_as_registered(),
+        allow_overlapping_outputs(),
+        multiply_sizes_pairwise(),
+        allow_grouped_products(),
+        pad_sparse_gradients(),
+        trace_registered_kernels(),
     ):
         yield
 
@@ -320,7 +320,7 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
     for name, first in _PRODUCTS.items():
         target = getattr(torch.ops.aten, name).default
         for node in graph.find_nodes(op="call_function", target=target):
-            one, other = (traced_value(each).dtype for each in node.args[first : first + 2])
+            one, other = (traced_value(factor).dtype for factor in node.args[first : first + 2])
             if one != other:
                 line = source_line(node)
                 raise FailingCallError(
@@ -339,12 +339,12 @@ _OTHERWISE = (
 def _is_traced_otherwise(node: fx.Node) -> bool:
     if node.target not in _CELLS:
         return node.target in _MARGIN_LOSSES
-    given: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
-    drops = given["train"] and given["dropout"] != 0 and given["num_layers"] > 1
+    arguments: dict[str, Any] = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+    drops = arguments["train"] and arguments["dropout"] != 0 and arguments["num_layers"] > 1
     misshapen = node.target is torch.lstm and TORCH < (2, 13)
-    return drops or misshapen or getattr(traced_value(given["input"]), "dtype", None) in _COARSE
+    return drops or misshapen or getattr(traced_value(arguments["input"]), "dtype", None) in _COARSE
 
 
 def _nodes(module: fx.GraphModule) -> list[fx.Node]:
-    graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
     return [node for graph in graphs for node in graph.nodes]

@@ -23,4 +23,4 @@ def test_guards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     autosplit.split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))(torch.ones(1, 2))
     assert not timed
     torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
-    assert timed  # torch itself does: else guards_untimed has nothing to do
+    assert timed  # torch itself does: else skip_guard_timing has nothing to do
