@@ -1,4 +1,4 @@
-"""What ranks of a trainer agree on: options and meshes at first, losses and norm in each step."""
+"""Ranks agree: on options and mesh when a trainer is built, on losses and norm in each step."""
 
 from __future__ import annotations
 
@@ -24,46 +24,52 @@ T = TypeVar("T")
 
 
 def difference(
-    said: Mapping[K, Mapping[str, T]],
+    values: Mapping[K, Mapping[str, T]],
 ) -> tuple[str, tuple[K, T], tuple[K, T]] | None:
-    """The first thing of which two ranks, or whoever it is, say different, with these and what they
-    say.
+    """Find the first name for which two ranks (or stages) have different values.
+
+    Args:
+        values: by rank, its values by name. A rank may lack names.
+
+    Returns:
+        The name, and (rank, value) of the two; None if there is no difference.
     """
     first: dict[str, tuple[K, T]] = {}
-    for one, own in said.items():
-        for name, value in own.items():
-            if first.setdefault(name, (one, value))[1] != value:
-                return name, first[name], (one, value)
+    for rank, named in values.items():
+        for name, value in named.items():
+            if first.setdefault(name, (rank, value))[1] != value:
+                return name, first[name], (rank, value)
     return None
 
 
-def check_unanimous(said: Mapping[str, Any], layout: RankLayout) -> None:
-    """Hold what this rank was told against what the others were, over the default process group;
-    collective. Does nothing for a trainer of one rank.
+def check_unanimous(arguments: Mapping[str, Any], layout: RankLayout) -> None:
+    """Check that all ranks build the same trainer; collective over the default process group.
 
-    Without it, some would clip and others not, or wait for a message that nobody sends.
+    Otherwise some ranks would clip and others not, or wait for a message that no rank sends. A
+    trainer of one rank communicates nothing.
 
     Args:
-        said: by name; the same names on every rank.
-        layout: by the rank's mesh; the trainer's groups are made by it.
+        arguments: the values by name; the same names on every rank.
+        layout: the ranks, as this rank's mesh describes them.
 
     Raises:
         PipelineError: names the first difference and the ranks.
     """
     if len(layout.ranks) == 1:
         return
-    places = f"{layout.pipelines} at the places {layout.places}"
-    own = {name: _text(value) for name, value in said.items()}
-    texts = gather({"what its mesh makes pipelines": places, **own})
-    if (found := difference(dict(enumerate(texts)))) is not None:
-        name, (one, here), (two, there) = found
+    pipelines = f"{layout.pipelines} at the places {layout.places}"
+    texts = {name: _text(value) for name, value in arguments.items()}
+    gathered = gather({"the layout of pipelines in the mesh": pipelines, **texts})
+    if (differing := difference(dict(enumerate(gathered)))) is not None:
+        name, (first_rank, first_text), (rank, text) = differing
         raise PipelineError(
-            f"every rank must build the same trainer, but {name} is {here} on rank {one} and "
-            f"{there} on rank {two}"
+            f"every rank must build the same trainer, but {name} is {first_text} on rank "
+            f"{first_rank} and {text} on rank {rank}"
         )
 
 
 def _text(value: object) -> str:
+    """A value in words, short and equal on ranks that have equal values."""
     if isinstance(value, Schedule):
         order = _digest(value.ranks, value.placement)
         return f"{value.name!r} (split_backward={value.split_backward}, order {order})"
@@ -79,31 +85,37 @@ def _digest(*values: object) -> str:
 # --- a step ---------------------------------------------------------------------------------------
 
 _ROUNDING = 1e-5
-"""By how much, of itself, a loss may differ on ranks that compute it together."""
+"""Relative tolerance between the losses of ranks that share the tensors of a stage."""
 
 
 class StepReduction:
-    """Losses and gradient norm of a step in flight; having them means that every rank ran it.
+    """Losses and gradient norm of a step, being summed over all ranks by one all-reduce.
 
-    One small sum over all ranks carries the losses of each pipeline (on ranks without them they are
-    zero; pipelines of one batch, which share its tensors, must have the same), of each rank the
-    last stage with a gradient that is not finite, the sum of the squares of the gradients, and when
-    each rank's recorded actions began and ended. It is collective, and starts when this is made.
+    The vector has float64 numbers, and each rank fills in its own; the others are 0:
+
+        losses      one for each pipeline and microbatch, from the rank with the last stage
+        batches     one for each pipeline, the sum of ``batch`` over its ranks
+        nonfinite   one for each rank: 1 + its last stage with a gradient that is not finite, or 0
+        squares     one in all, the sum over all ranks; only if the norm is computed
+        windows     two for each rank: the start and the end of its recorded actions
+
+    Once the sum is there, every rank has run the step. Pipelines that share the tensors of their
+    stages must have equal losses. Collective: the all-reduce starts when this is constructed.
 
     Args:
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        losses: those that this rank has, by microbatch.
-        count: how many microbatches there are.
-        end: the rank of each pipeline that has its losses.
-        squares: the sum of this rank's; None where nobody asks for the norm.
-        nonfinite: the last of this rank's stages with a gradient that is not finite, if any has.
+        losses: the losses that this rank has, by microbatch.
+        count: the number of microbatches.
+        end: the rank, within each pipeline, that has the last stage.
+        squares: the sum of the squares of this rank's gradients, shape [1]; None without a norm.
+        nonfinite: the last of this rank's stages with a gradient that is not finite, if any.
         dtype: the dtype of the losses.
         raises: whether gradients that are not finite are an error.
-        window: when this rank's first recorded action began and its last one ended, in seconds of
+        window: start of this rank's first recorded action and end of its last one, in seconds of
             ``time.perf_counter()``; zeros if nothing was recorded.
-        batch: stands for what this rank took of the batch, where other ranks must have the same;
-            fewer than 2**46 in all.
+        batch: a checksum of this rank's microbatches, compared between pipelines that share
+            tensors; below 2**40, so that the sum over a pipeline is exact in float64.
     """
 
     def __init__(
@@ -133,8 +145,8 @@ class StepReduction:
         size = self._windows + 2 * groups.everybody.ranks
         numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
         if losses:
-            own = torch.stack(tuple(losses.values())).to(numbers)
-            numbers[layout.own * count :][list(losses)] = own
+            stacked = torch.stack(tuple(losses.values())).to(numbers)
+            numbers[layout.own * count :][list(losses)] = stacked
         if squares is not None:
             numbers[self._squares : self._windows] = squares
         at = self._windows + 2 * groups.everybody.rank
@@ -142,29 +154,36 @@ class StepReduction:
         numbers[self._losses + layout.own] = batch
         if nonfinite is not None:
             numbers[self._stages + groups.everybody.rank] = nonfinite + 1
-        self._own = numbers.clone()
+        self._unreduced = numbers.clone()
         self._numbers: Callable[[], Tensor] = lambda: numbers
         if groups.everybody.ranks > 1:
             self._numbers = groups.everybody.start_sum(numbers)
 
     def wait(self) -> Tensor:
-        """The loss of each microbatch, shape [M], on the CPU.
+        """Wait until all ranks have run the step, and return its losses.
+
+        Returns:
+            The loss of each microbatch, shape [M], on the CPU.
 
         Raises:
-            RankError: a rank did not get through the step.
+            RankError: a rank failed in the step.
             PipelineError: ranks that share the tensors of a stage have different losses; or
-                gradients are not finite, and that is an error.
+                gradients are not finite, with ``raises``.
         """
         with self._guard("the end of a step"):
             numbers = self._numbers()
-            everywhere = numbers[: self._losses].view(len(self._layout.pipelines), -1)
-            if len(everywhere) > 1:
-                self._check_shared(everywhere, numbers[self._losses : self._stages].tolist())
-            self._refuse(numbers)
-        return everywhere[self._layout.own].to(self._dtype)
+            losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
+            if len(losses) > 1:
+                self._check_shared(losses, numbers[self._losses : self._stages].tolist())
+            self._check_finite(numbers)
+        return losses[self._layout.own].to(self._dtype)
 
     def _check_shared(self, losses: Tensor, batches: list[float]) -> None:
-        """Hold pipelines that share tensors against each other: what each would do by itself."""
+        """Check that pipelines that share tensors had one batch and have equal losses.
+
+        Raises:
+            PipelineError: names the ranks.
+        """
         rows: dict[tuple[int, ...], int] = {}
         precision = max(_ROUNDING, 4 * torch.finfo(self._dtype).eps)
         for row, place in enumerate(self._layout.places):
@@ -173,23 +192,24 @@ class StepReduction:
                 one, other = self._layout.pipelines[first], self._layout.pipelines[row]
                 raise PipelineError(
                     f"the ranks {list(one)} and {list(other)} share the tensors of their stages "
-                    "and were given different batches: give all ranks along 'tp' the same one, and "
-                    "those along other dimensions of the mesh shares of their own"
+                    "and got different batches: pass the same batch on all ranks along 'tp'; only "
+                    "ranks along other dimensions of the mesh have different shares of it"
                 )
             if not torch.allclose(
                 losses[first], losses[row], rtol=precision, atol=0.0, equal_nan=True
             ):
-                ends = [self._layout.pipelines[each][-1] for each in (first, row)]
+                ends = [self._layout.pipelines[number][-1] for number in (first, row)]
                 raise PipelineError(
                     f"the ranks {ends[0]} and {ends[1]} share the tensors of a stage and have the "
                     f"losses {losses[first].tolist()} and {losses[row].tolist()}, which must be "
-                    "the same: give all ranks along 'tp' the same batch, and let the loss be one "
-                    "of whole outputs, or loss_parallel()"
+                    "equal: pass the same batch on all ranks along 'tp', and compute the loss "
+                    "from whole outputs, or under loss_parallel()"
                 )
 
     def bounds(self) -> tuple[float, float]:
-        """The first start and the last end of what the ranks of this pipeline recorded; zeros if
-        nothing was. Waits like ``wait``.
+        """Return the first start and the last end of the actions that this pipeline recorded.
+
+        Waits as ``wait`` does. In seconds; zeros if nothing was recorded.
         """
         with self._guard("the end of a step"):
             rows = self._numbers()[self._windows :].view(-1, 2).tolist()
@@ -198,40 +218,42 @@ class StepReduction:
         return min(starts), max(ends)
 
     def norm(self) -> float:
-        """The norm of the model's gradient; waits like ``wait``."""
+        """Return the norm of the model's gradient; waits as ``wait`` does."""
         with self._guard("the end of a step"):
             return math.sqrt(self._numbers()[self._squares].item())
 
     def check_local(self) -> None:
-        """Refuse gradients of this rank that are not finite, without waiting for others.
+        """Check that this rank's gradients are finite, without waiting for other ranks.
 
         Raises:
-            PipelineError: there are some, and that is an error.
+            PipelineError: some are not, with ``raises``.
         """
         with self._guard("the end of a step"):
-            self._refuse(self._own)
+            self._check_finite(self._unreduced)
 
     @property
     def finite(self) -> bool:
-        """Whether all gradients of the step are finite, on all ranks; waits like ``wait``."""
+        """Whether all gradients of the step are finite, on all ranks; waits as ``wait`` does."""
         with self._guard("the end of a step"):
             return not self._numbers()[self._stages : self._squares].any()
 
-    def _refuse(self, numbers: Tensor) -> None:
-        stages = numbers[self._stages : self._squares].tolist()
-        found = sorted(((int(at) - 1, rank) for rank, at in enumerate(stages) if at), reverse=True)
-        if not found or not self._raises:
+    def _check_finite(self, numbers: Tensor) -> None:
+        codes = numbers[self._stages : self._squares].tolist()
+        nonfinite = sorted(
+            ((int(code) - 1, rank) for rank, code in enumerate(codes) if code), reverse=True
+        )
+        if not nonfinite or not self._raises:
             return
-        told = [f"stage {stage} (rank {rank})" for stage, rank in found]
+        stages = [f"stage {stage} (rank {rank})" for stage, rank in nonfinite]
         losses = numbers[: self._losses].view(len(self._layout.pipelines), -1)
-        bad = [
+        bad_losses = [
             f"{losses[row, microbatch].item()} for microbatch {microbatch} "
             f"(rank {self._layout.pipelines[row][self._end]})"
             for row, microbatch in (~losses.isfinite()).nonzero().tolist()
         ]
         raise PipelineError(
-            f"gradients are not finite in {few(told, 4)}, and the loss is "
-            f"{few(bad, 4) or 'finite for all microbatches'}. No optimizer has moved by them. "
-            "RunOptions(nonfinite='skip') drops the gradients of such steps and goes on; 'ignore' "
-            "lets optimizers move by them"
+            f"gradients are not finite in {few(stages, 4)}, and the loss is "
+            f"{few(bad_losses, 4) or 'finite for all microbatches'}. No optimizer has used them. "
+            "RunOptions(nonfinite='skip') drops the gradients of such a step and continues with "
+            "the next; 'ignore' lets optimizers use them"
         )

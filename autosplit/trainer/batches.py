@@ -1,7 +1,7 @@
-"""The batches of a trainer: cut into microbatches, and held against those of other ranks.
+"""Batches of a trainer: cut into microbatches, and compared with the batches of other ranks.
 
-What a rank knows of a batch is its signature. Ranks that all know theirs only say so: of the steps
-that each may be about to run, all have one in common. Else they tell each other what they have.
+Ranks compare the shapes and dtypes of their batches only where a rank has a batch of a signature
+that it has not seen before. Otherwise ``Runner`` needs no more than a bit mask of step plans.
 """
 
 from __future__ import annotations
@@ -24,43 +24,48 @@ BatchPart: TypeAlias = "Tensor | Sequence[Tensor]"
 """The targets of a batch, or its inputs: one tensor or several, samples along dimension 0."""
 
 Inputs: TypeAlias = "BatchPart | Sequence[Tensor | None] | Mapping[str, Tensor]"
-"""The inputs of a batch: a dictionary where the wiring names them. Of several, a rank may leave
-out those (None, or no such key) that its stages do not take."""
+"""The inputs of a batch: a dictionary where the wiring names them. A rank may leave out inputs
+that its stages do not use: None in a tuple, no such key in a dictionary."""
 
 Batch: TypeAlias = "tuple[Inputs | None, BatchPart | None]"
-"""Inputs and targets. A rank that needs neither, or only one, may leave the other out (None)."""
+"""Inputs and targets. A rank may pass None for a part that its stages do not use, or for both."""
 
 Metas: TypeAlias = "dict[str, TensorMeta]"
-"""What there is of a batch, by path: ``inputs``, or ``inputs[0]`` where there may be several."""
+"""Shapes and dtypes of a batch's tensors by path: ``inputs``, or ``inputs[0]`` of several."""
 
 BatchSlot: TypeAlias = "tuple[str, int]"
 """A tensor of a batch: one of its ``inputs`` or of its ``targets``, by number."""
 
 Microbatches: TypeAlias = "list[list[Any]]"
-"""Per microbatch its tensors, in order; None for what this rank does not take."""
+"""For each microbatch its tensors, in order; None for tensors that this rank does not use."""
 
 
 def paired(batch: Any, target: BatchPart | None, named: Mapping[str, Tensor]) -> Batch | None:
-    """A batch as the pair (inputs, targets); ``target`` is given where ``batch`` is inputs only, or
-    these are given by name.
+    """Return a batch as the pair (inputs, targets).
+
+    Args:
+        batch: the pair itself; or the inputs alone, with ``target``; or None, with ``named``.
+        target: the targets.
+        named: the inputs by name.
     """
     if named:
-        batch = named if batch is None else (batch, named)  # which is refused, on all ranks
+        # A batch beside named inputs becomes a pair that is an error on all ranks.
+        batch = named if batch is None else (batch, named)
     return batch if target is None and not named else (batch, target)
 
 
 class BatchSplitter:
-    """Cuts batches for one rank.
+    """Cuts batches into microbatches for one rank.
 
-    Whatever a rank passes is checked, also what it does not need, so that a bad batch is an error
-    on every rank that sees it.
+    Checks also tensors that this rank does not use, so that a bad batch is an error on every rank
+    that passes it.
 
     Args:
-        microbatches: M, into how many microbatches.
-        device: where the microbatches go.
-        inputs: which of the inputs this rank's stages take; None for all there are.
-        targets: whether this rank holds the last stage, which takes the targets.
-        names: the names of the inputs, where they may come as a dictionary.
+        microbatches: M, the number of microbatches.
+        device: the device of the microbatches.
+        inputs: the numbers of the inputs that this rank's stages use; None for all of them.
+        targets: whether this rank has the last stage, which uses the targets.
+        names: the names of the inputs, if they may come as a dictionary.
     """
 
     def __init__(
@@ -74,47 +79,50 @@ class BatchSplitter:
     ) -> None:
         self._count = microbatches
         self._device = device
-        self._takes = {"inputs": inputs, "targets": None if targets else frozenset()}
+        # By part, the numbers of the tensors that are used; None for all.
+        self._used = {"inputs": inputs, "targets": None if targets else frozenset()}
         self._names = names
 
-    def __call__(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
-        """Inputs and targets per microbatch, of a batch that ``given`` takes; empty lists for what
-        this rank does not need.
+    def split(self, batch: Batch | None) -> tuple[Microbatches, Microbatches]:
+        """Return inputs and targets by microbatch, of a batch that ``check`` has accepted.
+
+        Microbatches are views along dimension 0. A part that this rank does not use is an empty
+        list.
         """
         inputs, targets = (None, None) if batch is None else batch
-        return self._cut("inputs", inputs), self._cut("targets", targets)
+        return self._split_part("inputs", inputs), self._split_part("targets", targets)
 
-    def _cut(self, name: str, part: Any) -> Microbatches:
-        takes = self._takes[name]
-        if part is None or (takes is not None and not takes):
+    def _split_part(self, name: str, part: Any) -> Microbatches:
+        used = self._used[name]
+        if part is None or (used is not None and not used):
             return []
-        pieces: list[Sequence[Tensor | None]] = []
-        for place, tensor in enumerate(self._in_order(part)):
-            if takes is not None and place not in takes:
-                pieces.append([None] * self._count)
+        chunks: list[Sequence[Tensor | None]] = []
+        for number, tensor in enumerate(self._in_order(part)):
+            if used is not None and number not in used:
+                chunks.append([None] * self._count)
                 continue
             moved = tensor.detach().to(self._device, non_blocking=True)
-            pieces.append(moved.chunk(self._count) if moved.dim() else [moved] * self._count)
-        return [*map(list, zip(*pieces, strict=True))] or [[] for _ in range(self._count)]
+            chunks.append(moved.chunk(self._count) if moved.dim() else [moved] * self._count)
+        return [*map(list, zip(*chunks, strict=True))] or [[] for _ in range(self._count)]
 
     def requiring_grad(self, batch: Batch | None) -> dict[BatchSlot, Tensor]:
-        """The tensors of a batch that ``given`` takes which need a gradient.
+        """Return the tensors that need a gradient, of a batch that ``check`` has accepted.
 
         Raises:
-            PipelineError: no stage of this rank takes one of them.
+            PipelineError: no stage of this rank uses one of them.
         """
         tensors = {}
-        for (name, takes), part in zip(self._takes.items(), batch or (), strict=False):
-            for place, (path, tensor) in enumerate(self._by_path(name, part).items()):
+        for (name, used), part in zip(self._used.items(), batch or (), strict=False):
+            for number, (path, tensor) in enumerate(self._by_path(name, part).items()):
                 if not isinstance(tensor, Tensor) or not tensor.requires_grad:
                     continue
-                if takes is not None and place not in takes:
+                if used is not None and number not in used:
                     raise PipelineError(
-                        f"the batch's {path} needs a gradient, and no stage of this rank takes it: "
-                        "pass it detached (x.detach()) or leave it out (None) here, and with a "
-                        "gradient on the rank whose stage takes it"
+                        f"the batch's {path} needs a gradient, and no stage of this rank uses it: "
+                        "pass it detached (x.detach()) or leave it out (None) here, and pass it "
+                        "with requires_grad on the rank whose stage uses it"
                     )
-                tensors[name, place] = tensor
+                tensors[name, number] = tensor
         return tensors
 
     def _in_order(self, part: Any) -> Sequence[Any]:
@@ -122,70 +130,79 @@ class BatchSplitter:
             return [part.get(name) for name in self._names]
         return part if isinstance(part, tuple | list) else [part]
 
-    def given(self, batch: Batch | None) -> dict[str, Tensor]:
-        """The tensors of a batch by path: whatever this rank was given.
+    def check(self, batch: Batch | None) -> dict[str, Tensor]:
+        """Check a batch, and return all tensors that this rank has passed, by path.
 
         Raises:
-            PipelineError: a part that this rank takes is missing, is not made of tensors, or cannot
-                be divided.
+            PipelineError: a part that this rank uses is missing, is not made of tensors, or cannot
+                be cut into equal microbatches.
         """
         if batch is None:
             batch = None, None
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise PipelineError(
-                f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part may be a "
-                "tensor or a tuple of tensors: step((x, y)), or step(x, target=y); of a model that "
-                "computes its own loss, step({...}, target=())"
+                f"a batch is a pair (inputs, targets); got {_kind(batch)}. Either part is a "
+                "tensor or a tuple of tensors: step((x, y)), or step(x, target=y); for a model "
+                "that computes its own loss, step({...}, target=())"
             )
-        found = {}
-        for (name, takes), part in zip(self._takes.items(), batch, strict=True):
+        checked = {}
+        for (name, used), part in zip(self._used.items(), batch, strict=True):
             if part is None:
-                if takes is None or takes:
+                if used is None or used:
                     raise PipelineError(
-                        f"this rank holds a stage that takes the batch's {name}; got None"
+                        f"a stage of this rank uses the batch's {name}; got None: pass the batch's "
+                        f"{name} on this rank"
                     )
                 continue
             tensors = self._by_path(name, part)
-            there = [each is not None for each in tensors.values()]
-            for place in sorted(takes or ()):
-                if place >= len(there) or not there[place]:
-                    wanted = repr(self._names[place]) if self._names else f"number {place}"
-                    raise PipelineError(
-                        f"a stage of this rank takes the batch's input {wanted}, which is not "
-                        f"there; got {sum(there)} inputs"
-                    )
+            self._check_complete(tensors, used or ())
             for path, tensor in tensors.items():
-                if tensor is not None or name == "targets" or takes is None:
-                    found[path] = self._checked(name, path, tensor)
-        return found
+                if tensor is not None or name == "targets" or used is None:
+                    checked[path] = self._check_tensor(name, path, tensor)
+        return checked
+
+    def _check_complete(self, tensors: Mapping[str, object], used: Iterable[int]) -> None:
+        """Raise PipelineError if an input that a stage of this rank uses was left out."""
+        present = [tensor is not None for tensor in tensors.values()]
+        for number in sorted(used):
+            if number >= len(present) or not present[number]:
+                wanted = repr(self._names[number]) if self._names else f"number {number}"
+                raise PipelineError(
+                    f"a stage of this rank uses the batch's input {wanted}, which is missing; got "
+                    f"{sum(present)} inputs"
+                )
 
     def _by_path(self, name: str, part: Any) -> Mapping[str, object]:
-        """The tensors of a part in order, None for one that is left out."""
+        """Return the tensors of a part by path, in order; None for one that was left out."""
         if name == "inputs" and self._names and isinstance(part, Mapping):
             unknown = [key for key in part if key not in self._names]
             if unknown:
                 raise PipelineError(
-                    f"the batch's inputs have {unknown[0]!r}; the model was cut with "
-                    f"{', '.join(self._names)}"
+                    f"the batch's inputs have the unknown name {unknown[0]!r}; the model was cut "
+                    f"with the inputs {', '.join(self._names)}"
                 )
             return {f"inputs[{key!r}]": part.get(key) for key in self._names}
         if isinstance(part, tuple | list):
-            return {f"{name}[{place}]": each for place, each in enumerate(part)}
+            return {f"{name}[{number}]": tensor for number, tensor in enumerate(part)}
         return {name: part}
 
-    def _checked(self, name: str, path: str, tensor: object) -> Tensor:
-        """What has samples that can be divided, or none at all."""
+    def _check_tensor(self, name: str, path: str, tensor: object) -> Tensor:
+        """Return a tensor whose samples make equal microbatches, or that has no dimensions.
+
+        Raises:
+            PipelineError: it is another one, or no tensor.
+        """
         if isinstance(tensor, Mapping):
             raise PipelineError(
-                f"the batch's {name} are given by name, {', '.join(map(str, tensor))}, and "
-                "this trainer takes them in order: step((x, y), target=z). Names are for a "
-                "model that was cut with an example that has them"
+                f"the batch's {name} have names ({', '.join(map(str, tensor))}), and this trainer "
+                "takes them in order: step((x, y), target=z). To pass inputs by name, cut the "
+                "model with an example that is a dictionary"
             )
         if not isinstance(tensor, Tensor):
-            how = ": torch.from_numpy(array) makes a tensor of an array, on the same memory"
+            advice = ": torch.from_numpy(array) makes a tensor on the array's memory"
             raise PipelineError(
                 f"the batch's {name} must be a tensor or a tuple of tensors; "
-                f"found a {type(tensor).__name__}{how if hasattr(tensor, '__array__') else ''}"
+                f"got a {type(tensor).__name__}{advice if hasattr(tensor, '__array__') else ''}"
             )
         rows = len(tensor) if tensor.dim() else self._count
         if rows == 0 or rows % self._count:
@@ -207,83 +224,90 @@ def _kind(value: object) -> str:
 
 
 def signature(batch: object) -> Hashable:
-    """Tells batches apart by shape, as one rank was given them."""
+    """Return the shapes, dtypes and structure of a batch on this rank, as a dictionary's key."""
     if isinstance(batch, Tensor):
         return batch.shape, batch.dtype, batch.requires_grad
     if isinstance(batch, Mapping):
-        return tuple([(name, signature(each)) for name, each in batch.items()])
+        return tuple([(name, signature(part)) for name, part in batch.items()])
     if isinstance(batch, tuple | list):
         return tuple(map(signature, batch))
     return None if batch is None else type(batch).__name__
 
 
-# --- what all ranks were given --------------------------------------------------------------------
+# --- the batches of all ranks ---------------------------------------------------------------------
 
-_ADVICE = "give every rank the same batch, or leave out (None) what its stages do not take"
+_ADVICE = "pass the same batch on every rank, or None for parts that the rank's stages do not use"
 _ADVICE_TO_REPLICAS = (
-    "give every rank of a replica the replica's share of the batch, and each replica as many "
-    "samples, as a DistributedSampler and a DataLoader with drop_last=True do"
+    "pass a replica's share of the batch on every rank of the replica, and equally many samples "
+    "on each replica, as from a DistributedSampler and a DataLoader with drop_last=True"
 )
 
 
 def agree_on_batch(
-    refused: str, given: Mapping[str, Tensor], requiring_grad: Iterable[BatchSlot], groups: Groups
+    refusal: str, tensors: Mapping[str, Tensor], requiring_grad: Iterable[BatchSlot], groups: Groups
 ) -> tuple[Metas, frozenset[BatchSlot]]:
-    """Have all ranks take a batch, or none of them: what there is of it on any, and which of it
-    needs a gradient; collective.
+    """Agree with all ranks on the shapes of a batch, or raise on all of them; collective.
 
-    Replicas of the pipeline have samples of their own, as many as each other: the mean of their
-    gradients is that of all samples. Without it, ranks would wait for one that refuses, and a loss
-    of 4 samples' outputs and 8 samples' targets may well broadcast.
+    Without it, ranks would wait for one that refuses its batch, and a loss of 4 samples' outputs
+    and 8 samples' targets may broadcast. Replicas of the pipeline have different samples, but
+    equally many: so the mean of their gradients is the gradient of the mean over all samples.
 
     Args:
-        refused: why this rank takes no such batch; empty where it does.
-        given: what it was given, by path.
-        requiring_grad: which tensors of it need a gradient.
+        refusal: why this rank cannot run its batch; empty if it can.
+        tensors: the batch on this rank, by path.
+        requiring_grad: the tensors of it that need a gradient.
         groups: the trainer's process groups.
 
+    Returns:
+        Shapes and dtypes of all tensors that any rank has, and the slots that need a gradient.
+
     Raises:
-        BatchError: on every rank: one refuses it, two were given different batches, or a tensor
-            does not need a gradient on exactly one rank of each pipeline.
+        BatchError: on every rank: a rank cannot run its batch, two ranks have different batches,
+            or a tensor needs a gradient on none or several ranks of a pipeline.
     """
-    own = {path: TensorMeta.of(tensor) for path, tensor in given.items()}
-    heard = groups.everybody.gather((refused, own, [*requiring_grad]))
-    said = [(text, metas) for text, metas, _ in heard]
-    for rank, (text, _) in enumerate(said):
+    metas = {path: TensorMeta.of(tensor) for path, tensor in tensors.items()}
+    rows = groups.everybody.gather((refusal, metas, [*requiring_grad]))
+    refusals, metas_by_rank, slots_by_rank = zip(*rows, strict=True)
+    for rank, text in enumerate(refusals):
         if text:
-            raise BatchError(refused or f"rank {rank} refuses its batch: {text}")
+            raise BatchError(refusal or f"rank {rank} refuses its batch: {text}")
     advice = _ADVICE if groups.layout.shares == 1 else _ADVICE_TO_REPLICAS
-    if (found := difference({rank: metas for rank, (_, metas) in enumerate(said)})) is not None:
-        path, (one, here), (two, there) = found
+    if (differing := difference(dict(enumerate(metas_by_rank)))) is not None:
+        path, (first_rank, first_meta), (rank, meta) = differing
         raise BatchError(
-            f"the ranks were given different batches: {path} is {here} on rank {one} and {there} "
-            f"on rank {two}; {advice}"
+            f"ranks have different batches: {path} is {first_meta} on rank {first_rank} and {meta} "
+            f"on rank {rank}; {advice}"
         )
+    _check_sample_counts(metas_by_rank, advice)
+    slots = _agree_on_grad_slots(slots_by_rank, groups.layout.pipelines)
+    return {path: meta for metas in metas_by_rank for path, meta in metas.items()}, slots
+
+
+def _check_sample_counts(metas_by_rank: Sequence[Metas], advice: str) -> None:
+    """Raise BatchError if two tensors of the batch have different numbers of samples."""
     counts: dict[int, str] = {}
-    for rank, (_, metas) in enumerate(said):
+    for rank, metas in enumerate(metas_by_rank):
         for path, meta in metas.items():
             if meta.shape:
-                rows = meta.shape[0]
-                told = f"{path} has {rows} samples along dimension 0 on rank {rank}"
-                counts.setdefault(rows, told)
+                samples = meta.shape[0]
+                text = f"{path} has {samples} samples along dimension 0 on rank {rank}"
+                counts.setdefault(samples, text)
     if len(counts) > 1:
         first, other, *_ = counts.values()
         raise BatchError(
             f"the batch's {first}, but its {other}: every tensor of a batch has one row for each "
-            "sample; one without dimensions goes whole to each microbatch. If ranks were given "
+            "sample; a tensor without dimensions goes whole to each microbatch. If ranks have "
             f"different batches, {advice}"
         )
-    slots = _agree_on_grad_slots([row for _, _, row in heard], groups.layout.pipelines)
-    return {path: meta for _, metas in said for path, meta in metas.items()}, slots
 
 
 def _agree_on_grad_slots(
     slots_by_rank: Sequence[Iterable[BatchSlot]], pipelines: Sequence[Sequence[int]]
 ) -> frozenset[BatchSlot]:
-    """Which tensors of the batch need a gradient.
+    """Return the tensors of the batch that need a gradient.
 
     Raises:
-        BatchError: one does not need it on exactly one rank of each pipeline.
+        BatchError: one needs it on none or several ranks of a pipeline.
     """
     holders = defaultdict[BatchSlot, list[int]](list)
     for rank, slots in enumerate(slots_by_rank):
@@ -292,10 +316,10 @@ def _agree_on_grad_slots(
     for (name, number), ranks in holders.items():
         if any(sum(rank in row for rank in ranks) != 1 for row in pipelines):
             raise BatchError(
-                f"number {number} of the batch's {name} needs a gradient on the ranks {ranks}, and "
-                f"must on exactly one rank of each of the pipelines {[*map(list, pipelines)]}: on "
-                "several, each would give a part of it. Let one stage take it and hand it on, or "
-                "pass it detached (x.detach())"
+                f"number {number} of the batch's {name} needs a gradient on the ranks {ranks}; "
+                "expected exactly one rank of each of the pipelines "
+                f"{[*map(list, pipelines)]}: each of several would have a part of the gradient. "
+                "Let one stage use the tensor and pass it on, or pass it detached (x.detach())"
             )
     return frozenset(holders)
 
@@ -306,83 +330,85 @@ def deliver_gradients(
     count: int,
     shares: int,
 ) -> None:
-    """Give tensors of a batch their gradients, as ``backward()`` of the step's loss does.
+    """Run backward from tensors of a batch, as ``backward()`` of the step's loss would do.
 
     Args:
-        tensors: those that need a gradient.
-        gradients: of the mean over the microbatches, by microbatch, those that are there.
-        count: how many microbatches there are.
-        shares: how many shares of the batch the loss is the mean of.
+        tensors: the tensors that need a gradient.
+        gradients: by microbatch, the gradients of the mean over microbatches. Microbatches whose
+            loss does not depend on the tensor are missing, and have a gradient of zeros.
+        count: the number of microbatches.
+        shares: the number of shares of the batch, over which the step's loss is the mean.
     """
-    reached, totals = [], []
+    roots, totals = [], []
     for slot, tensor in tensors.items():
-        if row := gradients.get(slot):
-            zeros = torch.zeros_like(next(iter(row.values())))
-            parts = [row.get(microbatch, zeros) for microbatch in range(count)]
-            total = torch.cat(parts) if tensor.dim() else torch.stack(parts).sum(0)
-            reached.append(tensor)
+        if by_microbatch := gradients.get(slot):
+            zeros = torch.zeros_like(next(iter(by_microbatch.values())))
+            chunks = [by_microbatch.get(microbatch, zeros) for microbatch in range(count)]
+            total = torch.cat(chunks) if tensor.dim() else torch.stack(chunks).sum(0)
+            roots.append(tensor)
             totals.append((total / shares if shares > 1 else total).to(tensor.device))
-    if reached:
-        torch.autograd.backward(reached, totals)
+    if roots:
+        torch.autograd.backward(roots, totals)
 
 
-def check_static(now: Metas, first: Metas) -> None:
-    """Refuse another shape than the first.
+def check_static(metas: Metas, first: Metas) -> None:
+    """Check that a batch has the shapes and dtypes of the first one.
 
     Raises:
-        BatchError: says which.
+        BatchError: names a tensor that has others.
     """
-    if (found := difference({0: first, 1: now})) is not None:
-        path, (_, before), (_, came) = found
+    if (differing := difference({0: first, 1: metas})) is not None:
+        path, (_, first_meta), (_, meta) = differing
         raise BatchError(
-            f"the batch's {path} is {came}, but was {before} at first: the shapes of this pipeline "
-            "are static, as memory_limit and a model that the trainer has cut are for one; pad or "
-            "drop the odd batch"
+            f"the batch's {path} is {meta}, but was {first_meta} in the first batch: the shapes of "
+            "this pipeline are static, as with every memory_limit and every model that the trainer "
+            "has cut; pad the odd batch or drop it"
         )
 
 
-_BYTES = 2**21
-"""Of a tensor, at most so many are looked at: spread over its samples."""
-_OF_EACH = 2**14
+_DIGEST_BYTES = 2**21
+"""The most bytes of a tensor that a digest reads, spread over its samples, in the first step."""
+_STEP_DIGEST_BYTES = 2**14
+"""The same in every step."""
 
 
-def compare_contents(given: Mapping[str, Tensor], groups: Groups) -> None:
-    """Warn on every rank where ranks of its pipeline were given other values; collective.
+def compare_contents(tensors: Mapping[str, Tensor], groups: Groups) -> None:
+    """Warn, on every rank, if ranks of its pipeline have batches of different values; collective.
 
-    No error: what a rank's stages do not take may be a stand-in.
+    It is no error: a tensor that a rank's stages do not use may be a placeholder.
 
     Args:
-        given: what this rank was given, by path.
+        tensors: the batch on this rank, by path.
         groups: the trainer's process groups.
     """
-    own = {path: _digest(tensor) for path, tensor in given.items() if type(tensor) is Tensor}
-    found = difference(dict(zip(groups.members, groups.gather(own), strict=True)))
-    if found is not None:
-        path, (one, _), (two, _) = found
-        # The caller of ``step``, behind the runner.
+    digests = {path: _digest(tensor) for path, tensor in tensors.items() if type(tensor) is Tensor}
+    differing = difference(dict(zip(groups.members, groups.gather(digests), strict=True)))
+    if differing is not None:
+        path, (first_rank, _), (rank, _) = differing
         warnings.warn(
-            f"the ranks were given different batches: {path} has some values on rank {one} and "
-            f"others on rank {two}. A step takes the inputs of the ranks whose stages take them "
-            "and the targets of the last stage's rank, so that it trains on a mixture: give every "
-            "rank the same batch, or leave out (None) what its stages do not take. Only the first "
-            "batch is compared",
+            f"ranks have different batches: the values of {path} differ between rank {first_rank} "
+            f"and rank {rank}. A step reads each input on the ranks whose stages use it and the "
+            "targets on the last stage's rank, so it trains on a mixture: pass the same batch on "
+            "every rank, or None for parts that the rank's stages do not use. Only the first batch "
+            "is compared",
             UserWarning,
-            stacklevel=7,
+            stacklevel=7,  # the caller of ``step``
         )
 
 
 def summary_of(tensors: Iterable[Tensor | None]) -> int:
-    """A number of 40 bits that stands for some of the values of each tensor, spread over the
-    samples: little enough to be looked at in every step.
+    """Return a checksum of 40 bits of the tensors, cheap enough for every step.
+
+    It covers some of the values of each tensor, spread over its samples.
     """
-    found = "".join(_digest(each, _OF_EACH) for each in tensors if each is not None)
-    return int.from_bytes(hashlib.sha256(found.encode()).digest()[:5])
+    digests = "".join(_digest(t, _STEP_DIGEST_BYTES) for t in tensors if t is not None)
+    return int.from_bytes(hashlib.sha256(digests.encode()).digest()[:5])
 
 
-def _digest(tensor: Tensor, most: int = _BYTES) -> str:
-    """Of the values, or of so many bytes of them that are spread over the samples."""
+def _digest(tensor: Tensor, limit: int = _DIGEST_BYTES) -> str:
+    """Hash a tensor's values, or about ``limit`` bytes of them that are spread over its samples."""
     values = tensor.detach()
-    if values.dim() and values.nbytes > most:
-        values = values[:: -(-values.nbytes // most)].flatten()[: most // values.itemsize]
+    if values.dim() and values.nbytes > limit:
+        values = values[:: -(-values.nbytes // limit)].flatten()[: limit // values.itemsize]
     values = values.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,4 +1,19 @@
-"""Runs one batch after another through the schedule of a trainer, on one rank."""
+"""Runs the batches of a trainer through its schedule, on one rank.
+
+    batch            the rank's own inputs and targets
+      |
+    StepPlan         the stages and the executor for its shape, agreed on by all ranks
+      |
+    microbatches     views of the batch along dimension 0
+      |
+    Executor.run     the rank's row of F, I and W; then gradients are reduced over copies and shards
+      |
+    StepReduction    one all-reduce of losses and norm, which ends the step
+
+Each rank numbers its plans by bits, the same plan by the same bit on all ranks. If every rank has
+seen the signature of its batch, one bit mask reduced with AND names the plan. Otherwise ranks
+exchange the shapes and dtypes of their batches, and all look up or add the same plan.
+"""
 
 from __future__ import annotations
 
@@ -72,21 +87,21 @@ from autosplit.trainer.stage_modules import (
 from autosplit.trainer.tuning import Tuner
 
 _LOG = logging.getLogger(__name__)
-_KEPT = 63  # shapes of batches, used last: as many as an integer has bits
+_MAX_PLANS = 63  # the bits of an int64 that is not negative
 
 
 @dataclass
 class StepPlan:
-    """What runs batches of one shape on this rank.
+    """The stages and the executor for batches of one shape on this rank.
 
     Attributes:
-        metas: what they are.
-        evaluates: whether it only runs forward.
-        grad_slots: which of it needs a gradient, on any rank.
-        boundaries: the shapes between stages.
-        dtype: of the losses, once one has run.
-        stages: those of the rank, in training; empty until the first such batch.
-        executor: runs them; None until then.
+        metas: shapes and dtypes of the batch's tensors, by path.
+        evaluates: whether the step is an evaluation, which only runs forwards.
+        grad_slots: the tensors of the batch that need a gradient, on any rank.
+        boundaries: shapes and dtypes of the tensors between stages.
+        dtype: the dtype of the losses; valid once the first such batch has run.
+        stages: this rank's stages, in training; empty until the first such batch.
+        executor: runs them; None until the first such batch.
     """
 
     metas: Metas
@@ -99,29 +114,29 @@ class StepPlan:
 
 
 class Runner:
-    """This rank's runs: forward and backward in training, forward only in evaluation.
+    """Runs batches on this rank: forward and backward in training, only forward in evaluation.
 
-    Whoever calls it guards the call.
+    The caller holds the trainer's guard during each call.
 
     Args:
-        stages: all stages.
-        loss_fn: what the last one ends with.
-        schedule: what training runs at first.
-        options: how.
-        model: what this rank holds; its stages are built of it when the first batch is there.
+        stages: the source of all stages of the model.
+        loss_fn: the loss, which runs at the end of the last stage.
+        schedule: the schedule of the first training step.
+        options: the trainer's options.
+        model: this rank's modules and parameters; stages are built from them at the first batch.
         groups: the trainer's process groups.
         guard: the trainer's guard.
-        device: where the stages run.
-        store: where this rank offloads, if it does.
+        device: the device of the stages.
+        store: the store that this rank offloads to, if any.
 
     Attributes:
-        schedule: what training runs; under ``"auto"`` another one behind the measured steps.
-        stages: this rank's stages of the last run in training; empty before the first.
-        spans: what that run recorded.
-        memory: tells this rank's bytes, and how fast its store is.
-        record: whether to record ``spans``, as steps that ``"auto"`` measures always are, and
-            ``memory``.
-        clips: whether the norm of the gradient is asked for.
+        schedule: the schedule of training; ``"auto"`` replaces it after the measured steps.
+        stages: this rank's stages of the last training step; empty before the first.
+        spans: the recorded actions of that step.
+        memory: this rank's memory, predicted and recorded.
+        record: whether to record ``spans``, and with ``"memory"`` also memory. Steps that
+            ``"auto"`` measures always record ``spans``.
+        clips: whether to compute the norm of the gradient.
     """
 
     def __init__(
@@ -143,7 +158,8 @@ class Runner:
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
         self._feeds = Feeds(stages.count, stages.wiring)
-        self._buffers_apart = [
+        # Buffers of modules that stages on different ranks share.
+        self._shared_buffers = [
             holder
             for holders in stages.shared_buffers
             if len({schedule.placement[stage] for stage, _ in holders}) > 1
@@ -157,25 +173,27 @@ class Runner:
         self.schedule = schedule
         self._factory: StageFactory = options.factory(cut=stages.cut)
         self._shares_tensors = groups.layout.tensor_ranks > 1
-        # A whole model is cut for one shape; of another, what is held differs.
+        # A whole model is cut for one shape, and predicted memory holds for one.
         self._static = stages.cut or options.memory_limit is not None
         self._source = schedule.placement[self._feeds.first_from_batch]
         self._seeds = StageSeeds(groups, device, schedule, self._source)
         self._last = self.schedule.stages - 1
         self._forwards = forward_only(self.schedule)
-        own, wiring = schedule.held(groups.rank), stages.wiring
-        self._split = BatchSplitter(
+        stages_here, wiring = schedule.held(groups.rank), stages.wiring
+        self._splitter = BatchSplitter(
             schedule.microbatches,
             device,
-            inputs=self._feeds.from_batch(own),
-            targets=self._last in own,
+            inputs=self._feeds.from_batch(stages_here),
+            targets=self._last in stages_here,
             names=() if wiring is None else wiring.names,
         )
-        self._steps: dict[int, StepPlan] = {}  # by bit, in the order in which they were used
-        self._fitting: dict[Hashable, int] = {}  # the bits of those that may run such a batch
+        self._plans: dict[int, StepPlan] = {}  # by bit, the least recently used first
+        # By signature, the bits of the plans that may run such a batch: other ranks decide between
+        # them, as this rank may see only a part of the batch.
+        self._plan_bits: dict[Hashable, int] = {}
         self._observer: Observer | None = None
-        self._faces: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
-        self._known: dict[nn.Module, Stage] = {}
+        self._completed: dict[tuple[bool, int | None], dict[int, nn.Module]] = {}
+        self._split_stages: dict[nn.Module, Stage] = {}
         self._grad_tensors: Mapping[BatchSlot, Tensor] = {}
         self.stages: Mapping[int, TrainableStage] = MappingProxyType({})
         self.spans: list[Span] = []
@@ -183,7 +201,7 @@ class Runner:
 
     @property
     def settled(self) -> bool:
-        """Whether no more steps are measured for another schedule."""
+        """Whether the schedule is final: no more steps are measured to find a better one."""
         return self._tuner is None
 
     def train(self, batch: Batch | None, *, waits: bool = True) -> StepReduction:
@@ -191,13 +209,14 @@ class Runner:
 
         Args:
             batch: see ``PipelineTrainer.step``.
-            waits: whether it begins on all ranks or on none.
+            waits: whether to wait for the other ranks first, so that a batch that one rank
+                refuses runs on none.
 
         Returns:
-            Losses and norm on their way.
+            Losses and norm, being reduced over all ranks.
         """
-        step, executor, inputs, targets = self._ready(batch, waits=waits)
-        self._grad_tensors = self._split.requiring_grad(batch) if step.grad_slots else {}
+        plan, executor, inputs, targets = self._prepare_batch(batch, waits=waits)
+        self._grad_tensors = self._splitter.requiring_grad(batch) if plan.grad_slots else {}
         self._batch_gradients = executor.batch_gradients
         model, memory, microbatches = self._model, self.memory, inputs + targets
         recorder = self._recorder if self.record or self._tuner is not None else None
@@ -206,7 +225,7 @@ class Runner:
             stack.enter_context(self._seeds.restoring())
             if self.record == MEMORY:
                 tensors = _tensors(microbatches)
-                recorder = stack.enter_context(memory.recording(step, tensors, self._recorder))
+                recorder = stack.enter_context(memory.recording(plan, tensors, self._recorder))
             if model.reduces:
                 stack.enter_context(model.reduced())
             for call in model.pre_step:
@@ -215,84 +234,85 @@ class Runner:
             if memory.recorder is not None:
                 memory.recorder.finish(losses.values())
             hooked: list[Tensor] = []
-            for each in traced(self.stages).values():
-                each.waiting_hooks = hooked
+            for split_stage in traced(self.stages).values():
+                split_stage.waiting_hooks = hooked
             for stage in self.stages.values():
                 stage.publish()
         call_accumulate_hooks(hooked)
-        looks = self.clips or self._nonfinite != "ignore"
-        norms = model.norms(squares=self.clips) if looks else None
+        needs_norms = self.clips or self._nonfinite != "ignore"
+        norms = model.norms(squares=self.clips) if needs_norms else None
         for call in model.post_step:
             call()
         self.spans = recorder.spans() if recorder is not None else []
         if self._tuner is not None:
-            found = self._tuner.after_step(self.spans, self.stages)
-            if found is not None:
+            faster = self._tuner.after_step(self.spans, self.stages)
+            if faster is not None:
                 self._tuner = None
-                self._adopt(found)
-        return self._agree(step, losses, microbatches, norms)
+                self._change_schedule(faster)
+        return self._start_reduction(plan, losses, microbatches, norms)
 
     def backward_batch(self) -> None:
-        """Give the tensors of the last batch that need a gradient theirs."""
+        """Run backward from the tensors of the last batch that need a gradient."""
         count, shares = self.schedule.microbatches, self._groups.layout.shares
         tensors, self._grad_tensors = self._grad_tensors, {}
-        with self._guard("the backward of what made the batch"):
+        with self._guard("the backward of the batch's own tensors"):
             deliver_gradients(tensors, self._batch_gradients, count, shares)
 
     def predict(self, batch: Batch | None) -> RankMemory:
-        """Knows what a step will hold on this rank; its stages are built and its schedule chosen,
-        as for that step, but nothing is run.
+        """Predict this rank's memory in a step with a batch, without running it.
+
+        Builds the stages and chooses the schedule, as the step would do.
         """
-        step, _, inputs, targets = self._ready(batch)
+        plan, _, inputs, targets = self._prepare_batch(batch)
         self.memory.recorder = None
-        self.memory.know(step, _tensors(inputs + targets))
+        self.memory.know(plan, _tensors(inputs + targets))
         return self.memory
 
-    def _ready(
+    def _prepare_batch(
         self, batch: Batch | None, *, waits: bool = True
     ) -> tuple[StepPlan, Executor, Microbatches, Microbatches]:
-        """A batch cut into microbatches, with what is to run it in training."""
+        """Return the plan and the executor of a training step, its inputs and its targets."""
         self._model.check()
-        step, inputs, targets = self._take(batch, evaluates=False, waits=waits)
-        executor = step.executor or self._build(step, batch, inputs, targets)
-        self.stages, self.memory.step = step.stages, step
+        plan, inputs, targets = self._agree_on_plan(batch, evaluates=False, waits=waits)
+        executor = plan.executor or self._build(plan, batch, inputs, targets)
+        self.stages, self.memory.step = plan.stages, plan
         if self._tuner is not None and self._tuner.limit is not None and not self._limited:
             self._limited = True
-            self.memory.know(step, _tensors(inputs + targets))
-            self._adopt(self._tuner.found(self.stages))
-            executor = step.executor or executor
-        return step, executor, inputs, targets
+            self.memory.know(plan, _tensors(inputs + targets))
+            self._change_schedule(self._tuner.found(self.stages))
+            executor = plan.executor or executor
+        return plan, executor, inputs, targets
 
     def _build(
-        self, step: StepPlan, batch: Batch | None, inputs: Microbatches, targets: Microbatches
+        self, plan: StepPlan, batch: Batch | None, inputs: Microbatches, targets: Microbatches
     ) -> Executor:
-        """Build the stages of a training step from its first batch, whole and cut."""
+        """Build the stages and the executor of a training step from its first batch."""
         place = self._groups.place
         with place("building its stages"):
-            step.stages, step.boundaries = build_stages(
+            plan.stages, plan.boundaries = build_stages(
                 self._complete(batch),
                 self.schedule.stages,
                 self._feeds,
                 self._groups,
-                self._stage,
-                inputs=_examples(step, "inputs", inputs),
-                targets=_examples(step, "targets", targets),
+                self._stage_for,
+                inputs=_examples(plan, "inputs", inputs),
+                targets=_examples(plan, "targets", targets),
                 device=self._device,
             )
         with place("compiling its stages"):
-            compile_stages(step.stages, self.schedule)
-        step.dtype = step.boundaries.known[self._last][0].dtype
-        stages = step.stages.values()
+            compile_stages(plan.stages, self.schedule)
+        plan.dtype = plan.boundaries.known[self._last][0].dtype
+        stages = plan.stages.values()
         draws = any(not isinstance(s, Stage) or s.functions.draws for s in stages)
-        # A step's clock starts for all ranks together, of replicas of the pipeline too.
+        # This also starts the step's clock on all ranks together, replicas included.
         if self._groups.everybody.common_bits(0 if draws else -1) == [0]:
             self._seeds.expect_draws()
-        return self._prepare(step, self.schedule, step.stages)
+        return self._build_executor(plan, self.schedule, plan.stages)
 
-    def _prepare(
-        self, step: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
+    def _build_executor(
+        self, plan: StepPlan, schedule: Schedule, stages: Mapping[int, ForwardStage]
     ) -> Executor:
-        """Have a schedule run a step's stages; collective over all ranks."""
+        """Build a plan's executor, which runs stages by a schedule; collective over all ranks."""
         groups = self._groups
         groups.connect(pairs_of(schedule, self._feeds))
         routes = routes_of(schedule, self._feeds)[groups.rank]
@@ -301,105 +321,124 @@ class Runner:
         if has_moves(schedule):
             moves = Moves(stages, schedule, groups, self._device, self._store)
         loss_grad = None
-        if stages is step.stages:
+        if stages is plan.stages:
             scale = 1.0 / schedule.microbatches
-            loss_grad = torch.full((), scale, dtype=step.dtype, device=self._device)
-        step.executor = Executor(
+            loss_grad = torch.full((), scale, dtype=plan.dtype, device=self._device)
+        plan.executor = Executor(
             stages,
             schedule,
             groups.rank,
-            Transport(routes, groups, step.boundaries, device=self._device, posts=posts),
+            Transport(routes, groups, plan.boundaries, device=self._device, posts=posts),
             loss_grad=loss_grad,
             place=groups.place,
             moves=moves,
-            batch_arguments=self._batch_arguments(step),
+            batch_arguments=self._batch_arguments(plan),
             seeds=self._seeds,
         )
-        return step.executor
+        return plan.executor
 
-    def _batch_arguments(self, step: StepPlan) -> dict[int, dict[int, BatchSlot]]:
-        """Of this rank's stages the arguments from the batch that need a gradient, by place."""
+    def _batch_arguments(self, plan: StepPlan) -> dict[int, dict[int, BatchSlot]]:
+        """Return the arguments of stages that need a gradient and come from the batch.
+
+        By stage of this rank, then by the argument's place among the stage's arguments.
+        """
         arguments: dict[int, dict[int, BatchSlot]] = {stage: {} for stage in self._model.modules}
-        targets = sum(path.startswith("targets") for path in step.metas)
-        for name, number in step.grad_slots:
+        targets = sum(path.startswith("targets") for path in plan.metas)
+        for name, number in plan.grad_slots:
             for stage, slots in arguments.items():
                 if name == "inputs":
                     places = self._feeds.batch_places(stage, number)
-                else:  # they come last
+                else:  # targets are the last arguments
                     places = [number - targets] if stage == self._last else []
                 slots |= dict.fromkeys(places, (name, number))
         return arguments
 
-    def _stage(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
-        """A stage for ``module(*args)``: that of another step where it can take them, whose graphs
-        may hold for these sizes, too.
+    def _stage_for(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
+        """Return a stage that runs ``module(*args)``.
+
+        The module's earlier stage is used again if it accepts the arguments: its graphs may be
+        valid for these sizes, too.
         """
-        known = self._known.get(module)
+        stage = self._split_stages.get(module)
         with self._model.sharded.gathered(index):
-            if known is not None and known.takes(args):
-                known.prepare(args)
-                return known
+            if stage is not None and stage.takes(args):
+                stage.prepare(args)
+                return stage
             try:
                 with generators_kept():
-                    made = self._factory(module, args, index=index)
+                    new_stage = self._factory(module, args, index=index)
             except CaptureError:
-                # Other ranks that share its tensors would have to call it, too.
+                # The module is not called to explain the error if it has collectives: the ranks
+                # that share its tensors would have to call it, too.
                 explain(index, module, args, called=not self._shares_tensors)
                 raise
-        if isinstance(made, Stage):
-            self._check_buffers(index, module, made)
-            made.seed = partial(self._seeds.seed, index)
-            self._known[module] = made
-        return made
+        if isinstance(new_stage, Stage):
+            self._check_buffers(index, module, new_stage)
+            new_stage.seed = partial(self._seeds.seed, index)
+            self._split_stages[module] = new_stage
+        return new_stage
 
-    def _check_buffers(self, index: int, module: nn.Module, made: Stage) -> None:
-        """Refuse a forward that writes into a buffer of a module that another rank has, too: each
-        would go on with its own.
+    def _check_buffers(self, index: int, module: nn.Module, stage: Stage) -> None:
+        """Refuse a forward that writes into a buffer of which another rank has a copy.
+
+        The copies would come to differ, as each rank writes only its own.
+
+        Raises:
+            PipelineError: names the buffer.
         """
-        own = self._model.modules[index]
-        apart = {id(own.get_buffer(name)): name for at, name in self._buffers_apart if at == index}
+        bare = self._model.modules[index]
+        shared = {
+            id(bare.get_buffer(name)): name for at, name in self._shared_buffers if at == index
+        }
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            if id(buffer) in apart and name in made.functions.updated_state:
+            if id(buffer) in shared and name in stage.functions.updated_state:
                 raise PipelineError(
-                    f"stage {index} writes into its buffer {apart[id(buffer)]!r}, which is of a "
-                    "module that a stage of another rank has, too, and would differ there: let "
-                    "each stage have a module of its own, or both be on one rank"
+                    f"stage {index} writes into its buffer {shared[id(buffer)]!r}, which belongs "
+                    "to a module that a stage of another rank has, too, and the two would differ: "
+                    "give each stage its own module, or place both stages on one rank"
                 )
 
     def _complete(self, batch: Batch | None, *, evaluates: bool = False) -> dict[int, nn.Module]:
-        """This rank's modules with the loss on the last stage, autocast on all; the first batch is
-        an example: it tells whether the loss takes a tensor or a tuple.
+        """Return this rank's modules by stage, with autocast, and the loss in the last stage's.
+
+        The batch says whether the loss takes one target or a tuple, and of how many.
         """
         targets = None if batch is None else batch[1]
         count = None if isinstance(targets, Tensor) else len(targets or ())
-        face = evaluates, count
-        if face not in self._faces:
-            whole, last = dict(self._model.modules), self._last
-            if last in whole:
-                check_trained(self._loss_fn, whole[last])
+        key = evaluates, count
+        if key not in self._completed:
+            modules, last = dict(self._model.modules), self._last
+            if last in modules:
+                check_trained(self._loss_fn, modules[last])
                 observer = self._observe if evaluates else None
-                whole[last] = WithLoss(whole[last], self._loss_fn, count, observer)
+                modules[last] = WithLoss(modules[last], self._loss_fn, count, observer)
             dtype = self._autocast
             if dtype is not None:
-                whole = {at: WithAutocast(each, self._device, dtype) for at, each in whole.items()}
-            self._faces[face] = whole
-        return self._faces[face]
+                modules = {
+                    stage: WithAutocast(module, self._device, dtype)
+                    for stage, module in modules.items()
+                }
+            self._completed[key] = modules
+        return self._completed[key]
 
     def _observe(self, output: Any, targets: Any) -> None:
-        """What the loss is given in evaluation, to whoever asks."""
+        """Pass the arguments of the loss, in evaluation, to the observer of this call, if any."""
         if self._observer is not None:
             self._observer(output, targets)
 
     def evaluate(self, batch: Batch | None, observer: Observer | None = None) -> StepReduction:
-        """Run the forwards only, on the modules as they are; the losses on their way.
+        """Run only forwards, on the modules themselves and without graphs.
 
         Args:
             batch: see ``PipelineTrainer.step``.
-            observer: is shown what the loss is given, where that is computed.
+            observer: is called with the arguments of the loss, on the rank that computes it.
+
+        Returns:
+            Losses, being reduced over all ranks.
         """
-        step, inputs, targets = self._take(batch, evaluates=True)
-        known = step.executor
-        executor = known or self._build_evaluation(step, batch)
+        plan, inputs, targets = self._agree_on_plan(batch, evaluates=True)
+        is_first = plan.executor is None
+        executor = plan.executor or self._build_evaluation(plan, batch)
         for call in self._model.pre_step:
             call()
         self._observer = observer
@@ -408,115 +447,129 @@ class Runner:
         self._observer = None
         for call in self._model.post_step:
             call()
-        if known is None:
-            for each in losses.values():
-                check_loss([TensorMeta(each.shape, each.dtype, True)])
-            own = next((each.dtype for each in losses.values()), None)
-            rows = self._groups.everybody.gather((own, self._seeds.drew))
-            step.dtype = next(dtype for dtype, _ in rows if dtype is not None)
+        if is_first:
+            for loss in losses.values():
+                check_loss([TensorMeta(loss.shape, loss.dtype, True)])
+            loss_dtype = next((loss.dtype for loss in losses.values()), None)
+            rows = self._groups.everybody.gather((loss_dtype, self._seeds.drew))
+            plan.dtype = next(dtype for dtype, _ in rows if dtype is not None)
             if any(drew for _, drew in rows) and self._seeds.expect_draws():
                 draw_number()
-        return self._agree(step, losses, inputs + targets)
+        return self._start_reduction(plan, losses, inputs + targets)
 
-    def _build_evaluation(self, step: StepPlan, batch: Batch | None) -> Executor:
-        """Have a step evaluate the modules themselves."""
+    def _build_evaluation(self, plan: StepPlan, batch: Batch | None) -> Executor:
+        """Build the executor of an evaluation, which calls the modules themselves."""
         stages = {
             index: ModuleStage(module, index, self._feeds.shared_places(index))
             for index, module in self._complete(batch, evaluates=True).items()
         }
-        return self._prepare(step, self._forwards, stages)
+        return self._build_executor(plan, self._forwards, stages)
 
-    def _take(
+    def _agree_on_plan(
         self, batch: Batch | None, *, evaluates: bool, waits: bool = True
     ) -> tuple[StepPlan, Microbatches, Microbatches]:
-        """What runs a batch, on all ranks the same, and the batch cut; where a rank refuses it, all
-        is as it was.
+        """Return the step plan that all ranks agreed on, and the inputs and targets, cut.
+
+        If any rank refuses the batch, nothing has changed.
         """
         key = evaluates, signature(batch)
-        own = self._fitting.get(key, 0)
-        common, *numbers = self._common(own, evaluates=evaluates, waits=waits)
+        fitting = self._plan_bits.get(key, 0)
+        common, *numbers = self._common_plans(fitting, evaluates=evaluates, waits=waits)
         self._seeds.begin(*numbers, evaluates=evaluates)
         if common:
             bit = common & -common
-            if not own & bit:  # others have not waited
-                self._split.given(batch)
+            if not fitting & bit:  # only if the other ranks have not waited
+                self._splitter.check(batch)
                 raise PipelineError(
-                    "this rank was given a batch of another shape than the others, which run a "
-                    "step that does not wait: give every rank the same batch"
+                    "this rank has a batch of another shape than the other ranks, which already "
+                    "run the step, as step_async() does not wait: pass the same batch on every "
+                    "rank"
                 )
-            inputs, targets = self._split(batch)
+            inputs, targets = self._splitter.split(batch)
         else:
-            bit, inputs, targets = self._introduce(batch, evaluates=evaluates)
-            self._fitting[key] = self._fitting.get(key, 0) | bit
-        step = self._steps[bit] = self._steps.pop(bit)  # used last
-        return step, inputs, targets
+            bit, inputs, targets = self._agree_on_new_shape(batch, evaluates=evaluates)
+            self._plan_bits[key] = self._plan_bits.get(key, 0) | bit
+        plan = self._plans[bit] = self._plans.pop(bit)  # now the most recently used
+        return plan, inputs, targets
 
-    def _common(self, own: int, *, evaluates: bool, waits: bool) -> list[int]:
-        """Which steps may run a batch on all ranks; 0 where one has yet to know it; and what
-        ``StageSeeds`` takes for the step. Without waiting for others, as the rank of the first
-        stage that takes an input of the batch says.
+    def _common_plans(self, fitting: int, *, evaluates: bool, waits: bool) -> list[int]:
+        """Return the bits of the plans that fit on all ranks, and the numbers for ``StageSeeds``.
+
+        The bits are 0 if a rank has not seen its batch's signature. Without ``waits``, the rank of
+        the first stage that uses an input of the batch decides alone.
         """
-        groups, numbers = self._groups, (own, *self._seeds.offer(evaluates=evaluates))
+        groups, numbers = self._groups, (fitting, *self._seeds.offer(evaluates=evaluates))
         if waits or len(groups.layout.pipelines) > 1:
             return groups.everybody.common_bits(*numbers)
         return groups.announce(numbers, self._source)
 
-    def _introduce(
+    def _agree_on_new_shape(
         self, batch: Batch | None, *, evaluates: bool
     ) -> tuple[int, Microbatches, Microbatches]:
-        """Find or make the step for a batch whose shape is new to some rank: its bit, and the batch
-        cut; collective.
+        """Find or add the plan for a batch whose signature is new to some rank; collective.
+
+        Returns:
+            The plan's bit, the inputs and the targets.
 
         Raises:
             BatchError: a rank refuses the batch.
         """
-        refused, given, grad_slots = "", dict[str, Tensor](), dict[BatchSlot, Tensor]()
+        refusal, tensors, grad_slots = "", dict[str, Tensor](), dict[BatchSlot, Tensor]()
         inputs: Microbatches = []
         targets: Microbatches = []
         try:
-            given = self._split.given(batch)
+            tensors = self._splitter.check(batch)
             if not evaluates:
-                grad_slots = self._split.requiring_grad(batch)
-            inputs, targets = self._split(batch)
+                grad_slots = self._splitter.requiring_grad(batch)
+            inputs, targets = self._splitter.split(batch)
             check_inputs(self._model.modules, self._feeds, inputs[0] if inputs else ())
         except (PipelineError, PlanError) as error:
-            refused = str(error)
-        agreed, slots = agree_on_batch(refused, given, grad_slots, self._groups)
+            refusal = str(error)
+        metas, slots = agree_on_batch(refusal, tensors, grad_slots, self._groups)
         if not self._contents_compared:
-            compare_contents(given, self._groups)
+            compare_contents(tensors, self._groups)
             self._contents_compared = True
-        steps = {bit: each for bit, each in self._steps.items() if each.evaluates == evaluates}
-        for bit, step in steps.items():
-            if (agreed, slots) == (step.metas, step.grad_slots):
+        for bit, plan in self._plans.items():
+            if plan.evaluates != evaluates:
+                continue
+            if (metas, slots) == (plan.metas, plan.grad_slots):
                 return bit, inputs, targets
             if self._static:
-                check_static(agreed, step.metas)
-        free = next((1 << n for n in range(_KEPT) if 1 << n not in self._steps), 0)
-        if not free:  # all ranks drop the same
-            free = next(iter(self._steps))
-            del self._steps[free]
-            left = ((key, bits & ~free) for key, bits in self._fitting.items())
-            self._fitting = {key: bits for key, bits in left if bits}
-        self._steps[free] = StepPlan(agreed, evaluates, slots)
-        return free, inputs, targets
+                check_static(metas, plan.metas)
+        bit = self._free_bit()
+        self._plans[bit] = StepPlan(metas, evaluates, slots)
+        return bit, inputs, targets
 
-    def _adopt(self, schedule: Schedule) -> None:
-        """Train under another schedule from now on."""
-        _LOG.info("from the next step on: %r", schedule)
+    def _free_bit(self) -> int:
+        """Return a bit without a plan; if all have one, drop the least recently used plan.
+
+        All ranks drop the same plan, as all have used their plans in the same order.
+        """
+        free = next((1 << n for n in range(_MAX_PLANS) if 1 << n not in self._plans), 0)
+        if not free:
+            free = next(iter(self._plans))
+            del self._plans[free]
+            remaining = ((key, bits & ~free) for key, bits in self._plan_bits.items())
+            self._plan_bits = {key: bits for key, bits in remaining if bits}
+        return free
+
+    def _change_schedule(self, schedule: Schedule) -> None:
+        """Use another schedule from the next step on; collective over all ranks."""
+        _LOG.info("the schedule from the next step on: %r", schedule)
         self.schedule = schedule
-        for step in self._steps.values():
-            if step.executor is not None and not step.evaluates:
-                compile_stages(step.stages, schedule)
-                self._prepare(step, schedule, step.stages)
+        for plan in self._plans.values():
+            if plan.executor is not None and not plan.evaluates:
+                compile_stages(plan.stages, schedule)
+                self._build_executor(plan, schedule, plan.stages)
 
-    def _agree(
+    def _start_reduction(
         self,
-        step: StepPlan,
+        plan: StepPlan,
         losses: Mapping[int, Tensor],
         batch: Microbatches,
         norms: GradientNorms | None = None,
     ) -> StepReduction:
-        """Start to make losses and gradient norms known to all, and what this rank took."""
+        """Start the all-reduce of losses, gradient norms and the batch's checksum."""
         nonfinite = None
         if norms is not None and self._nonfinite != "ignore":
             nonfinite = self._model.nonfinite_stage(norms)
@@ -529,20 +582,21 @@ class Runner:
             squares=norms.squares() if norms is not None and self.clips else None,
             nonfinite=nonfinite,
             raises=self._nonfinite == "raise",
-            window=window_of(() if step.evaluates else self.spans),
+            window=window_of(() if plan.evaluates else self.spans),
             batch=summary_of(_tensors(batch)) if self._shares_tensors else 0,
-            dtype=step.dtype,
+            dtype=plan.dtype,
         )
 
 
-def _examples(step: StepPlan, name: str, part: Microbatches) -> list[Any]:
-    """The tensors of the first microbatch; those that need a gradient say so."""
-    tensors = enumerate(part[0] if part else ())
+def _examples(plan: StepPlan, name: str, part: Microbatches) -> list[Any]:
+    """Return the tensors of a part's first microbatch, with ``requires_grad`` as in the plan."""
     return [
-        None if tensor is None else tensor.detach().requires_grad_((name, at) in step.grad_slots)
-        for at, tensor in tensors
+        None
+        if tensor is None
+        else tensor.detach().requires_grad_((name, number) in plan.grad_slots)
+        for number, tensor in enumerate(part[0] if part else ())
     ]
 
 
 def _tensors(batch: Microbatches) -> list[Tensor | None]:
-    return [each for part in batch for each in part]
+    return [tensor for microbatch in batch for tensor in microbatch]

@@ -246,11 +246,11 @@ def test_what_is_refused() -> None:
             ),
             ("ranks=2 has no effect beside mesh, which says who takes part", built(mesh, ranks=2)),
             (
-                "but what its mesh makes pipelines is ((0, 2), (1, 3))",
+                "but the layout of pipelines in the mesh is ((0, 2), (1, 3))",
                 built(mesh if rank < 2 else turned),
             ),
             (
-                "but what its mesh makes pipelines is ((0, 2), (1, 3)) at the places",
+                "but the layout of pipelines in the mesh is ((0, 2), (1, 3)) at the places",
                 built(mesh if rank < 2 else named),
             ),
             (

@@ -154,7 +154,7 @@ def test_what_is_refused() -> None:
             ("along the trainer's mesh these are [", lambda: of_words(mesh, 1, elsewhere)),
             ("torch does not reshard to fewer ranks", lambda: of_words(line, 1, fewer)),
             (
-                "every rank must build the same trainer, but what its mesh makes pipelines is",
+                "the same trainer, but the layout of pipelines in the mesh is",
                 lambda: of_words(some, 4, lambda index: stage_of(index, 4)),
             ),
         ]

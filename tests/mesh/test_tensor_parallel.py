@@ -172,12 +172,12 @@ def test_what_is_refused() -> None:
         ),
         (
             said(ours, batches=2, **REFERENCE),
-            "share the tensors of their stages and were given different batches: give ",
+            "share the tensors of their stages and got different batches: pass the same batch ",
         ),
         (
             said(ending(nn.LeakyReLU(rank % 2)), **REFERENCE),
             "share the tensors of a stage and have the losses",
-            "the same batch, and let the loss be",
+            "the same batch on all ranks along 'tp', and compute the loss from whole outputs",
         ),
         (said(ending(nn.Dropout(0.5))), "accepted"),  # seeded apart, ranks drop alike
         (said(handed_on), "returns output, a DTensor", "use_local_output=True"),

@@ -407,10 +407,10 @@ def test_batches_of_other_values_are_told_once(texts: Texts) -> None:
     said = [after["other values"] for _, after in texts]
     assert said[0] == said[1]
     assert [name for name, warned in said[0].items() if not warned] == ["same", "left out"]
-    start = "UserWarning: the ranks were given different batches:"
+    start = "UserWarning: ranks have different batches:"
     for name, part in {"all": "inputs", "inputs": "inputs", "last sample": "targets"}.items():
         (text,) = said[0][name]
-        assert text.startswith(f"{start} {part} has some values on rank 0 and others on rank 1.")
+        assert text.startswith(f"{start} the values of {part} differ between rank 0 and rank 1.")
 
 
 def test_slow_rank_learns_that_it_was_given_up(texts: Texts) -> None:

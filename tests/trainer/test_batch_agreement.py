@@ -23,8 +23,8 @@ from tests.zoo import Made
 X, Y = data(16)
 FEWER = "the batch's inputs has 16 samples along dimension 0 on rank 0, but its targets has 4 samp"
 ODD = "the batch's inputs has shape [15, 6]: 15 samples along dimension 0 cannot be cut into 4"
-DIFFERENT = "the ranks were given different batches: "
-NOTHING = "this rank holds a stage that takes the batch's inputs; got None"
+DIFFERENT = "ranks have different batches: "
+NOTHING = "a stage of this rank uses the batch's inputs; got None"
 
 # What each rank is given, or both, and what the first rank says of it, and the last.
 BATCHES: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
@@ -32,9 +32,9 @@ BATCHES: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "no pair": ((X,), ("a batch is a pair (inputs, targets); got a tensor of shape [16, 6]",)),
     "an array": (
         ((X.cpu().numpy(), Y),),
-        ("found a ndarray: torch.from_numpy(array) makes a tensor",),
+        ("got a ndarray: torch.from_numpy(array) makes a tensor",),
     ),
-    "nothing": ((None,), (NOTHING, "takes the batch's targets; got None")),
+    "nothing": ((None,), (NOTHING, "uses the batch's targets; got None")),
     "indivisible, a part each": (
         ((X[:15], None), (None, Y[:15])),
         (ODD, "the batch's targets has shape [15, 6]: 15 samples along"),
@@ -50,11 +50,11 @@ COLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "fewer targets, a part each": (((X, None), (None, Y[:4])), (FEWER,)),
     "other samples": (
         ((X[:8], Y[:8]), (X, Y)),
-        (f"{DIFFERENT}inputs is float32[8, 6] on rank 0 and float32[16, 6] on rank 1; give",),
+        (f"{DIFFERENT}inputs is float32[8, 6] on rank 0 and float32[16, 6] on rank 1; pass",),
     ),
     "other targets": (
         ((X, Y), (X, Y.double())),
-        (f"{DIFFERENT}targets is float32[16, 6] on rank 0 and float64[16, 6] on rank 1; giv",),
+        (f"{DIFFERENT}targets is float32[16, 6] on rank 0 and float64[16, 6] on rank 1; pas",),
     ),
 }
 """What ranks say only of shapes that they do not know."""
@@ -141,7 +141,7 @@ def test_ranks_that_do_not_wait_have_run() -> None:
         engine.step_async((X, Y)).wait()
         batch = (X, Y if engine.rank == 0 else Y[:4])
         with pytest.raises(
-            PipelineError, match=r"given a batch of another shape than the others"
+            PipelineError, match="batch of another shape than the other ranks"
         ) as seen:
             engine.step_async(batch).wait()
         assert type(seen.value).__name__ == ("PipelineError" if engine.rank else "RankError")

@@ -29,16 +29,16 @@ def _named(*taken: int) -> BatchSplitter:
     [
         (
             {"a": NAMED[0], "d": NAMED[0]},
-            "the batch's inputs have 'd'; the model was cut with a, b, c",
+            "inputs have the unknown name 'd'; the model was cut with the inputs a, b, c",
         ),
-        ({"a": NAMED[0], "b": NAMED[0]}, "takes the batch's input 'c', which is not there; got 2"),
-        ((NAMED[0], None, NAMED[2]), "takes the batch's input 'b', which is not there; got 2"),
-        (NAMED[:2], "takes the batch's input 'c', which is not there; got 2"),
+        ({"a": NAMED[0], "b": NAMED[0]}, "uses the batch's input 'c', which is missing; got 2"),
+        ((NAMED[0], None, NAMED[2]), "uses the batch's input 'b', which is missing; got 2"),
+        (NAMED[:2], "uses the batch's input 'c', which is missing; got 2"),
     ],
 )
 def test_inputs_that_are_missing_or_unknown(inputs: Any, text: str) -> None:
     with pytest.raises(PipelineError) as caught:
-        _named(1, 2).given((inputs, None))
+        _named(1, 2).check((inputs, None))
     assert text in str(caught.value)
 
 
@@ -55,13 +55,13 @@ def test_inputs_that_are_missing_or_unknown(inputs: Any, text: str) -> None:
         (torch.zeros(4), "a pair (inputs, targets); got a tensor of shape [4]"),
         ((torch.zeros(4),), "a pair (inputs, targets); got a tuple of length 1"),
         ({"inputs": 1}, "a pair (inputs, targets); got a dict"),
-        (("text", torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; found a str"),
-        ((3, torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; found a int"),
-        ((torch.zeros(4), None), "holds a stage that takes the batch's targets; got None"),
-        (None, "holds a stage that takes the batch's inputs; got None"),
+        (("text", torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; got a str"),
+        ((3, torch.zeros(4)), "inputs must be a tensor or a tuple of tensors; got a int"),
+        ((torch.zeros(4), None), "a stage of this rank uses the batch's targets; got None"),
+        (None, "a stage of this rank uses the batch's inputs; got None"),
     ],
 )
 def test_bad_batches(batch: Any, text: str) -> None:
     with pytest.raises(PipelineError) as caught:
-        _splitter().given(batch)
+        _splitter().check(batch)
     assert text in str(caught.value)

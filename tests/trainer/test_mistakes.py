@@ -140,7 +140,7 @@ def of_keys(output: Any, targets: Tensor) -> Tensor:
         (lambda: trainer().step(X), r"step\(\(x, y\)\), or step\(x, target=y\)"),
         (
             lambda: trainer().step(x=X, target=Y),
-            r"inputs are given by name, x, and this trainer takes them in order: step\(\(x, y\)",
+            r"inputs have names \(x\), and this trainer takes them in order: step\(\(x, y\)",
         ),
         (
             lambda: trainer(model=[ByName(8, 8), nn.Bilinear(8, 8, 8)]).step((X, Y)),
