@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from autosplit.errors import AutosplitError
 from autosplit.pipeline.ledger.bands import StepMemory
-from autosplit.pipeline.schedule.routes import Feeds, needs_of, result_of
+from autosplit.pipeline.schedule.routes import StageDataflow, needs_of, result_of
 from autosplit.pipeline.schedule.schedule import ActionKind
 from autosplit.pipeline.simulation.simulate import Span, Timeline
 from autosplit.text.files import write_text, writing
@@ -119,10 +119,10 @@ def _slice(process: int, span: Span, origin: float, thread: int) -> Event:
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
     """Pairs of spans on different ranks of which the second needs the first one's result."""
-    feeds = Feeds(1 + max((span.action.stage for span in timeline.spans), default=0))
+    dataflow = StageDataflow(1 + max((span.action.stage for span in timeline.spans), default=0))
     makers = {result_of(span.action): span for span in timeline.spans}
     for consumer in timeline.spans:
-        for need in needs_of(consumer.action, feeds):
+        for need in needs_of(consumer.action, dataflow):
             maker = makers.get(need)
             if maker is not None and maker.rank != consumer.rank:
                 yield maker, consumer

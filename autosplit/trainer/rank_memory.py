@@ -20,7 +20,7 @@ from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.ledger.bands import MemoryRecorder, state_of
 from autosplit.pipeline.ledger.call_memory import CallMemory
 from autosplit.pipeline.ledger.prediction import StageBytes, message_levels, received_bytes
-from autosplit.pipeline.schedule.routes import Feeds
+from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory, levels_of
 from autosplit.ranks.groups import Groups
@@ -38,7 +38,7 @@ class RankMemory:
     Args:
         model: what the rank holds.
         groups: the trainer's process groups.
-        feeds: who feeds whom.
+        dataflow: the dataflow between stages.
         device: where the stages run.
         store: where the rank offloads, if it does.
         grad_dtype: of the sums of gradients; None for that of each parameter.
@@ -53,13 +53,13 @@ class RankMemory:
         self,
         model: RankModel,
         groups: Groups,
-        feeds: Feeds,
+        dataflow: StageDataflow,
         device: torch.device,
         store: HostStore | None,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
         self._grad_dtype = grad_dtype
-        self._model, self._groups, self._feeds = model, groups, feeds
+        self._model, self._groups, self._dataflow = model, groups, dataflow
         self._device, self._store = device, store
         self._calls = CallMemory(device)
         self.step: StepPlan | None = None
@@ -100,13 +100,13 @@ class RankMemory:
         runs, beside fixed ones and the batch; None where a stage's graphs are not known. Collective
         over the pipeline.
         """
-        step, rank, feeds = self.step, self._groups.rank, self._feeds
+        step, rank, dataflow = self.step, self._groups.rank, self._dataflow
         row, known = schedule.ranks[rank], dict[int, StageBytes]()
         stages = {} if step is None else traced(step.stages)
         if step is not None and len(stages) == len(step.stages):
             kinds = {action.kind for action in row}
             for index, stage in stages.items():
-                received = received_bytes(stage, feeds, step.boundaries)
+                received = received_bytes(stage, dataflow, step.boundaries)
                 known[index] = StageBytes(stage, self._calls, received, kinds)
         sizes = [StageMemory(0.0, 0.0)] * schedule.stages  # of which nothing moves here
         for part in self._groups.gather({index: each.memory for index, each in known.items()}):
@@ -115,7 +115,7 @@ class RankMemory:
         if step is None or not known:
             return None
         lent = {index: each.borrowed_outputs for index, each in known.items()}
-        messages = message_levels(schedule, rank, feeds, step.boundaries, lent)
+        messages = message_levels(schedule, rank, dataflow, step.boundaries, lent)
         found = []
         for action, own, sent in zip(row, levels_of(schedule, sizes)[rank], messages, strict=True):
             # The first to make gradients adds to none.

@@ -50,7 +50,7 @@ from autosplit.pipeline.engine.stages import (
 from autosplit.pipeline.engine.timing import recorder_on
 from autosplit.pipeline.engine.transport import Transport
 from autosplit.pipeline.schedule.moves import has_moves
-from autosplit.pipeline.schedule.routes import Feeds, pairs_of, routes_of
+from autosplit.pipeline.schedule.routes import StageDataflow, pairs_of, routes_of
 from autosplit.pipeline.schedule.schedule import Schedule
 from autosplit.pipeline.simulation.playing import recv_posting_order
 from autosplit.pipeline.simulation.simulate import Span, window_of
@@ -157,7 +157,7 @@ class Runner:
         self._model, self._groups, self._guard = model, groups, guard
         self._device, self._store = device, store
         self._recorder = recorder_on(groups.rank, device)
-        self._feeds = Feeds(stages.count, stages.wiring)
+        self._dataflow = StageDataflow(stages.count, stages.wiring)
         # Buffers of modules that stages on different ranks share.
         self._shared_buffers = [
             holder
@@ -166,16 +166,16 @@ class Runner:
             for holder in holders
         ]
         sums = options.stages.grad_dtype
-        self.memory = RankMemory(model, groups, self._feeds, device, store, sums)
+        self.memory = RankMemory(model, groups, self._dataflow, device, store, sums)
         self._tuner: Tuner | None = None
         if options.tunes:
-            self._tuner = Tuner(schedule, groups, self._feeds, self.memory, options.memory_limit)
+            self._tuner = Tuner(schedule, groups, self._dataflow, self.memory, options.memory_limit)
         self.schedule = schedule
         self._factory: StageFactory = options.factory(cut=stages.cut)
         self._shares_tensors = groups.layout.tensor_ranks > 1
         # A whole model is cut for one shape, and predicted memory holds for one.
         self._static = stages.cut or options.memory_limit is not None
-        self._source = schedule.placement[self._feeds.first_from_batch]
+        self._source = schedule.placement[self._dataflow.first_from_batch]
         self._seeds = StageSeeds(groups, device, schedule, self._source)
         self._last = self.schedule.stages - 1
         self._forwards = forward_only(self.schedule)
@@ -183,7 +183,7 @@ class Runner:
         self._splitter = BatchSplitter(
             schedule.microbatches,
             device,
-            inputs=self._feeds.from_batch(stages_here),
+            inputs=self._dataflow.from_batch(stages_here),
             targets=self._last in stages_here,
             names=() if wiring is None else wiring.names,
         )
@@ -292,7 +292,7 @@ class Runner:
             plan.stages, plan.boundaries = build_stages(
                 self._complete(batch),
                 self.schedule.stages,
-                self._feeds,
+                self._dataflow,
                 self._groups,
                 self._stage_for,
                 inputs=_examples(plan, "inputs", inputs),
@@ -314,9 +314,9 @@ class Runner:
     ) -> Executor:
         """Build a plan's executor, which runs stages by a schedule; collective over all ranks."""
         groups = self._groups
-        groups.connect(pairs_of(schedule, self._feeds))
-        routes = routes_of(schedule, self._feeds)[groups.rank]
-        posts = recv_posting_order(schedule, self._feeds)[groups.rank]
+        groups.connect(pairs_of(schedule, self._dataflow))
+        routes = routes_of(schedule, self._dataflow)[groups.rank]
+        posts = recv_posting_order(schedule, self._dataflow)[groups.rank]
         moves = None
         if has_moves(schedule):
             moves = Moves(stages, schedule, groups, self._device, self._store)
@@ -347,7 +347,7 @@ class Runner:
         for name, number in plan.grad_slots:
             for stage, slots in arguments.items():
                 if name == "inputs":
-                    places = self._feeds.batch_places(stage, number)
+                    places = self._dataflow.batch_places(stage, number)
                 else:  # targets are the last arguments
                     places = [number - targets] if stage == self._last else []
                 slots |= dict.fromkeys(places, (name, number))
@@ -460,7 +460,7 @@ class Runner:
     def _build_evaluation(self, plan: StepPlan, batch: Batch | None) -> Executor:
         """Build the executor of an evaluation, which calls the modules themselves."""
         stages = {
-            index: ModuleStage(module, index, self._feeds.shared_places(index))
+            index: ModuleStage(module, index, self._dataflow.shared_places(index))
             for index, module in self._complete(batch, evaluates=True).items()
         }
         return self._build_executor(plan, self._forwards, stages)
@@ -522,7 +522,7 @@ class Runner:
             if not evaluates:
                 grad_slots = self._splitter.requiring_grad(batch)
             inputs, targets = self._splitter.split(batch)
-            check_inputs(self._model.modules, self._feeds, inputs[0] if inputs else ())
+            check_inputs(self._model.modules, self._dataflow, inputs[0] if inputs else ())
         except (PipelineError, PlanError) as error:
             refusal = str(error)
         metas, slots = agree_on_batch(refusal, tensors, grad_slots, self._groups)

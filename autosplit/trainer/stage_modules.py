@@ -34,7 +34,7 @@ class Partitioned(Protocol):
 
     @property
     def wiring(self) -> Wiring:
-        """Who feeds whom."""
+        """The dataflow between stages."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class StageSource:
     Attributes:
         count: how many there are.
         build: makes stage ``index``.
-        wiring: who feeds whom; None for a chain.
+        wiring: the dataflow between stages; None: a chain.
         shared: parameters that several stages hold.
         shared_buffers: likewise.
         cut: whether they were cut from a whole model by the trainer itself.

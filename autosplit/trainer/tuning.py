@@ -12,7 +12,7 @@ from autosplit.errors import PipelineError, ScheduleError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.builders.placement import StageTimes
 from autosplit.pipeline.engine.stages import TrainableStage, stage_memory
-from autosplit.pipeline.schedule.routes import Feeds
+from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.search.search import search
 from autosplit.pipeline.search.within_memory import LimitError, search_within
@@ -55,7 +55,7 @@ class Tuner:
         schedule: what those steps run, whose placement is kept. Without a limit, what is found
             keeps no more than it does.
         groups: the trainer's process groups.
-        feeds: who feeds whom.
+        dataflow: the dataflow between stages.
         size: tells this rank's bytes.
         limit: bytes that a rank may hold, if there is one.
 
@@ -67,12 +67,12 @@ class Tuner:
         self,
         schedule: Schedule,
         groups: Groups,
-        feeds: Feeds,
+        dataflow: StageDataflow,
         size: RankMemory,
         limit: int | None,
     ) -> None:
         self._schedule = self._running = schedule
-        self._groups, self._feeds = groups, feeds
+        self._groups, self._dataflow = groups, dataflow
         self._size, self.limit = size, limit
         self._steps: list[list[Span]] = []
 
@@ -205,7 +205,7 @@ class Tuner:
             [_times(stage, seconds) if seconds else usual[stage] for stage in every],
             [kept[stage] for stage in every],
             links,
-            wiring=self._feeds.wiring,
+            wiring=self._dataflow.wiring,
         )
 
 

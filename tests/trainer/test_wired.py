@@ -20,7 +20,7 @@ from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.stages import dependence_of
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.routes import Feeds, Source, Wiring, routes_of
+from autosplit.pipeline.schedule.routes import Source, StageDataflow, Wiring, routes_of
 from autosplit.pipeline.schedule.schedule import ActionKind, Schedule
 from autosplit.pipeline.simulation.playing import recv_posting_order
 from autosplit.trainer import tuning
@@ -118,17 +118,17 @@ def _run(model: wired.Wired, schedule: Schedule) -> list[Noting]:
     """Every rank on a thread."""
     inputs = [[torch.randn(ROWS), torch.arange(ROWS) % 2] for _ in range(schedule.microbatches)]
     stages, known = _stages(model, inputs[0])
-    feeds = Feeds(model.stages, model.wiring)
+    dataflow = StageDataflow(model.stages, model.wiring)
     boundaries = Boundaries()
     boundaries.known.update(enumerate(known))
     pairs = zip(stages, known, strict=True)
-    boundaries.settle_gradients([dependence_of(each, len(out)) for each, out in pairs], feeds)
+    boundaries.settle_gradients([dependence_of(each, len(out)) for each, out in pairs], dataflow)
 
     wire: Wire = {}
-    posts = recv_posting_order(schedule, feeds)
+    posts = recv_posting_order(schedule, dataflow)
 
     def run(rank: int) -> None:
-        routes, port = routes_of(schedule, feeds)[rank], Port(wire, rank)
+        routes, port = routes_of(schedule, dataflow)[rank], Port(wire, rank)
         executor = Executor(
             {i: stage for i, stage in enumerate(stages) if schedule.placement[i] == rank},
             schedule,

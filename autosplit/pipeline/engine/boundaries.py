@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autosplit.pipeline.schedule.routes import Feeds, Parcel
+from autosplit.pipeline.schedule.routes import StageDataflow, StageMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,38 +55,42 @@ class Boundaries:
         self.known: dict[int, Boundary] = {}
         self._given: dict[tuple[int, int], Sequence[bool]] = {}
 
-    def crossing(self, parcel: Parcel, feeds: Feeds) -> Sequence[TensorMeta | None]:
-        """What is in a parcel between stages that are known; None for a gradient that is not."""
-        boundary, taker = parcel.boundary, parcel.taker
-        metas = feeds.select(self.known[boundary], boundary, taker)
-        if parcel.forward:
+    def crossing(
+        self, message: StageMessage, dataflow: StageDataflow
+    ) -> Sequence[TensorMeta | None]:
+        """What is in a message between stages that are known; None for a gradient that is not."""
+        boundary, taker = message.boundary, message.taker
+        metas = dataflow.select(self.known[boundary], boundary, taker)
+        if message.forward:
             return metas
         given = self._given.get((boundary, taker)) or [meta.requires_grad for meta in metas]
         return [meta if is_given else None for meta, is_given in zip(metas, given, strict=True)]
 
-    def settle_gradients(self, dependence: Sequence[Dependence | None], feeds: Feeds) -> None:
+    def settle_gradients(
+        self, dependence: Sequence[Dependence | None], dataflow: StageDataflow
+    ) -> None:
         """Work out which gradients come back, from the last stage to the first: not every tensor
         that could have one gets one. Of what a stage does not use, and of what it uses only for
         such, none comes back, as under autograd.
 
         Args:
             dependence: of each stage; None where that is not known: all that are wanted come back.
-            feeds: who feeds whom.
+            dataflow: the dataflow between stages.
         """
         last = len(dependence) - 1
         for stage in range(last, -1, -1):
             come = [stage == last] * len(self.known[stage])
-            for target in feeds.targets(stage):
-                taken = feeds.select(range(len(come)), stage, target)
+            for target in dataflow.targets(stage):
+                taken = dataflow.select(range(len(come)), stage, target)
                 for at, is_given in zip(taken, self._given[stage, target], strict=True):
                     come[at] |= is_given
             rows = dependence[stage]
-            for source in feeds.sources(stage):
-                metas = feeds.select(self.known[source], source, stage)
+            for source in dataflow.sources(stage):
+                metas = dataflow.select(self.known[source], source, stage)
                 given = [meta.requires_grad for meta in metas]
                 if rows is not None:
                     arrived = [row for row, comes in zip(rows, come, strict=True) if comes]
-                    places = feeds.places(source, stage) or [[at] for at in range(len(metas))]
+                    places = dataflow.places(source, stage) or [[at] for at in range(len(metas))]
                     pairs = zip(given, places, strict=True)
                     given = [
                         g and any(row[at] for at in own for row in arrived) for g, own in pairs

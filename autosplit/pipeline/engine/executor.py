@@ -17,7 +17,7 @@ from autosplit.pipeline.engine.stage_seeds import StageSeeds
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport, added, arguments, output_gradients
 from autosplit.pipeline.schedule.moves import recomputed
-from autosplit.pipeline.schedule.routes import parcels_for, result_of
+from autosplit.pipeline.schedule.routes import incoming_messages, result_of
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.ranks.first_error import ActionError, LostPeerError, RankActivity
 from autosplit.stage import Stage
@@ -275,9 +275,9 @@ class Executor:
         return stage
 
     def _inputs_of(self, action: Action) -> Callable[[], Values]:
-        microbatch, feeds = action.microbatch, self.messages.feeds
-        receives = [self.messages.receiver(each) for each in parcels_for(action, feeds)]
-        bring = arguments(action.stage, feeds, receives, self._inputs[microbatch].copy)
+        microbatch, dataflow = action.microbatch, self.messages.dataflow
+        receives = [self.messages.receiver(each) for each in incoming_messages(action, dataflow)]
+        bring = arguments(action.stage, dataflow, receives, self._inputs[microbatch].copy)
         if action.stage < self._last:
             return bring
         return lambda: [*bring(), *self._targets[microbatch]]
@@ -297,9 +297,9 @@ class Executor:
     def _gradients_of(self, action: Action) -> Callable[[], Values]:
         if action.stage == self._last:
             return partial(list, (self._loss_grad,))  # a fresh one each time
-        feeds = self.messages.feeds
-        receives = [self.messages.receiver(each) for each in parcels_for(action, feeds)]
-        return output_gradients(action.stage, feeds, receives)
+        dataflow = self.messages.dataflow
+        receives = [self.messages.receiver(each) for each in incoming_messages(action, dataflow)]
+        return output_gradients(action.stage, dataflow, receives)
 
     def _gradients_to(self, action: Action) -> Callable[[Values], None] | None:
         send = self.messages.sender(result_of(action))

@@ -19,7 +19,7 @@ from autosplit.passes.graph import inputs as graph_inputs
 from autosplit.pipeline.engine.boundaries import Boundaries, Boundary, Dependence, TensorMeta
 from autosplit.pipeline.engine.executor import BackwardStage
 from autosplit.pipeline.engine.transport import Receive, arguments
-from autosplit.pipeline.schedule.routes import Feeds
+from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import BACKWARDS, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.activation_memory import StageMemory
 from autosplit.ranks.groups import Groups
@@ -210,26 +210,26 @@ def stage_memory(stage: TrainableStage) -> StageMemory:
 
 
 def check_inputs(
-    modules: Mapping[int, nn.Module], feeds: Feeds, inputs: Sequence[Tensor | None]
+    modules: Mapping[int, nn.Module], dataflow: StageDataflow, inputs: Sequence[Tensor | None]
 ) -> None:
     """Ask stages that know what they can take, before they are traced, where an error would come
     out as one of tracing.
 
     Args:
         modules: this rank's modules by stage.
-        feeds: who feeds whom.
+        dataflow: the dataflow between stages.
         inputs: one microbatch's.
 
     Raises:
         PlanError: the batch is not of the size for which the model was cut.
         PipelineError: the first stage takes another number of inputs.
     """
-    if feeds.wiring is None:
+    if dataflow.wiring is None:
         if 0 in modules and (text := misfit(modules[0], inputs)):
             raise PipelineError(f"stage 0 {text}; the batch has {len(inputs)} input(s)")
         return
     for index, module in modules.items():
-        sources = feeds.wiring.inputs[index]
+        sources = dataflow.wiring.inputs[index]
         given = [inputs[each.position] if each.stage is None else None for each in sources]
         for part in module.modules():
             check: Any = getattr(part, "check_inputs", None)
@@ -240,7 +240,7 @@ def check_inputs(
 def build_stages(
     modules: Mapping[int, nn.Module],
     stages: int,
-    feeds: Feeds,
+    dataflow: StageDataflow,
     groups: Groups,
     factory: StageFactory,
     *,
@@ -254,7 +254,7 @@ def build_stages(
     Args:
         modules: this rank's modules by stage, the last one with its loss.
         stages: how many stages there are.
-        feeds: who feeds whom.
+        dataflow: the dataflow between stages.
         groups: the trainer's process groups.
         factory: makes a stage.
         inputs: one microbatch's inputs, as examples; only those that this rank's stages take are
@@ -273,19 +273,19 @@ def build_stages(
     for index in range(stages):
         told: tuple[Boundary, Dependence | None] | None = None
         if index in modules:
-            args = _examples(index, feeds, boundaries, inputs, device)
+            args = _examples(index, dataflow, boundaries, inputs, device)
             if index == stages - 1:
                 args += targets
             stage = built[index] = factory(modules[index], args, index=index)
             metas = tuple([TensorMeta(*spec) for spec in stage.output_specs])
-            feeds.check_outputs(index, len(metas))
+            dataflow.check_outputs(index, len(metas))
             if index == stages - 1:
                 check_loss(metas)
             told = metas, dependence_of(stage, len(metas))
         heard = groups.gather(told, f"stage {index} to be built")
         boundaries.known[index], rows = next(filter(None, heard))
         dependence.append(rows)
-    boundaries.settle_gradients(dependence, feeds)
+    boundaries.settle_gradients(dependence, dataflow)
     return built, boundaries
 
 
@@ -309,7 +309,7 @@ def compile_stages(stages: Mapping[int, TrainableStage], schedule: Schedule) -> 
 
 def _examples(
     index: int,
-    feeds: Feeds,
+    dataflow: StageDataflow,
     boundaries: Boundaries,
     inputs: Sequence[Tensor],
     device: torch.device,
@@ -317,11 +317,11 @@ def _examples(
     """Example arguments of a stage, without targets."""
 
     def made_by(stage: int) -> Receive:
-        wanted = feeds.select(boundaries.known[stage], stage, index)
+        wanted = dataflow.select(boundaries.known[stage], stage, index)
         return lambda: [_example(meta, device) for meta in wanted]
 
-    receives = [made_by(stage) for stage in feeds.sources(index)]
-    found = arguments(index, feeds, receives, lambda: [*inputs])()
+    receives = [made_by(stage) for stage in dataflow.sources(index)]
+    found = arguments(index, dataflow, receives, lambda: [*inputs])()
     return [each for each in found if each is not None]
 
 

@@ -21,7 +21,12 @@ from torch import Tensor
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
-from autosplit.pipeline.schedule.routes import Feeds, Parcel, Routes, parcels_of
+from autosplit.pipeline.schedule.routes import (
+    Routes,
+    StageDataflow,
+    StageMessage,
+    outgoing_messages,
+)
 from autosplit.pipeline.schedule.schedule import Action, ActionKind
 from autosplit.ranks.first_error import LostPeerError
 from autosplit.ranks.groups import Groups, lost
@@ -30,17 +35,17 @@ Receive = Callable[[], "list[Tensor | None]"]
 Send = Callable[[Sequence[Any]], None]
 
 
-class _Message(NamedTuple):
+class _Transfer(NamedTuple):
     """Tensors being sent or filled. They live here until every operation on them is complete.
 
     Attributes:
-        parcel: which.
+        message: which.
         does: what the peer does with it, in words.
         tensors: None for a gradient that is not.
         works: under way.
     """
 
-    parcel: Parcel
+    message: StageMessage
     does: str
     tensors: list[Tensor | None]
     works: list[dist.Work]
@@ -75,35 +80,35 @@ class Mailbox:
         device: torch.device,
     ) -> None:
         self._link, self._peer, self._device = link, peer, device
-        self._boundaries, self._feeds = boundaries, routes.feeds
+        self._boundaries, self._dataflow = boundaries, routes.dataflow
         self._told = {*boundaries.known}
-        self._parcels = routes.receives.get(peer, ())
+        self._messages = routes.receives.get(peer, ())
         self._posted = self._retired = 0
-        self._coming: dict[Parcel, _Message] = {}
-        self._sent: deque[_Message] = deque()
+        self._coming: dict[StageMessage, _Transfer] = {}
+        self._sent: deque[_Transfer] = deque()
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """What is posted and was not taken, and what is sent and may be under way."""
-        for message in (*self._coming.values(), *self._sent):
-            yield from (each for each in message.tensors if each is not None)
+        for transfer in (*self._coming.values(), *self._sent):
+            yield from (each for each in transfer.tensors if each is not None)
 
     def begin(self) -> None:
         """Start a step."""
         self._posted = self._retired = 0
 
-    def put(self, parcel: Parcel, tensors: Sequence[Tensor | None]) -> None:
+    def put(self, message: StageMessage, tensors: Sequence[Tensor | None]) -> None:
         """Start sending those that there are."""
-        message = _Message(parcel, "needs", [], [])
-        self._sent.append(message)
-        if parcel.boundary not in self._told:
-            self._told.add(parcel.boundary)
-            text = bytearray(pickle.dumps(self._boundaries.known[parcel.boundary]))
+        transfer = _Transfer(message, "needs", [], [])
+        self._sent.append(transfer)
+        if message.boundary not in self._told:
+            self._told.add(message.boundary)
+            text = bytearray(pickle.dumps(self._boundaries.known[message.boundary]))
             told = torch.frombuffer(text.ljust(_TOLD), dtype=torch.uint8)
-            self._start(message, self._link.isend, told.to(self._device))
+            self._start(transfer, self._link.isend, told.to(self._device))
         for tensor in tensors:
             if tensor is not None:
-                self._start(message, self._link.isend, tensor.contiguous())
+                self._start(transfer, self._link.isend, tensor.contiguous())
 
     def retire(self, count: int) -> None:
         """Let go of the first ``count`` messages of this step; waits for any still under way."""
@@ -117,71 +122,71 @@ class Mailbox:
 
     def post_next(self) -> None:
         """Post one receive more, if its shapes are known."""
-        left = self._posted < len(self._parcels)
-        if left and self._parcels[self._posted].boundary in self._boundaries.known:
+        left = self._posted < len(self._messages)
+        if left and self._messages[self._posted].boundary in self._boundaries.known:
             self._post()
 
-    def take(self, parcel: Parcel, place: int, proven: int) -> list[Tensor | None]:
-        """Wait for a parcel; its tensors.
+    def take(self, message: StageMessage, place: int, acked_sends: int) -> list[Tensor | None]:
+        """Wait for a message; its tensors.
 
         Args:
-            parcel: which.
+            message: which.
             place: in the order of the peer.
-            proven: how many of the messages sent to it have arrived if anything travelled.
+            acked_sends: how many of the messages sent to it have arrived if anything travelled.
         """
         while self._posted <= place:
-            self._learn(self._parcels[self._posted])
+            self._learn(self._messages[self._posted])
             self._post()
-        message = self._coming.pop(parcel)
-        self._wait(message)
-        if message.works:
-            self.retire(proven)
-        return message.tensors
+        transfer = self._coming.pop(message)
+        self._wait(transfer)
+        if transfer.works:
+            self.retire(acked_sends)
+        return transfer.tensors
 
-    def _learn(self, parcel: Parcel) -> None:
+    def _learn(self, message: StageMessage) -> None:
         """Wait for the shapes at a boundary, ahead of the first that crosses it."""
-        known, boundary = self._boundaries.known, parcel.boundary
+        known, boundary = self._boundaries.known, message.boundary
         if boundary not in known:
             told = torch.empty(_TOLD, dtype=torch.uint8, device=self._device)
-            message = _Message(parcel, "makes", [], [])
-            self._start(message, self._link.irecv, told)
-            self._wait(message)
+            transfer = _Transfer(message, "makes", [], [])
+            self._start(transfer, self._link.irecv, told)
+            self._wait(transfer)
             known[boundary] = pickle.loads(bytes(told.tolist()))
 
     def _post(self) -> None:
-        parcel = self._parcels[self._posted]
+        message = self._messages[self._posted]
         self._posted += 1
-        message = self._coming[parcel] = _Message(parcel, "makes", [], [])
-        for meta in self._boundaries.crossing(parcel, self._feeds):
+        transfer = self._coming[message] = _Transfer(message, "makes", [], [])
+        for meta in self._boundaries.crossing(message, self._dataflow):
             if meta is None:
-                message.tensors.append(None)
+                transfer.tensors.append(None)
             else:
                 made = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
-                self._start(message, self._link.irecv, made)
+                self._start(transfer, self._link.irecv, made)
 
     def _start(
-        self, message: _Message, start: Callable[[Tensor, int], dist.Work | None], tensor: Tensor
+        self, transfer: _Transfer, start: Callable[[Tensor, int], dist.Work | None], tensor: Tensor
     ) -> None:
-        message.tensors.append(tensor)
+        transfer.tensors.append(tensor)
         begun = perf_counter()
         try:
             work = start(tensor, self._peer)
         except RuntimeError as error:
-            raise self._lost(message, begun, error) from error
+            raise self._lost(transfer, begun, error) from error
         if work is not None:
-            message.works.append(work)
+            transfer.works.append(work)
 
-    def _wait(self, message: _Message) -> None:
+    def _wait(self, transfer: _Transfer) -> None:
         """Wait until every operation is complete."""
         begun = perf_counter()
         try:
-            for work in message.works:
+            for work in transfer.works:
                 work.wait()
         except RuntimeError as error:
-            raise self._lost(message, begun, error) from error
+            raise self._lost(transfer, begun, error) from error
 
-    def _lost(self, message: _Message, begun: float, error: RuntimeError) -> LostPeerError:
-        what = f"{self._link.named(self._peer)}, which {message.does} {message.parcel}"
+    def _lost(self, transfer: _Transfer, begun: float, error: RuntimeError) -> LostPeerError:
+        what = f"{self._link.named(self._peer)}, which {transfer.does} {transfer.message}"
         return lost(what, perf_counter() - begun, self._link.timeout, error)
 
 
@@ -202,7 +207,7 @@ class Transport:
             on the device, and may delay kernels that are launched after it.
 
     Attributes:
-        feeds: who feeds whom.
+        dataflow: the dataflow between stages.
     """
 
     def __init__(
@@ -215,14 +220,16 @@ class Transport:
         posts: Mapping[Action, Sequence[int]],
     ) -> None:
         self._posts, self._boundaries, self._device = posts, boundaries, device
-        self._routes, self.feeds = routes, routes.feeds
+        self._routes, self.dataflow = routes, routes.dataflow
         self._boxes = {
             peer: Mailbox(link, peer, routes, boundaries, device)
             for peer in {**routes.sends, **routes.receives}
         }
-        self._target = {each: peer for peer, parcels in routes.sends.items() for each in parcels}
-        self._source = {each: peer for peer, parcels in routes.receives.items() for each in parcels}
-        self._here: dict[Parcel, list[Tensor | None]] = {}
+        self._target = {each: peer for peer, messages in routes.sends.items() for each in messages}
+        self._source = {
+            each: peer for peer, messages in routes.receives.items() for each in messages
+        }
+        self._here: dict[StageMessage, list[Tensor | None]] = {}
 
     def begin(self) -> None:
         """Start a step."""
@@ -256,10 +263,10 @@ class Transport:
         that were agreed on travel, one that is missing in this microbatch as zeros. It raises
         PipelineError, before sending anything, if a tensor is not what was agreed on.
         """
-        parcels = parcels_of(result, self.feeds)
+        messages = outgoing_messages(result, self.dataflow)
         if result.kind is ActionKind.FORWARD:
-            return self._output_sender(result, parcels)
-        sends = [self._gradient_sender(parcel) for parcel in parcels]
+            return self._output_sender(result, messages)
+        sends = [self._gradient_sender(message) for message in messages]
         if len(sends) <= 1:
             return sends[0] if sends else None
 
@@ -269,26 +276,28 @@ class Transport:
 
         return send
 
-    def receiver(self, parcel: Parcel) -> Receive:
-        """The call that waits for ``parcel`` and returns a fresh list of its tensors.
+    def receiver(self, message: StageMessage) -> Receive:
+        """The call that waits for ``message`` and returns a fresh list of its tensors.
 
         Gradients come with one entry per output that went the other way, None where it needs none.
         It raises LostPeerError if the sender died or did not send in time.
         """
-        if parcel not in self._source:
-            return partial(self._here.pop, parcel)
-        peer, routes = self._source[parcel], self._routes
-        place = routes.receives[peer].index(parcel)
-        return partial(self._boxes[peer].take, parcel, place, routes.proven[parcel])
+        if message not in self._source:
+            return partial(self._here.pop, message)
+        peer, routes = self._source[message], self._routes
+        place = routes.receives[peer].index(message)
+        return partial(self._boxes[peer].take, message, place, routes.acked_sends[message])
 
-    def _output_sender(self, result: Action, parcels: Sequence[Parcel]) -> Send:
-        feeds = self.feeds
-        puts = [(self._put(each), feeds.positions(each.boundary, each.taker)) for each in parcels]
+    def _output_sender(self, result: Action, messages: Sequence[StageMessage]) -> Send:
+        dataflow = self.dataflow
+        puts = [
+            (self._put(each), dataflow.positions(each.boundary, each.taker)) for each in messages
+        ]
         known, stage = self._boundaries.known, result.stage
 
         def send(tensors: Sequence[Tensor]) -> None:
             if stage not in known:  # the first outputs are what later ones are held to
-                feeds.check_outputs(stage, len(tensors))
+                dataflow.check_outputs(stage, len(tensors))
                 known[stage] = tuple(map(TensorMeta.of, tensors))
             agreed = known[stage]
             if len(tensors) != len(agreed):
@@ -306,10 +315,10 @@ class Transport:
 
         return send
 
-    def _gradient_sender(self, parcel: Parcel) -> Send:
-        put, result = self._put(parcel), parcel.result
-        choose = gradients_for(parcel.boundary, parcel.taker, self.feeds)
-        agreed = self._boundaries.crossing(parcel, self.feeds)
+    def _gradient_sender(self, message: StageMessage) -> Send:
+        put, result = self._put(message), message.result
+        choose = gradients_for(message.boundary, message.taker, self.dataflow)
+        agreed = self._boundaries.crossing(message, self.dataflow)
 
         def send(gradients: Sequence[Tensor | None]) -> None:
             if choose is not None:
@@ -324,40 +333,40 @@ class Transport:
             for place, (tensor, meta) in enumerate(zip(gradients, agreed, strict=False)):
                 if meta is None:
                     if tensor is not None:
-                        self._refuse_unexpected(parcel, place)
+                        self._refuse_unexpected(message, place)
                         tensor = None
                 elif tensor is None:
                     tensor = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
                 elif tensor.shape != meta.shape or tensor.dtype is not meta.dtype:
-                    raise _unlike(self._gradient_name(parcel, place), result, tensor, meta)
+                    raise _unlike(self._gradient_name(message, place), result, tensor, meta)
                 ready.append(tensor)
             put(ready)
 
         return send
 
-    def _put(self, parcel: Parcel) -> Send:
-        if parcel not in self._target:
-            return partial(self._here.__setitem__, parcel)
-        return partial(self._boxes[self._target[parcel]].put, parcel)
+    def _put(self, message: StageMessage) -> Send:
+        if message not in self._target:
+            return partial(self._here.__setitem__, message)
+        return partial(self._boxes[self._target[message]].put, message)
 
-    def _refuse_unexpected(self, parcel: Parcel, place: int) -> None:
+    def _refuse_unexpected(self, message: StageMessage, place: int) -> None:
         """Refuse a gradient that the other stage does not wait for, though it could use it."""
-        boundary, taker = parcel.boundary, parcel.taker
-        metas = self.feeds.select(self._boundaries.known[boundary], boundary, taker)
+        boundary, taker = message.boundary, message.taker
+        metas = self.dataflow.select(self._boundaries.known[boundary], boundary, taker)
         if metas[place].requires_grad:
             raise PipelineError(
-                f"there is a {self._gradient_name(parcel, place)} in microbatch "
-                f"{parcel.result.microbatch}, and there was none when the pipeline was built: what "
-                f"the forward of stage {taker} reads was changed, so that its loss depends on "
-                "more; build a new trainer"
+                f"there is a {self._gradient_name(message, place)} in microbatch "
+                f"{message.result.microbatch}, but there was none when the pipeline was built: "
+                f"something that the forward of stage {taker} reads has changed, so that the loss "
+                "depends on more inputs. Build a new trainer"
             )
 
-    def _gradient_name(self, parcel: Parcel, place: int) -> str:
-        positions = self.feeds.positions(parcel.boundary, parcel.taker)
+    def _gradient_name(self, message: StageMessage, place: int) -> str:
+        positions = self.dataflow.positions(message.boundary, message.taker)
         if positions is None:
-            return f"gradient of input {place} of stage {parcel.taker}"
-        output = f"output {positions[place]} of stage {parcel.boundary}"
-        return f"gradient that stage {parcel.taker} gives {output}"
+            return f"gradient of input {place} of stage {message.taker}"
+        output = f"output {positions[place]} of stage {message.boundary}"
+        return f"gradient that stage {message.taker} gives {output}"
 
 
 def _unlike(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> PipelineError:
@@ -373,7 +382,7 @@ def _unlike(name: str, result: Action, tensor: Tensor, meta: TensorMeta) -> Pipe
 
 def arguments(
     stage: int,
-    feeds: Feeds,
+    dataflow: StageDataflow,
     receives: Sequence[Receive],
     batch: Receive,
 ) -> Receive:
@@ -381,32 +390,32 @@ def arguments(
 
     Args:
         stage: whose arguments.
-        feeds: who feeds whom.
-        receives: brings what each of ``feeds.sources(stage)`` gives.
+        dataflow: the dataflow between stages.
+        receives: brings what each of ``dataflow.sources(stage)`` gives.
         batch: brings the batch's inputs in a fresh list; those that the stage takes are there.
     """
-    if feeds.wiring is None:
+    if dataflow.wiring is None:
         return receives[0] if receives else batch
-    makers = feeds.sources(stage)
-    picks: list[tuple[int, int]] = []  # of which parcel, or of the batch (-1), which tensor
-    for source in feeds.wiring.inputs[stage]:
+    makers = dataflow.sources(stage)
+    picks: list[tuple[int, int]] = []  # number of the maker (-1: the batch), number of its tensor
+    for source in dataflow.wiring.inputs[stage]:
         if source.stage is None:
             picks.append((-1, source.position))
             continue
-        positions = feeds.positions(source.stage, stage) or ()
+        positions = dataflow.positions(source.stage, stage) or ()
         picks.append((makers.index(source.stage), positions.index(source.position)))
-    wants_batch = any(parcel < 0 for parcel, _ in picks)
+    wants_batch = any(maker < 0 for maker, _ in picks)
 
     def bring() -> list[Tensor | None]:
-        parcels: list[Sequence[Tensor | None]] = [receive() for receive in receives]
+        parts: list[Sequence[Tensor | None]] = [receive() for receive in receives]
         # The batch stands last, where -1 finds it.
-        parcels.append(batch() if wants_batch else ())
-        return [parcels[parcel][place] for parcel, place in picks]
+        parts.append(batch() if wants_batch else ())
+        return [parts[maker][place] for maker, place in picks]
 
     return bring
 
 
-def output_gradients(stage: int, feeds: Feeds, receives: Sequence[Receive]) -> Receive:
+def output_gradients(stage: int, dataflow: StageDataflow, receives: Sequence[Receive]) -> Receive:
     """The call that brings the gradients of a stage's outputs, in order, in a fresh list.
 
     Those of an output that several stages use are added up from the last stage to the first, as
@@ -414,14 +423,14 @@ def output_gradients(stage: int, feeds: Feeds, receives: Sequence[Receive]) -> R
 
     Args:
         stage: whose outputs.
-        feeds: who feeds whom.
-        receives: brings what each of ``feeds.targets(stage)`` gives.
+        dataflow: the dataflow between stages.
+        receives: brings what each of ``dataflow.targets(stage)`` gives.
     """
-    if feeds.wiring is None:
+    if dataflow.wiring is None:
         return receives[0]
-    count, targets = feeds.wiring.outputs[stage], feeds.targets(stage)
+    count, targets = dataflow.wiring.outputs[stage], dataflow.targets(stage)
     backwards = [
-        (receive, feeds.positions(stage, target) or ())
+        (receive, dataflow.positions(stage, target) or ())
         for receive, target in reversed(list(zip(receives, targets, strict=True)))
     ]
 
@@ -436,14 +445,14 @@ def output_gradients(stage: int, feeds: Feeds, receives: Sequence[Receive]) -> R
 
 
 def gradients_for(
-    source: int, stage: int, feeds: Feeds
+    source: int, stage: int, dataflow: StageDataflow
 ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]] | None:
     """The function from the gradients of a stage's inputs to those of what ``source`` gave it; None
     where they are the same.
 
     An output that the stage takes more than once gets the sum.
     """
-    places = feeds.places(source, stage)
+    places = dataflow.places(source, stage)
     if places is None:
         return None
 

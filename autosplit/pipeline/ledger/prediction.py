@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from autosplit.passes import Kind, Role
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.schedule.routes import (
-    Feeds,
-    Parcel,
-    parcels_for,
-    parcels_of,
+    StageDataflow,
+    StageMessage,
+    incoming_messages,
+    outgoing_messages,
     result_of,
     routes_of,
 )
@@ -142,9 +142,9 @@ def _bytes(memories: _Memories) -> int:
     return sum(memory.bytes for memory in {*memories.values()})
 
 
-def received_bytes(stage: Stage, feeds: Feeds, boundaries: Boundaries) -> dict[str, int]:
+def received_bytes(stage: Stage, dataflow: StageDataflow, boundaries: Boundaries) -> dict[str, int]:
     """Bytes of each input of a stage that another one sends, by name."""
-    sources = feeds.sources(stage.index)
+    sources = dataflow.sources(stage.index)
     metas: dict[tuple[int | None, int], TensorMeta] = {
         (source, position): meta
         for source in sources
@@ -152,8 +152,8 @@ def received_bytes(stage: Stage, feeds: Feeds, boundaries: Boundaries) -> dict[s
     }
     names = stage.functions.capture.inputs  # after these come the targets, from the batch
     keys: list[tuple[int | None, int]] = [*metas]
-    if feeds.wiring is not None:
-        keys = [(source.stage, source.position) for source in feeds.wiring.inputs[stage.index]]
+    if dataflow.wiring is not None:
+        keys = [(source.stage, source.position) for source in dataflow.wiring.inputs[stage.index]]
     pairs = zip(names, keys, strict=False)
     return {name: _size(metas[key]) for name, key in pairs if key in metas}
 
@@ -161,7 +161,7 @@ def received_bytes(stage: Stage, feeds: Feeds, boundaries: Boundaries) -> dict[s
 def message_levels(
     schedule: Schedule,
     rank: int,
-    feeds: Feeds,
+    dataflow: StageDataflow,
     boundaries: Boundaries,
     borrowed: Mapping[int, Collection[int]],
 ) -> list[int]:
@@ -170,30 +170,31 @@ def message_levels(
     Args:
         schedule: the schedule.
         rank: the rank.
-        feeds: the dataflow between stages.
+        dataflow: the dataflow between stages.
         boundaries: shapes of the tensors between stages.
         borrowed: by stage of this rank, positions of outputs whose memory counts elsewhere.
     """
-    posts, routes = recv_posting_order(schedule, feeds)[rank], routes_of(schedule, feeds)[rank]
-    coming = {peer: deque(parcels) for peer, parcels in routes.receives.items()}
-    source = {parcel: peer for peer, parcels in routes.receives.items() for parcel in parcels}
-    sent: dict[int, deque[Parcel]] = defaultdict(deque)
+    posts = recv_posting_order(schedule, dataflow)[rank]
+    routes = routes_of(schedule, dataflow)[rank]
+    coming = {peer: deque(messages) for peer, messages in routes.receives.items()}
+    source = {message: peer for peer, messages in routes.receives.items() for message in messages}
+    sent: dict[int, deque[StageMessage]] = defaultdict(deque)
     retired: Counter[int] = Counter()
-    messages: Counter[tuple[Action, int]] = Counter()  # how many messages have a tensor
+    holders: Counter[tuple[Action, int]] = Counter()  # of each tensor, how many messages hold it
     now = 0
 
-    def change(parcel: Parcel, more: int) -> None:
+    def change(message: StageMessage, more: int) -> None:
         nonlocal now
-        metas = boundaries.crossing(parcel, feeds)
-        places = feeds.positions(parcel.boundary, parcel.taker) or range(len(metas))
+        metas = boundaries.crossing(message, dataflow)
+        places = dataflow.positions(message.boundary, message.taker) or range(len(metas))
         for place, meta in zip(places, metas, strict=True):
-            if meta is None or (parcel.forward and place in borrowed.get(parcel.boundary, ())):
+            if meta is None or (message.forward and place in borrowed.get(message.boundary, ())):
                 continue
-            count = messages[parcel.result, place]
-            messages[parcel.result, place] += more
+            count = holders[message.result, place]
+            holders[message.result, place] += more
             now += _size(meta) * ((count + more > 0) - (count > 0))
 
-    def post(peer: int, until: Parcel | None = None) -> None:
+    def post(peer: int, until: StageMessage | None = None) -> None:
         while coming[peer] and (until is None or until in coming[peer]):
             change(coming[peer].popleft(), 1)
             if until is None:
@@ -206,22 +207,22 @@ def message_levels(
             continue
         for peer in posts.get(action, ()):
             post(peer)
-        for parcel in parcels_for(action, feeds):
-            if parcel in source:
-                peer = source[parcel]
-                post(peer, parcel)
-                is_sent = any(boundaries.crossing(parcel, feeds))
-                while is_sent and retired[peer] < routes.proven[parcel]:
+        for message in incoming_messages(action, dataflow):
+            if message in source:
+                peer = source[message]
+                post(peer, message)
+                is_sent = any(boundaries.crossing(message, dataflow))
+                while is_sent and retired[peer] < routes.acked_sends[message]:
                     change(sent[peer].popleft(), -1)
                     retired[peer] += 1
-            change(parcel, -1)  # now it counts as the stage's
+            change(message, -1)  # now it counts as the stage's
         levels.append(now)
         if action.kind is ActionKind.FORWARD and action.stage == schedule.stages - 1:
             now += sum(map(_size, boundaries.known[action.stage]))  # losses stay until the end
-        for parcel in parcels_of(result_of(action), feeds):
-            change(parcel, 1)
-            if (target := schedule.placement[parcel.stage]) != rank:
-                sent[target].append(parcel)
+        for message in outgoing_messages(result_of(action), dataflow):
+            change(message, 1)
+            if (target := schedule.placement[message.stage]) != rank:
+                sent[target].append(message)
     return levels
 
 

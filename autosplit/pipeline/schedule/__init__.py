@@ -1,1 +1,1 @@
-"""Schedules as pure data: actions, what feeds what, dependencies, sends."""
+"""Schedules as pure data: actions, the dataflow, dependencies, sends."""

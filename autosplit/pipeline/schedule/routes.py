@@ -98,7 +98,7 @@ class Wiring:
         return f"there are {count} {noun}, counted from 0"
 
 
-class Feeds:
+class StageDataflow:
     """Producers and consumers of every stage; without a wiring, a chain of unknown tensor counts.
 
     Args:
@@ -214,7 +214,7 @@ def result_of(action: Action) -> Action:
     return action
 
 
-def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
+def needs_of(action: Action, dataflow: StageDataflow) -> tuple[Action, ...]:
     """The results that must exist before ``action`` starts: its own stage's first.
 
     F needs the outputs of earlier stages. I and B need their own F and the input gradients of later
@@ -222,19 +222,19 @@ def needs_of(action: Action, feeds: Feeds) -> tuple[Action, ...]:
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.FORWARD:
-        return tuple([Action(source, kind, microbatch) for source in feeds.sources(stage)])
+        return tuple([Action(source, kind, microbatch) for source in dataflow.sources(stage)])
     if kind is ActionKind.BACKWARD_WEIGHT:
         return (Action(stage, ActionKind.BACKWARD_INPUT, microbatch),)
     if kind is ActionKind.BACKWARD_INPUT or kind is ActionKind.BACKWARD:
         inputs = ActionKind.BACKWARD_INPUT
-        gradients = [Action(target, inputs, microbatch) for target in feeds.targets(stage)]
+        gradients = [Action(target, inputs, microbatch) for target in dataflow.targets(stage)]
         return (Action(stage, ActionKind.FORWARD, microbatch), *gradients)
     if kind.is_compute:  # the forward once more
         return (Action(stage, ActionKind.FORWARD, microbatch),)
     return ()
 
 
-class Parcel(NamedTuple):
+class StageMessage(NamedTuple):
     """The tensors that one stage sends another for one microbatch: outputs, or their gradients.
 
     Attributes:
@@ -281,87 +281,85 @@ class Routes:
     """The sends and receives of one rank in one step.
 
     Attributes:
-        feeds: the dataflow between stages.
+        dataflow: the dataflow between stages.
         sends: per peer, the messages to it, in the order in which they are computed; those of one
             action in the order of the receiving stages.
         receives: per peer, the messages from it, in its order.
-        proven: for each received message, how many earlier sends to its sender it acknowledges: the
-            sender must have used the first k of ``sends`` to compute it. So waiting for these k
-            sends to complete costs nothing.
+        acked_sends: for each received message, how many earlier sends to its sender it
+            acknowledges: the sender must have used the first k of ``sends`` to compute it. So
+            waiting for these k sends to complete costs nothing.
     """
 
-    feeds: Feeds
-    sends: dict[int, tuple[Parcel, ...]]
-    receives: dict[int, tuple[Parcel, ...]]
-    proven: dict[Parcel, int]
+    dataflow: StageDataflow
+    sends: dict[int, tuple[StageMessage, ...]]
+    receives: dict[int, tuple[StageMessage, ...]]
+    acked_sends: dict[StageMessage, int]
 
 
-def ends_of(parcel: Parcel, schedule: Schedule) -> tuple[int, int]:
+def sender_and_receiver(message: StageMessage, schedule: Schedule) -> tuple[int, int]:
     """The ranks that send and receive a message."""
-    result = parcel.result
-    return (
-        schedule.placement[result.stage],
-        schedule.placement[parcel.stage],
-    )
+    return schedule.placement[message.result.stage], schedule.placement[message.stage]
 
 
-def routes_of(schedule: Schedule, feeds: Feeds | None = None) -> list[Routes]:
+def routes_of(schedule: Schedule, dataflow: StageDataflow | None = None) -> list[Routes]:
     """The sends and receives of every rank under a legal schedule.
 
     Args:
         schedule: a legal one.
-        feeds: the dataflow between stages; None: a chain.
+        dataflow: the dataflow between stages; None: a chain.
     """
-    feeds = feeds or Feeds(schedule.stages)
-    routes = [Routes(feeds, {}, {}, {}) for _ in schedule.ranks]
-    traffic: dict[tuple[int, int], dict[Parcel, int]] = defaultdict(dict)
+    dataflow = dataflow or StageDataflow(schedule.stages)
+    routes = [Routes(dataflow, {}, {}, {}) for _ in schedule.ranks]
+    traffic: dict[tuple[int, int], dict[StageMessage, int]] = defaultdict(dict)
     for rank, row in enumerate(schedule.ranks):
         for place, action in enumerate(row):
-            for parcel in parcels_of(result_of(action), feeds):
-                target = schedule.placement[parcel.stage]
+            for message in outgoing_messages(result_of(action), dataflow):
+                target = schedule.placement[message.stage]
                 if target != rank:
-                    traffic[rank, target][parcel] = place
-    first_uses = [_first_uses(row, feeds) for row in schedule.ranks]
+                    traffic[rank, target][message] = place
+    first_uses = [_first_uses(row, dataflow) for row in schedule.ranks]
     for source, target in sorted(traffic):
         outgoing, incoming = traffic[source, target], tuple(traffic.get((target, source), ()))
         routes[source].sends[target] = routes[target].receives[source] = tuple(outgoing)
         count = 0
-        for parcel, sent_at in outgoing.items():
+        for message, sent_at in outgoing.items():
             while count < len(incoming) and first_uses[source][incoming[count]] <= sent_at:
                 count += 1
-            routes[target].proven[parcel] = count
+            routes[target].acked_sends[message] = count
     return routes
 
 
-def pairs_of(schedule: Schedule, feeds: Feeds) -> set[tuple[int, int]]:
+def pairs_of(schedule: Schedule, dataflow: StageDataflow) -> set[tuple[int, int]]:
     """The pairs of ranks that exchange messages, the lower one first."""
     pairs = set()
     for stage in range(schedule.stages):
-        for taker in feeds.targets(stage):
+        for taker in dataflow.targets(stage):
             ends = schedule.placement[stage], schedule.placement[taker]
             pairs.add((min(ends), max(ends)))
     return {(low, high) for low, high in pairs if low != high}
 
 
-def parcels_of(result: Action, feeds: Feeds) -> tuple[Parcel, ...]:
+def outgoing_messages(result: Action, dataflow: StageDataflow) -> tuple[StageMessage, ...]:
     """The messages of a result: one for each stage that takes it."""
     if result.kind is ActionKind.FORWARD:
-        return tuple(Parcel(result, stage) for stage in feeds.targets(result.stage))
+        return tuple(StageMessage(result, stage) for stage in dataflow.targets(result.stage))
     if result.kind is ActionKind.BACKWARD_INPUT:
-        return tuple(Parcel(result, stage) for stage in feeds.sources(result.stage))
+        return tuple(StageMessage(result, stage) for stage in dataflow.sources(result.stage))
     return ()
 
 
-def parcels_for(action: Action, feeds: Feeds) -> tuple[Parcel, ...]:
+def incoming_messages(action: Action, dataflow: StageDataflow) -> tuple[StageMessage, ...]:
     """The messages that ``action`` needs: one per stage, in the order of the stages."""
     stage = action.stage
-    return tuple(Parcel(need, stage) for need in needs_of(action, feeds) if need.stage != stage)
+    return tuple(
+        StageMessage(need, stage) for need in needs_of(action, dataflow) if need.stage != stage
+    )
 
 
-def _first_uses(row: Sequence[Action], feeds: Feeds) -> dict[Parcel, int]:
+def _first_uses(row: Sequence[Action], dataflow: StageDataflow) -> dict[StageMessage, int]:
     """For each message that a rank needs, the place of the first action that needs it."""
-    uses: dict[Parcel, int] = {}
+    uses: dict[StageMessage, int] = {}
     for place, action in enumerate(row):
-        for parcel in parcels_for(action, feeds):
-            uses.setdefault(parcel, place)
+        for message in incoming_messages(action, dataflow):
+            uses.setdefault(message, place)
     return uses

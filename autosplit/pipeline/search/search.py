@@ -15,7 +15,7 @@ from dataclasses import replace
 from autosplit.errors import ScheduleError
 from autosplit.pipeline.builders.build import SCHEDULES, build
 from autosplit.pipeline.builders.placement import StageTimes
-from autosplit.pipeline.schedule.routes import Feeds
+from autosplit.pipeline.schedule.routes import StageDataflow
 from autosplit.pipeline.schedule.schedule import (
     Action,
     ActionKind,
@@ -189,7 +189,7 @@ class _Construction:
         graph = StepGraph(
             self._empty,
             ((placement[action.stage], action) for action in self._actions),
-            feeds=None if costs.wiring is None else Feeds(stages, costs.wiring),
+            dataflow=None if costs.wiring is None else StageDataflow(stages, costs.wiring),
             transfer=costs.transfer,
         )
         self._seconds = [costs.seconds(action) for action in self._actions]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from autosplit.pipeline.schedule.routes import Feeds, parcels_of, result_of
+from autosplit.pipeline.schedule.routes import StageDataflow, outgoing_messages, result_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 
 from .step_graph import StepGraph, Transfer, add_lanes
@@ -62,10 +62,10 @@ def play(
         row, place, now = rows[rank], places[rank], clocks[rank]
         for action in row[place:] if place else row:
             start = now
-            for parcel in needs[action]:
-                arrival = ready[parcel]
+            for number in needs[action]:
+                arrival = ready[number]
                 if arrival < 0.0:
-                    blocked[parcel] = True
+                    blocked[number] = True
                     break
                 if arrival > start:
                     start = arrival
@@ -73,18 +73,18 @@ def play(
                 starts[action] = start
                 now = start + seconds[action]
                 place += 1
-                for parcel, link, took, latency in makes[action]:
-                    if ready[parcel] >= 0.0:
+                for number, link, took, latency in makes[action]:
+                    if ready[number] >= 0.0:
                         continue
                     if link is None:
-                        ready[parcel] = now
+                        ready[number] = now
                     else:
                         free = links.get(link, 0.0)
                         links[link] = free = (free if free > now else now) + took
-                        ready[parcel] = free + latency
-                    if blocked[parcel]:
-                        movable.append(takers[parcel])
-                        blocked[parcel] = False
+                        ready[number] = free + latency
+                    if blocked[number]:
+                        movable.append(takers[number])
+                        blocked[number] = False
                 continue
             break
         places[rank], clocks[rank] = place, now
@@ -165,7 +165,7 @@ def replay(schedule: Schedule) -> Replay:
     """
     graph = StepGraph(schedule)
     graph.needs = [
-        tuple([parcel for parcel in needs if graph.makers[parcel] >= 0]) for needs in graph.needs
+        tuple([number for number in needs if graph.makers[number] >= 0]) for needs in graph.needs
     ]
     seconds = [1.0] * len(graph.actions)
     rows = rows_of(schedule)
@@ -196,23 +196,23 @@ def waits_of(
     if not left:
         return {}
     arrived = {
-        message.parcel
+        message.number
         for row, place in zip(rows, run.places, strict=True)
         for number in row[:place]
         for message in graph.makes[number]
     }
     makers = {
-        message.parcel: rank
+        message.number: rank
         for rank, numbers in left.items()
         for number in numbers
         for message in graph.makes[number]
     }
     waits = {}
     for rank, (standing, *_) in left.items():
-        parcel = next(number for number in graph.needs[standing] if number not in arrived)
-        maker = makers.get(parcel)
+        missing = next(number for number in graph.needs[standing] if number not in arrived)
+        maker = makers.get(missing)
         at = None if maker is None else (maker, graph.actions[left[maker][0]])
-        need = graph.parcels[parcel].result
+        need = graph.stage_messages[missing].result
         waits[rank] = Wait(rank, graph.actions[standing], need, at, ranks)
     return waits
 
@@ -221,19 +221,21 @@ _COMPUTED, _TRAVELS = 10.0, Transfer(latency=1.0)
 """Durations of an action and of a message; whole numbers, so that all ranks agree exactly."""
 
 
-def global_order(schedule: Schedule, feeds: Feeds) -> list[tuple[int, Action]]:
+def global_order(schedule: Schedule, dataflow: StageDataflow) -> list[tuple[int, Action]]:
     """All actions of a step with their ranks, by their starts if all took equally long.
 
     Every action comes after its needs. Actions that a deadlock blocks are left out.
     """
-    graph, rows = StepGraph(schedule, feeds=feeds, transfer=_TRAVELS), rows_of(schedule)
+    graph, rows = StepGraph(schedule, dataflow=dataflow, transfer=_TRAVELS), rows_of(schedule)
     run = play(graph, rows, [_COMPUTED * action.kind.is_compute for action in graph.actions])
     ran = [number for row, end in zip(rows, run.places, strict=True) for number in row[:end]]
     ran.sort(key=run.starts.__getitem__)
     return [(graph.ranks[number], graph.actions[number]) for number in ran]
 
 
-def recv_posting_order(schedule: Schedule, feeds: Feeds) -> list[dict[Action, tuple[int, ...]]]:
+def recv_posting_order(
+    schedule: Schedule, dataflow: StageDataflow
+) -> list[dict[Action, tuple[int, ...]]]:
     """Per rank, the peers from which the next receives are posted, by the action that follows.
 
     A send starts when its message is computed. The receive is posted next to it in the global order
@@ -243,12 +245,12 @@ def recv_posting_order(schedule: Schedule, feeds: Feeds) -> list[dict[Action, tu
     """
     posts: list[dict[Action, tuple[int, ...]]] = [{} for _ in schedule.ranks]
     coming: list[list[int]] = [[] for _ in schedule.ranks]
-    for maker, action in global_order(schedule, feeds):
+    for maker, action in global_order(schedule, dataflow):
         if action.kind.is_compute:
             posts[maker][action] = tuple(coming[maker])
             coming[maker].clear()
-        for parcel in parcels_of(result_of(action), feeds):
-            taker = schedule.placement[parcel.stage]
+        for message in outgoing_messages(result_of(action), dataflow):
+            taker = schedule.placement[message.stage]
             if taker != maker:
                 coming[taker].append(maker)
     return posts
@@ -285,9 +287,9 @@ class ListScheduler:
     def ready(self, action: int) -> float:
         """When all needs of ``action`` have arrived; infinite while one has not started."""
         arrivals, latest = self._arrivals, 0.0
-        for parcel in self._graph.needs[action]:
-            if arrivals[parcel] > latest:
-                latest = arrivals[parcel]
+        for number in self._graph.needs[action]:
+            if arrivals[number] > latest:
+                latest = arrivals[number]
         return latest
 
     def run(self, choose: Choose) -> None:
@@ -306,11 +308,11 @@ class ListScheduler:
                 continue
             self.rows[rank].append(action)
             ends[rank] = end = now + seconds[action]
-            for parcel, link, took, latency in makes[action]:
-                arrivals[parcel] = end
+            for number, link, took, latency in makes[action]:
+                arrivals[number] = end
                 if link is not None:
                     links[link] = max(end, links.get(link, 0.0)) + took
-                    arrivals[parcel] = links[link] + latency
-                if takers[parcel] != rank:
-                    push(looks, (arrivals[parcel], takers[parcel]))
+                    arrivals[number] = links[link] + latency
+                if takers[number] != rank:
+                    push(looks, (arrivals[number], takers[number]))
             push(looks, (end, rank))

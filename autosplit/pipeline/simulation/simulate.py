@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.routes import Feeds, Wiring
+from autosplit.pipeline.schedule.routes import StageDataflow, Wiring
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 
 from .activation_memory import StageMemory
@@ -166,8 +166,8 @@ def simulate(
             f"schedule {schedule.name!r} has {schedule.stages} stages, but the wiring that of "
             f"{wiring.stages}"
         )
-    feeds = None if wiring is None else Feeds(schedule.stages, wiring)
-    graph, rows = StepGraph(schedule, feeds=feeds, transfer=transfer), rows_of(schedule)
+    dataflow = None if wiring is None else StageDataflow(schedule.stages, wiring)
+    graph, rows = StepGraph(schedule, dataflow=dataflow, transfer=transfer), rows_of(schedule)
     seconds = [_seconds(action, duration) for action in graph.actions]
     lanes = add_lanes(graph, schedule, rows, seconds, transfer, memory)
     _check_seconds(graph.actions, seconds)

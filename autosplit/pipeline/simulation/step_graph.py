@@ -18,7 +18,13 @@ from typing import NamedTuple
 from autosplit.errors import ScheduleError
 from autosplit.mesh.costs import Link
 from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited_departures
-from autosplit.pipeline.schedule.routes import Feeds, Parcel, needs_of, parcels_of, result_of
+from autosplit.pipeline.schedule.routes import (
+    StageDataflow,
+    StageMessage,
+    needs_of,
+    outgoing_messages,
+    result_of,
+)
 from autosplit.pipeline.schedule.schedule import ARRIVALS, Action, Schedule
 
 from .activation_memory import StageMemory
@@ -83,13 +89,13 @@ class Message(NamedTuple):
     """The transfer of a numbered stage message to one rank.
 
     Attributes:
-        parcel: the number of the stage message.
+        number: the number of the stage message.
         link: the ranks at both ends; None within a rank, where it takes no time.
         took: seconds for which it occupies the link.
         latency: seconds from then to its arrival.
     """
 
-    parcel: int
+    number: int
     link: tuple[int, int] | None
     took: float
     latency: float
@@ -101,7 +107,7 @@ class StepGraph:
     Args:
         schedule: gives the placement of stages; legal or not.
         placed: rank and action of every node; None: those of the schedule, rank by rank.
-        feeds: the dataflow between stages; None: a chain.
+        dataflow: the dataflow between stages; None: a chain.
         transfer: the links between ranks.
 
     Attributes:
@@ -110,7 +116,7 @@ class StepGraph:
         needs: of every action, the messages that it waits for.
         makes: of every action, the messages that it sends. If several actions compute the same
             result, such as an I and a B, only the first to run sends it.
-        parcels: the stage messages by number.
+        stage_messages: the stage messages by number.
         takers: of every stage message, the rank that waits for it.
         makers: of every stage message, the first action that computes it; -1 if none does.
     """
@@ -120,22 +126,25 @@ class StepGraph:
         schedule: Schedule,
         placed: Iterable[tuple[int, Action]] | None = None,
         *,
-        feeds: Feeds | None = None,
+        dataflow: StageDataflow | None = None,
         transfer: Transfer = INSTANT,
     ) -> None:
         self._schedule = schedule
-        self._feeds = feeds or Feeds(schedule.stages)
+        self._dataflow = dataflow or StageDataflow(schedule.stages)
         self._transfer = transfer
         placed = list(_listed(schedule) if placed is None else placed)
         self.actions = [action for _, action in placed]
         self.ranks = [rank for rank, _ in placed]
-        self.parcels: list[Parcel] = []
+        self.stage_messages: list[StageMessage] = []
         self.takers: list[int] = []
         self.makers: list[int] = []
         self._of_result: dict[Action, list[int]] = defaultdict(list)
         self.needs = [
             tuple(
-                [self._number(need, action.stage, rank) for need in needs_of(action, self._feeds)]
+                [
+                    self._number(need, action.stage, rank)
+                    for need in needs_of(action, self._dataflow)
+                ]
             )
             for rank, action in placed
         ]
@@ -143,8 +152,8 @@ class StepGraph:
         self.makes = [tuple(send(result_of(action), rank)) for rank, action in placed]
         for number, messages in enumerate(self.makes):
             for message in messages:
-                if self.makers[message.parcel] < 0:
-                    self.makers[message.parcel] = number
+                if self.makers[message.number] < 0:
+                    self.makers[message.number] = number
 
     def add(self, rank: int, action: Action) -> int:
         """Add an action without needs and messages; return its number."""
@@ -159,10 +168,10 @@ class StepGraph:
         """The number of the message with a result for a stage on a rank; new if there is none."""
         numbers = self._of_result[result]
         for number in numbers:
-            if self.takers[number] == rank and self.parcels[number].stage == stage:
+            if self.takers[number] == rank and self.stage_messages[number].stage == stage:
                 return number
-        numbers.append(len(self.parcels))
-        self.parcels.append(Parcel(result, stage))
+        numbers.append(len(self.stage_messages))
+        self.stage_messages.append(StageMessage(result, stage))
         self.takers.append(rank)
         self.makers.append(-1)
         return numbers[-1]
@@ -173,16 +182,16 @@ class StepGraph:
     def _sent(self, result: Action, rank: int) -> list[Message]:
         """The messages of a result, in the order in which links carry them."""
         messages: list[Message] = []
-        for parcel in parcels_of(result, self._feeds):
-            if not 0 <= parcel.stage < self._schedule.stages:  # of an illegal action
+        for stage_message in outgoing_messages(result, self._dataflow):
+            if not 0 <= stage_message.stage < self._schedule.stages:  # of an illegal action
                 continue
-            home = self._schedule.placement[parcel.stage]
+            home = self._schedule.placement[stage_message.stage]
             if home == rank:
                 continue
-            took = self._transfer.seconds(parcel.boundary)
-            number = self._number(result, parcel.stage, home)
+            took = self._transfer.seconds(stage_message.boundary)
+            number = self._number(result, stage_message.stage, home)
             messages.append(Message(number, (rank, home), took, self._transfer.latency))
-        travelling = {message.parcel for message in messages}
+        travelling = {message.number for message in messages}
         for number in self._of_result.get(result, ()):
             if number not in travelling:
                 messages.append(Message(number, None, 0.0, 0.0))
@@ -283,7 +292,7 @@ class _Builder:
         """By lane, its transfers, each with the place of the move that starts it."""
         self._transfers: dict[tuple[int, int], int] = {}
         """The transfer of a move, by rank and place."""
-        self._parcels: dict[tuple[int, int, float], int] = {}
+        self._waits: dict[tuple[int, int, float], int] = {}
         """The wait for an action, by the action, the row that waits, and the latency."""
 
     def add(self, move: ActivationMove, took: tuple[float, float]) -> None:
@@ -345,16 +354,16 @@ class _Builder:
     def _edge(self, maker: int, taker: int, latency: float = 0.0) -> None:
         """Let ``taker`` wait for the end of ``maker``, and ``latency`` seconds after that."""
         graph = self._graph
-        existing = self._parcels.get((maker, graph.ranks[taker], latency))
+        existing = self._waits.get((maker, graph.ranks[taker], latency))
         if existing is not None:
             graph.needs[taker] += (existing,)
             return
-        parcel = len(graph.parcels)
-        self._parcels[maker, graph.ranks[taker], latency] = parcel
-        graph.parcels.append(Parcel(graph.actions[maker], graph.actions[taker].stage))
+        number = len(graph.stage_messages)
+        self._waits[maker, graph.ranks[taker], latency] = number
+        graph.stage_messages.append(StageMessage(graph.actions[maker], graph.actions[taker].stage))
         graph.takers.append(graph.ranks[taker])
         graph.makers.append(maker)
-        graph.needs[taker] += (parcel,)
+        graph.needs[taker] += (number,)
         # A link of its own, so that this latency delays no other message.
-        link = (-1 - parcel, -1 - parcel) if latency else None
-        graph.makes[maker] += (Message(parcel, link, 0.0, latency),)
+        link = (-1 - number, -1 - number) if latency else None
+        graph.makes[maker] += (Message(number, link, 0.0, latency),)

@@ -17,13 +17,13 @@ from autosplit.errors import ScheduleError
 from autosplit.mesh.dimensions import CONTEXT, EXPERT, EXPERT_SHARD, SHARD, TENSOR
 from autosplit.pipeline.schedule.moves import ActivationMove, find_moves, waited_departures
 from autosplit.pipeline.schedule.routes import (
-    Feeds,
     Routes,
-    ends_of,
-    parcels_for,
-    parcels_of,
+    StageDataflow,
+    incoming_messages,
+    outgoing_messages,
     result_of,
     routes_of,
+    sender_and_receiver,
 )
 from autosplit.pipeline.schedule.schedule import DEPARTURES, LANES, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.playing import recv_posting_order
@@ -222,12 +222,12 @@ def of_engine(schedule: Schedule, dimensions: Collection[str] = ()) -> Programs:
         schedule: a legal one.
         dimensions: the mesh dimensions with several ranks.
     """
-    feeds = Feeds(schedule.stages)
+    dataflow = StageDataflow(schedule.stages)
     moves = find_moves(schedule)
     return {
         rank: _EngineRank(schedule, rank, routes, posts, moves, dimensions).run()
         for rank, (routes, posts) in enumerate(
-            zip(routes_of(schedule, feeds), recv_posting_order(schedule, feeds), strict=True)
+            zip(routes_of(schedule, dataflow), recv_posting_order(schedule, dataflow), strict=True)
         )
     }
 
@@ -246,7 +246,7 @@ class _EngineRank(Host):
     ) -> None:
         super().__init__(rank, schedule.placement, "edge", dimensions)
         self._schedule, self._routes, self._posts = schedule, routes, posts
-        self._receives = {peer: deque(parcels) for peer, parcels in routes.receives.items()}
+        self._receives = {peer: deque(messages) for peer, messages in routes.receives.items()}
         self._retired = Counter[int]()
         self._moves: dict[int, int] = {}
         self._needs = defaultdict(list, waited_departures(schedule.ranks[rank]))
@@ -285,15 +285,16 @@ class _EngineRank(Host):
         schedule, routes = self._schedule, self._routes
         for peer in self._posts[action]:
             self.enqueue(self._receives[peer].popleft().receive)
-        for parcel in parcels_for(action, routes.feeds):
-            peer, proven = ends_of(parcel, schedule)[0], routes.proven.get(parcel, 0)
-            for sent in routes.sends.get(peer, ())[self._retired[peer] : proven]:
+        for message in incoming_messages(action, routes.dataflow):
+            sender, _ = sender_and_receiver(message, schedule)
+            acked = routes.acked_sends.get(message, 0)
+            for sent in routes.sends.get(sender, ())[self._retired[sender] : acked]:
                 self._wait(sent.send)
-                self._retired[peer] += 1
+                self._retired[sender] += 1
         self.enqueue(action)
-        for parcel in parcels_of(result_of(action), routes.feeds):
-            if ends_of(parcel, schedule)[1] != self._rank:
-                self.enqueue(parcel.send)
+        for message in outgoing_messages(result_of(action), routes.dataflow):
+            if sender_and_receiver(message, schedule)[1] != self._rank:
+                self.enqueue(message.send)
 
     def _move(self, action: Action, over: Sequence[int]) -> int:
         """Enqueue a move in its lane, whose own thread waits for the operations in ``over``."""

@@ -17,7 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autosplit.errors import ScheduleError
-from autosplit.pipeline.schedule.routes import Feeds, ends_of, parcels_of, result_of
+from autosplit.pipeline.schedule.routes import (
+    StageDataflow,
+    outgoing_messages,
+    result_of,
+    sender_and_receiver,
+)
 from autosplit.pipeline.schedule.schedule import LARGEST, Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.playing import global_order
 from autosplit.text.figures import few
@@ -35,17 +40,17 @@ def add_communication(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     Raises:
         ScheduleError: the schedule deadlocks.
     """
-    feeds = Feeds(schedule.stages)
+    dataflow = StageDataflow(schedule.stages)
     rows: list[list[Action]] = [[] for _ in schedule.ranks]
     done = [0] * len(rows)
-    for rank, action in global_order(schedule, feeds):
+    for rank, action in global_order(schedule, dataflow):
         rows[rank].append(action)
         done[rank] += 1
-        for parcel in parcels_of(result_of(action), feeds):
-            source, target = ends_of(parcel, schedule)
+        for message in outgoing_messages(result_of(action), dataflow):
+            source, target = sender_and_receiver(message, schedule)
             if source != target:
-                rows[source].append(parcel.send)
-                rows[target].append(parcel.receive)
+                rows[source].append(message.send)
+                rows[target].append(message.receive)
     ends = zip(schedule.ranks, done, strict=True)
     stuck = [str(row[count]) for row, count in ends if count < len(row)]
     if stuck:

@@ -15,7 +15,7 @@ from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
 from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.routes import Feeds, Parcel, routes_of
+from autosplit.pipeline.schedule.routes import StageDataflow, StageMessage, routes_of
 from autosplit.pipeline.schedule.schedule import Action
 from autosplit.ranks.groups import Groups
 from tests.kept_ranks import ranks
@@ -64,9 +64,9 @@ def test_connections_end_when_a_trainer_is_closed() -> None:
 
 def _transport(*metas: TensorMeta, given: Sequence[bool] = ()) -> Transport:
     groups = Groups(1, CPU, 1.0)
-    boundaries, feeds = Boundaries(), Feeds(2)
+    boundaries, dataflow = Boundaries(), StageDataflow(2)
     boundaries.known |= {0: metas, 1: (_meta(),)}
-    boundaries.settle_gradients([None, [given] if given else None], feeds)
+    boundaries.settle_gradients([None, [given] if given else None], dataflow)
     routes = routes_of(build("gpipe", 2, 1, ranks=1))[0]
     return Transport(routes, groups, boundaries, device=CPU, posts={})
 
@@ -79,10 +79,10 @@ def test_hand_over_keeps_the_tensors() -> None:
     transport = _transport(_meta(2), _meta(3, dtype=torch.int64, grad=False))
     tensors = [torch.zeros(2), torch.zeros(3, dtype=torch.int64)]
     transport.sender(F0)(tensors)
-    received = transport.receiver(Parcel(F0, 1))()
+    received = transport.receiver(StageMessage(F0, 1))()
     assert all(a is b for a, b in zip(received, tensors, strict=True))
     with pytest.raises(KeyError):
-        transport.receiver(Parcel(F0, 1))()
+        transport.receiver(StageMessage(F0, 1))()
 
 
 def test_gradients_that_were_agreed_on_come_back_one_missing_in_a_microbatch_as_zeros() -> None:
@@ -90,7 +90,7 @@ def test_gradients_that_were_agreed_on_come_back_one_missing_in_a_microbatch_as_
     transport = _transport(*metas, given=[True, False, True, False])
     grads: list[Tensor | None] = [torch.ones(2), torch.ones(3), None, None, torch.ones(5)]
     transport.sender(I0)(grads)
-    first, second, third, fourth = transport.receiver(Parcel(I0, 0))()
+    first, second, third, fourth = transport.receiver(StageMessage(I0, 0))()
     assert first is grads[0]
     assert (second, fourth) == (None, None)
     assert third is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from autosplit.pipeline.schedule.routes import Feeds, needs_of, result_of
+from autosplit.pipeline.schedule.routes import StageDataflow, needs_of, result_of
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 
 
@@ -22,11 +22,11 @@ def random_schedule(seed: int, stages: int | None = None) -> Schedule:
         for kind in kinds
         for microbatch in range(count)
     ]
-    feeds = Feeds(stages)
+    dataflow = StageDataflow(stages)
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     made: set[Action] = set()
     while actions:
-        able = [a for a in actions if all(need in made for need in needs_of(a, feeds))]
+        able = [a for a in actions if all(need in made for need in needs_of(a, dataflow))]
         action = chance.choice(able)
         actions.remove(action)
         made.add(result_of(action))

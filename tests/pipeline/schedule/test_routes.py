@@ -9,7 +9,14 @@ from torch import nn
 
 from autosplit.errors import PipelineError
 from autosplit.pipeline.builders.build import build
-from autosplit.pipeline.schedule.routes import Feeds, Parcel, Routes, Source, Wiring, routes_of
+from autosplit.pipeline.schedule.routes import (
+    Routes,
+    Source,
+    StageDataflow,
+    StageMessage,
+    Wiring,
+    routes_of,
+)
 from autosplit.pipeline.simulation.step_graph import StepGraph, Transfer
 from autosplit.trainer.stage_modules import Partitioned, StageSource
 from tests.pipeline.tables import chain_of
@@ -29,14 +36,14 @@ SKIPS = Wiring(
 )
 
 
-def _proven(routes: Routes) -> dict[str, int]:
-    return {str(result): count for result, count in routes.proven.items()}
+def _acked(routes: Routes) -> dict[str, int]:
+    return {str(result): count for result, count in routes.acked_sends.items()}
 
 
 def test_gpipe_proves_activations_only_with_gradients() -> None:
     schedule = build("gpipe", 2, 3, split_backward=False)
-    assert _proven(routes_of(schedule)[0]) == {"1I0": 3, "1I1": 3, "1I2": 3}
-    assert _proven(routes_of(schedule)[1]) == {"0F0": 0, "0F1": 0, "0F2": 0}
+    assert _acked(routes_of(schedule)[0]) == {"1I0": 3, "1I1": 3, "1I2": 3}
+    assert _acked(routes_of(schedule)[1]) == {"0F0": 0, "0F1": 0, "0F2": 0}
 
 
 @pytest.mark.parametrize(
@@ -46,22 +53,22 @@ def test_gpipe_proves_activations_only_with_gradients() -> None:
 def test_the_simulator_sends_what_the_engine_sends(
     name: str, ranks: int, wiring: Wiring | None
 ) -> None:
-    schedule, feeds = build(name, 4, 4, ranks=ranks), Feeds(4, wiring)
+    schedule, dataflow = build(name, 4, 4, ranks=ranks), StageDataflow(4, wiring)
     sent = {
-        (rank, peer): list(parcels)
+        (rank, peer): list(messages)
         for rank in range(ranks)
-        for peer, parcels in routes_of(schedule, feeds)[rank].sends.items()
+        for peer, messages in routes_of(schedule, dataflow)[rank].sends.items()
     }
-    graph = StepGraph(schedule, feeds=feeds, transfer=Transfer(latency=0.5))
-    simulated: dict[tuple[int, int], list[Parcel]] = {}
+    graph = StepGraph(schedule, dataflow=dataflow, transfer=Transfer(latency=0.5))
+    simulated: dict[tuple[int, int], list[StageMessage]] = {}
     for message in itertools.chain(*graph.makes):
         if message.link is not None:
-            simulated.setdefault(message.link, []).append(graph.parcels[message.parcel])
+            simulated.setdefault(message.link, []).append(graph.stage_messages[message.number])
     assert simulated == sent
     assert bool(sent) == (ranks > 1)
 
 
-# --- who feeds whom, and what a trainer takes as a model ------------------------------------------
+# --- the dataflow between stages, and what a trainer takes as a model -----------------------------
 
 
 SKIP = Wiring(
@@ -75,16 +82,16 @@ SKIP = Wiring(
 )
 
 
-def test_feeds_of_a_wiring() -> None:
-    feeds = Feeds(3, SKIP)
-    assert [feeds.sources(stage) for stage in range(3)] == [(), (0,), (0, 1)]
-    assert [feeds.targets(stage) for stage in range(3)] == [(1, 2), (2,), ()]
-    assert list(feeds) == [(0, 1), (0, 2), (1, 2)]
-    assert [feeds.positions(*pair) for pair in feeds] == [(0, 1), (1,), (0,)]
-    taken = [feeds.from_batch([stage]) for stage in range(3)]
+def test_dataflow_of_a_wiring() -> None:
+    dataflow = StageDataflow(3, SKIP)
+    assert [dataflow.sources(stage) for stage in range(3)] == [(), (0,), (0, 1)]
+    assert [dataflow.targets(stage) for stage in range(3)] == [(1, 2), (2,), ()]
+    assert list(dataflow) == [(0, 1), (0, 2), (1, 2)]
+    assert [dataflow.positions(*pair) for pair in dataflow] == [(0, 1), (1,), (0,)]
+    taken = [dataflow.from_batch([stage]) for stage in range(3)]
     assert taken == [frozenset([1]), frozenset(), frozenset([0])]
-    assert feeds.from_batch([0, 2]) == frozenset([0, 1])
-    assert feeds.first_from_batch == 0
+    assert dataflow.from_batch([0, 2]) == frozenset([0, 1])
+    assert dataflow.first_from_batch == 0
 
 
 @pytest.mark.parametrize(

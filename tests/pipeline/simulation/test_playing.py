@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosplit.pipeline.builders.build import SCHEDULES
-from autosplit.pipeline.schedule.routes import Feeds, Parcel
+from autosplit.pipeline.schedule.routes import StageDataflow, StageMessage
 from autosplit.pipeline.schedule.schedule import Action, ActionKind, Schedule
 from autosplit.pipeline.simulation.playing import ListScheduler, play, rows_of
 from autosplit.pipeline.simulation.simulate import Costs, Span
@@ -99,7 +99,7 @@ class Reference:
                 continue
             transfer = self.costs.transfer
             begin = max(end, self.free.get(link, 0.0))
-            self.free[link] = begin + transfer.seconds(Parcel(result, target).boundary)
+            self.free[link] = begin + transfer.seconds(StageMessage(result, target).boundary)
             self.arrived[result, target] = self.free[link] + transfer.latency
 
 
@@ -147,8 +147,8 @@ def test_a_given_order_takes_as_long_as_in_the_core(
     data: st.DataObject, schedule: Schedule
 ) -> None:
     costs = data.draw(costs_of(schedule.stages))
-    feeds = None if costs.wiring is None else Feeds(schedule.stages, costs.wiring)
-    graph = StepGraph(schedule, feeds=feeds, transfer=costs.transfer)
+    dataflow = None if costs.wiring is None else StageDataflow(schedule.stages, costs.wiring)
+    graph = StepGraph(schedule, dataflow=dataflow, transfer=costs.transfer)
     seconds, rows = list(map(costs.seconds, graph.actions)), rows_of(schedule)
     scheduler = ListScheduler(graph, seconds, len(rows))
     left = [list(row) for row in rows]

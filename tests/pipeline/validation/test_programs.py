@@ -17,7 +17,7 @@ from autosplit.pipeline.engine.boundaries import Boundaries, TensorMeta
 from autosplit.pipeline.engine.executor import Executor
 from autosplit.pipeline.engine.timing import Recorder
 from autosplit.pipeline.engine.transport import Transport
-from autosplit.pipeline.schedule.routes import Feeds, routes_of
+from autosplit.pipeline.schedule.routes import StageDataflow, routes_of
 from autosplit.pipeline.schedule.schedule import Action, Schedule
 from autosplit.pipeline.simulation.playing import recv_posting_order
 from autosplit.pipeline.validation.communicators import COMPUTE
@@ -73,11 +73,11 @@ class Stage:
 
 def _enqueued(schedule: Schedule, rank: int) -> list[Any]:
     """By the engine, as it is over NCCL."""
-    log, feeds = Log(), Feeds(schedule.stages)
+    log, dataflow = Log(), StageDataflow(schedule.stages)
     boundaries = Boundaries()
     boundaries.known |= dict.fromkeys(range(schedule.stages), (META,))
     link: Any = log
-    posts = recv_posting_order(schedule, feeds)[rank]
+    posts = recv_posting_order(schedule, dataflow)[rank]
     transport = Transport(routes_of(schedule)[rank], link, boundaries, device=CPU, posts=posts)
     stages: Any = dict.fromkeys(schedule.held(rank), Stage())
     executor = Executor(stages, schedule, rank, transport, loss_grad=torch.ones(1))
