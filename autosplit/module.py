@@ -175,10 +175,10 @@ class SplitModule(ModuleProxy):
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parallel = data_parallel()
-        unsplit = parallel is not None and synchronises()
+        fused_backward = parallel is not None and synchronises()
         if parallel is not None:
             self._queue.delivery.has_observers = True
-        if unsplit:
+        if fused_backward:
             self.backward_weight()
         if not torch.is_grad_enabled() and self._options.backend == "eager" and not self._sharded:
             return self.unsplit(*args, **kwargs)  # the same bits, and no graph to capture
@@ -200,13 +200,13 @@ class SplitModule(ModuleProxy):
             return fallback.run_by_graphs(fallback.split_by_graphs(error), args, kwargs)
         if failing is not None:  # here, so that the user's own error comes alone
             return fallback.run_unsplit(failing, args, kwargs)
-        return self._run(functions, leaves, parallel, unsplit)
+        return self._run(functions, leaves, parallel, fused_backward)
 
     def _run(
-        self, functions: SplitFunctions, leaves: list[Any], parallel: Any, unsplit: bool
+        self, functions: SplitFunctions, leaves: list[Any], parallel: Any, fused_backward: bool
     ) -> Any:
-        """F of a captured graph, as autograd sees it; with ``unsplit`` its backward is I and W.
-        ``parallel``: the data parallelism around it.
+        """F of a captured graph, as autograd sees it; with ``fused_backward`` its backward is I and
+        W. ``parallel``: the data parallelism around it.
         """
         state = self._graphs.state()
         if functions.updated_inputs:
@@ -217,7 +217,7 @@ class SplitModule(ModuleProxy):
                 functions,
                 state,
                 leaves,
-                unsplit,
+                fused_backward,
                 in_data_parallel=parallel is not None,
             )
         else:

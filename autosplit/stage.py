@@ -14,10 +14,10 @@ from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
     HeldStorages,
-    InFlightMicrobatch,
     InFlightMicrobatches,
     KeptInputs,
-    PendingWeightGradients,
+    MicrobatchState,
+    StageBackward,
     lent_storages,
 )
 from autosplit.runtime.residuals import State
@@ -72,7 +72,7 @@ class Stage:
         backend: str = "eager",
         memory: str | int = "balanced",
         grad_dtype: torch.dtype | None = None,
-        late_input: bool = False,
+        defer_whole_backward: bool = False,
         overlap: CollectiveCosts | None = None,
     ) -> None:
         """Trace ``module(*args)``; inputs with ``requires_grad`` get a gradient from I.
@@ -88,8 +88,8 @@ class Stage:
             grad_dtype: in which dtype weight gradients are summed; None for each parameter's
                 own. With ``torch.float32`` nothing of a bfloat16 gradient is lost in the sum;
                 ``publish`` rounds it once, to the parameter's ``grad_dtype``.
-            late_input: for a stage whose I nobody waits for, the first of a pipeline: where no
-                input needs a gradient, I only passes on what it takes and W is the whole
+            defer_whole_backward: for a stage whose I nobody waits for, the first of a pipeline:
+                where no input needs a gradient, I only passes on what it takes and W is the whole
                 backward. Without it I is the chain of derivatives down to the earliest parameters.
             overlap: what collectives take, see ``autosplit.split``.
 
@@ -106,7 +106,7 @@ class Stage:
         self.module = module
         owner = f"stage {index}"
         _refuse_split(owner, module)
-        options = SplitOptions(backend, memory, late_input, overlap)
+        options = SplitOptions(backend, memory, defer_whole_backward, overlap)
         self.sharding = ShardedModule(module)
         self._sharded = bool(self.sharding.groups)
         self._graphs = StageSpecializations(
@@ -116,7 +116,7 @@ class Stage:
         self._found: tuple[object, SplitFunctions, State] | None = None
         self._inputs: dict[int, KeptInputs] = {}
         self._saved = InFlightMicrobatches(owner, "forward")
-        self._weights = PendingWeightGradients(owner, grad_dtype)
+        self._weights = StageBackward(owner, grad_dtype)
         self._held = HeldStorages(owner, self._saved, self._weights.in_flight)
 
     def __repr__(self) -> str:
@@ -241,7 +241,7 @@ class Stage:
         if kept is not None:
             self._inputs[microbatch] = kept
         else:
-            arrived = InFlightMicrobatch(functions, result.saved, state, lent)
+            arrived = MicrobatchState(functions, result.saved, state, lent)
             self._saved.put(microbatch, arrived)
         return result.outputs[: len(self._outputs)]
 
@@ -265,7 +265,7 @@ class Stage:
             self.sharding.unshard()
         lent = lent_storages(kept.inputs)
         saved = kept.run()
-        self._saved.put(microbatch, InFlightMicrobatch(kept.functions, saved, kept.state, lent))
+        self._saved.put(microbatch, MicrobatchState(kept.functions, saved, kept.state, lent))
 
     def held(self, microbatch: int, kept: Iterable[Tensor] = ()) -> list[Tensor]:
         """What could be away for a while of a microbatch between F and its backward, or I and W.
@@ -321,7 +321,7 @@ class Stage:
             given = self._output_grads(taken.functions, output_grads)
             grads = self._weights.input(microbatch, taken, given)
         if self._sharded:
-            self._hand_over()
+            self._accumulate_sharded()
         return grads
 
     def inputs_given(self, come: Sequence[bool]) -> list[bool]:
@@ -342,7 +342,7 @@ class Stage:
         with without_grad(), without_autocast():
             self._weights.run(microbatch)
         if self._sharded:
-            self._hand_over()
+            self._accumulate_sharded()
 
     def backward(self, microbatch: int, output_grads: list[Tensor | None]) -> list[Tensor | None]:
         """B: I and W in one unsplit call; empties ``output_grads``.
@@ -356,7 +356,7 @@ class Stage:
         with without_grad(), without_autocast():
             grads = self._weights.whole(taken, self._output_grads(taken.functions, output_grads))
         if self._sharded:
-            self._hand_over()
+            self._accumulate_sharded()
         return grads
 
     def source(self, call: str, *, adds: bool = False) -> fx.GraphModule:
@@ -407,7 +407,7 @@ class Stage:
         output_grads.clear()
         return [None] * len(self.functions.capture.inputs)
 
-    def _take(self, microbatch: int) -> InFlightMicrobatch:
+    def _take(self, microbatch: int) -> MicrobatchState:
         """The state of a microbatch for its backward, which is let go of here."""
         if microbatch in self._inputs:
             raise SplitError(
@@ -419,7 +419,7 @@ class Stage:
             self.sharding.unshard()
         return taken
 
-    def _hand_over(self) -> None:
+    def _accumulate_sharded(self) -> None:
         """Let sharded parameters' gradients that are reduced in another dtype be added up in it."""
         if any(group.adds_in_another_dtype for group in self.sharding.groups):
             self._weights.sums.publish()

@@ -82,26 +82,26 @@ class Regions:
     """A joint graph divided into F, I and W.
 
     Attributes:
-        backward: the unsplit backward.
+        backward: the fused backward.
         input: I.
         weight: W.
-        released: weight gradients that I computes and returns.
+        early_weight_grads: weight gradients that I computes and returns.
         kept: parameters and buffers, which W reads from the module, so they are not saved.
         price: of the minimum cut.
         cuts: the nodes that cross the boundary after F, and the one after I.
         gradient: nodes that depend on the gradient of an output.
-        urgent: nodes that I must compute, see ``Reachability``.
+        input_grad_closure: nodes that I must compute, see ``Reachability``.
     """
 
     backward: Region
     input: Region
     weight: Region
-    released: set[fx.Node]
+    early_weight_grads: set[fx.Node]
     kept: set[fx.Node]
     price: Price
     cuts: tuple[set[fx.Node], set[fx.Node]]
     gradient: set[fx.Node]
-    urgent: set[fx.Node]
+    input_grad_closure: set[fx.Node]
 
     @property
     def saved(self) -> list[fx.Node]:
@@ -119,7 +119,7 @@ class Regions:
 class SplitGraphs:
     """The graphs of one module, into which passes split its joint graph.
 
-    A pass fills in or rewrites fields. ``backward`` is the unsplit backward, which an engine calls
+    A pass fills in or rewrites fields. ``backward`` is the fused backward, which an engine calls
     in place of its two halves where I and W run back to back. All three are None for a module
     traced without gradients. ``memory`` is the policy for the boundaries, ``regions`` the division
     under it.

@@ -87,7 +87,7 @@ def run(
     memory: str | int | Memory = BALANCED.name,
     dump: pathlib.Path | None = None,
 ) -> SplitGraphs:
-    """Joint graph -> forward | backward_input | backward_weight (and the unsplit backward).
+    """Joint graph -> forward | backward_input | backward_weight (and the fused backward).
 
     Args:
         joint: a joint forward/backward graph with roles; it is changed in place.

@@ -34,8 +34,8 @@ class Memory:
             computes the weight gradients that free the most bytes for their FLOPs.
         budget: the most bytes between I and W for one microbatch; None: the fewest that
             ``waiting`` allows.
-        late_input: whether W does the whole backward, in one graph, if no input needs a gradient.
-            In a pipeline no other stage waits for such an I.
+        defer_whole_backward: whether W does the whole backward, in one graph, if no input needs a
+            gradient. In a pipeline no other stage waits for such an I.
         collectives: their costs, by which the weight gradients that hide them are chosen.
     """
 
@@ -43,11 +43,11 @@ class Memory:
     recompute: float
     waiting: float = 1.0
     budget: int | None = None
-    late_input: bool = False
+    defer_whole_backward: bool = False
     collectives: CollectiveCosts = CollectiveCosts()  # noqa: RUF009 (immutable)
 
     @property
-    def releases_weights(self) -> bool:
+    def allows_early_weight_grads(self) -> bool:
         """Whether I may compute weight gradients."""
         return self.waiting < 1
 
@@ -60,7 +60,10 @@ MEMORY: Mapping[str, Memory] = {setting.name: setting for setting in (FAST, BALA
 
 
 def memory_setting(
-    memory: str | int, *, late_input: bool = False, collectives: CollectiveCosts | None = None
+    memory: str | int,
+    *,
+    defer_whole_backward: bool = False,
+    collectives: CollectiveCosts | None = None,
 ) -> Memory:
     """The setting with this name, or with a budget in bytes.
 
@@ -73,10 +76,12 @@ def memory_setting(
     costs = CollectiveCosts() if collectives is None else collectives
     if isinstance(memory, str):
         if memory in MEMORY:
-            return dataclasses.replace(MEMORY[memory], late_input=late_input, collectives=costs)
+            return dataclasses.replace(
+                MEMORY[memory], defer_whole_backward=defer_whole_backward, collectives=costs
+            )
     elif isinstance(memory, int) and not isinstance(memory, bool) and memory >= 0:
         name = f"{memory} bytes"
-        return Memory(name, BALANCED.recompute, 0.0, memory, late_input, costs)
+        return Memory(name, BALANCED.recompute, 0.0, memory, defer_whole_backward, costs)
     names = ", ".join(map(repr, MEMORY))
     raise PassError(
         f"memory is one of {names}, or the bytes that one microbatch may hold between I and W; "

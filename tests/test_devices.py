@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autosplit.device import GeneratorStates, follow, generators_kept, stream_under
-from autosplit.runtime.residuals import HandOver, Residuals
+from autosplit.runtime.residuals import BoundaryLayout, Residuals
 
 # --- the option that has tests run on another device than the CPU ---------------------------------
 
@@ -121,7 +121,7 @@ def test_residuals_are_taken_on_the_stream_of_who_takes_it(
     monkeypatch.setattr("autosplit.runtime.residuals.stream_under", lambda tensors: made)
     monkeypatch.setattr("autosplit.runtime.residuals.follow", followed)
     tensor = torch.ones(2)
-    known = HandOver(("a",))
+    known = BoundaryLayout(("a",))
     known.on_streams = True
     residuals = Residuals(known, [tensor], ())
     taken = (residuals.again() if again else residuals).take()

@@ -151,7 +151,7 @@ def test_where_i_is_late_w_is_the_whole_backward() -> None:
     twin = copy.deepcopy(model)
     batches = [torch.randn(2, 4, 16) for _ in range(4)]
     grads: list[Tensor] = [torch.randn(2, 4, 16) for _ in batches]
-    stage = Stage(model, [batches[0]], late_input=True)
+    stage = Stage(model, [batches[0]], defer_whole_backward=True)
     for microbatch, (batch, grad) in enumerate(zip(batches, grads, strict=True)):
         stage.forward(microbatch, [batch.clone()])
         if microbatch % 2:
@@ -169,7 +169,7 @@ def test_where_i_is_late_w_is_the_whole_backward() -> None:
 
 def test_lean_memory_computes_weight_gradients_in_i_of_a_first_stage() -> None:
     """There I has something to compute, and W is not the whole backward."""
-    stage = Stage(SwiGLU(), [torch.randn(2, 4, 16)], memory="lean", late_input=True)
+    stage = Stage(SwiGLU(), [torch.randn(2, 4, 16)], memory="lean", defer_whole_backward=True)
     stage.forward(0, [torch.randn(2, 4, 16)])
     assert stage.backward_input(0, [torch.randn(2, 4, 16)]) == [None]
     early = set(stage.gradients)

@@ -107,7 +107,7 @@ def run_split(
     fused_backward = fused_backward or not all(map(_IS_LEAF, parameters))
     sentinel_parameters: Sequence[Tensor] = parameters
     if not fused_backward:
-        sentinel_parameters = () if in_data_parallel else functions.probe_sample(parameters)
+        sentinel_parameters = () if in_data_parallel else functions.sentinel_parameters(parameters)
     call = _Call(
         functions, state, anchor, parameter_leaves, fused_backward, len(sentinel_parameters)
     )
@@ -139,7 +139,7 @@ class Split(torch.autograd.Function):
 
     Gradients of parameters come later, from W. The anchor gives the outputs a gradient
     function all the same, and a few parameters are inputs besides, see
-    ``SplitFunctions.probe_sample``. Where a
+    ``SplitFunctions.sentinel_parameters``. Where a
     reducer waits for weight gradients, or parameters are computed, all of them are, and the
     backward is I and W.
     """
@@ -152,16 +152,16 @@ class Split(torch.autograd.Function):
         leaves = list(values[: len(values) - call.sentinel_count])
         # What a loop made itself (a batch) it may write into once backward() is over. What an
         # earlier module computed it has no hold of.
-        lent = functions.lent
+        places = functions.caller_memory
         ctx.batch = (
-            {at for _, at in lent if at is not None and _is_batch(leaves[at])} if lent else ()
+            {at for _, at in places if at is not None and _is_batch(leaves[at])} if places else ()
         )
         del values
         outputs, _, ctx.saved = functions.run(call.state, leaves)
         ctx.packed = has_saved_tensors_hooks()
         if ctx.packed:
             ctx.save_for_backward(*ctx.saved.tensors)
-            ctx.saved.put_away()
+            ctx.saved.drop_tensors()
         ctx.set_materialize_grads(False)
         # Tensors of their own on the same storage: a saved output would keep its own graph
         # alive, and autograd forbids writing into a view that a function returns.
@@ -190,7 +190,7 @@ class Split(torch.autograd.Function):
         kept = graph_is_kept()
         ctx.saved = saved.again() if kept else None
         if ctx.packed:
-            saved.bring_back(ctx.saved_tensors)
+            saved.restore_tensors(ctx.saved_tensors)
         if anchor.sharded is not None:
             anchor.sharded.check(ctx.writes)
         with without_autocast():
@@ -250,11 +250,11 @@ def _queue_or_run_weights(
         return _weights_for_late_hooks(
             anchor, work, [node.variable for node in _sentinel_nodes(ctx)]
         )
-    if functions.lent:
-        positions = [p for p, at in functions.lent if at in ctx.batch or deferred.is_shared(p)]
-        deferred.own(positions)
-    if functions.handed_out:
-        at_end_of_backward(partial(deferred.own_held, functions.handed_out))
+    if functions.caller_memory:
+        positions = [p for p, at in functions.caller_memory if at in ctx.batch or deferred.is_shared(p)]
+        deferred.copy_at(positions)
+    if functions.visible_deferred:
+        at_end_of_backward(partial(deferred.copy_reachable, functions.visible_deferred))
     anchor.queue.add(current_backward(), work)
     if early and not deferred.tensors:  # I has made all of them, which would be held until W
         at_end_of_backward(anchor.queue.compute)

@@ -15,9 +15,9 @@ from autosplit.passes import CollectiveCosts
 from autosplit.runtime.build import SplitOptions
 from autosplit.runtime.functions import SplitFunctions
 from autosplit.runtime.in_flight import (
-    InFlightMicrobatch,
     InFlightMicrobatches,
-    PendingWeightGradients,
+    MicrobatchState,
+    StageBackward,
 )
 from autosplit.runtime.refusals import refuse_dtensors, refuse_overlap
 from autosplit.runtime.residuals import State
@@ -108,7 +108,7 @@ class SplitPipelineStage(RuntimeStage):
         del output_args  # in torch's place
         check_group()
         self.stage_index = stage_index  # the base class sets the module first
-        self._options = SplitOptions(backend, memory, late_input=True, overlap=overlap)
+        self._options = SplitOptions(backend, memory, defer_whole_backward=True, overlap=overlap)
         # Of example arguments torch 2.11 makes a call of the module.
         place = (submodule, stage_index, num_stages, torch.device(device), None, None)
         super().__init__(*place, *torchs, **others)
@@ -134,7 +134,7 @@ class SplitPipelineStage(RuntimeStage):
         self._submodule = module
         self._owner = f"stage {self.stage_index} ({type(self._module).__name__})"
         self._saved = InFlightMicrobatches(self._owner, "its forward")
-        self._weights = PendingWeightGradients(self._owner)
+        self._weights = StageBackward(self._owner)
         self.sharding = ShardedModule(self._module)
         self._graphs = Specializations(
             self._module,
@@ -224,7 +224,7 @@ class SplitPipelineStage(RuntimeStage):
                     kept[name].copy_(value)
         outputs = result.outputs[: made.count]
         if self.has_backward:
-            self._saved.put(chunk, InFlightMicrobatch(functions, result.saved, state))
+            self._saved.put(chunk, MicrobatchState(functions, result.saved, state))
         if gathered and not self.has_backward:
             self.sharding.reshard()
         if not self.is_last:

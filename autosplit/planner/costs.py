@@ -257,7 +257,7 @@ def block_stage(
     inputs = [_make(example, device, blank, scale=1.0) for example in examples]
     if options.autocast is not None:
         module = WithAutocast(module, device, options.autocast)
-    split = replace(options.split, late_input=True)  # as a trainer's
+    split = replace(options.split, defer_whole_backward=True)  # as a trainer's
     return Stage(module, inputs, index=first, **vars(split)), inputs
 
 

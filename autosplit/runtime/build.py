@@ -67,7 +67,7 @@ class SplitOptions:
     Attributes:
         backend: how graphs are run.
         memory: what one microbatch holds, a setting or a budget in bytes.
-        late_input: whether W does the whole backward where no input needs a gradient, see
+        defer_whole_backward: whether W does the whole backward where no input needs a gradient, see
             ``autosplit.Stage``.
         overlap: what collectives take; None goes by an estimate.
 
@@ -77,7 +77,7 @@ class SplitOptions:
 
     backend: str = "eager"
     memory: str | int = "balanced"
-    late_input: bool = False
+    defer_whole_backward: bool = False
     overlap: CollectiveCosts | None = None
 
     def __post_init__(self) -> None:
@@ -90,7 +90,9 @@ class SplitOptions:
     @property
     def memory_policy(self) -> Memory:
         """The memory setting as the passes take it."""
-        return memory_setting(self.memory, late_input=self.late_input, collectives=self.overlap)
+        return memory_setting(
+            self.memory, defer_whole_backward=self.defer_whole_backward, collectives=self.overlap
+        )
 
 
 def trace(
@@ -141,7 +143,7 @@ def trace(
         dump = dump_folder(module)
         split = None
         # What waits of each block, where not all may, is told by all of them.
-        if regions and not setting.releases_weights:
+        if regions and not setting.allows_early_weight_grads:
             split = partial(_split_block, compiler, setting, dump)
         traced = _capture(module, args, kwargs, compiler, split, called, require_graph)
         try:

@@ -177,7 +177,7 @@ class CheckedFunctions(SplitFunctions):
         weakref.finalize(self, hook.remove)
 
     @staticmethod
-    def probe_sample(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    def sentinel_parameters(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         return parameters
 
     def run(self, state: State, leaves: list[Any]) -> ForwardResult:

@@ -84,7 +84,7 @@ def positions(wanted: Iterable[Role], given: Sequence[Role]) -> list[int]:
     return [at[role] for role in wanted]
 
 
-def hand_over(strides: Mapping[Role, Strides], *takers: fx.GraphModule | None) -> None:
+def propagate_strides(strides: Mapping[Role, Strides], *takers: fx.GraphModule | None) -> None:
     """Propagate chosen strides to graphs that are compiled later."""
     for module in takers:
         for role, node in inputs(module.graph).items() if module else ():
@@ -264,5 +264,5 @@ class GradientGraph:
             name = f"{name}_accumulating"
             given += [Role(Kind.ACCUMULATOR, name) for name in self.parameters]
         graph = compile_graph(name, module, self._backend)
-        hand_over(graph.strides, *self._takers)
+        propagate_strides(graph.strides, *self._takers)
         return graph.taking(given, wanted)

@@ -1,4 +1,4 @@
-"""The callables of one module at one set of input shapes: F, I, W and the unsplit backward.
+"""The callables of one module at one set of input shapes: F, I, W and the fused backward.
 
 The functional core of SplitModule (autograd) and Stage (explicit state). Nothing here keeps
 tensors: state comes in, results go out. Positions of values are worked out once; a call only moves
@@ -21,13 +21,13 @@ from autosplit.passes import Kind, Role, SplitGraphs
 from autosplit.passes.analysis.operators import may_draw
 from autosplit.passes.errors import UnknownSizeError
 from autosplit.passes.graph import STATE, calls, concrete, inputs, outputs
-from autosplit.passes.lowering.buffers import donatable, donate, lent, private
+from autosplit.passes.lowering.buffers import donatable, donate, lender_roles, private
 from autosplit.passes.manager import specialized
 from autosplit.passes.subgraph import inline, inlined, inner_calls
-from autosplit.runtime.residuals import Constants, HandOver, Residuals, State, TensorSpec
+from autosplit.runtime.residuals import BoundaryLayout, Constants, Residuals, State, TensorSpec
 from autosplit.torch_internals.autograd import without_autocast, write_buffers
 
-from .compiled_graph import GradientGraph, compile_graph, hand_over, positions
+from .compiled_graph import GradientGraph, compile_graph, positions, propagate_strides
 from .gradient_dependence import GradientDependence, Missing
 from .refusals import AutocastGuard
 
@@ -55,7 +55,7 @@ class ForwardResult(NamedTuple):
     saved: Residuals
 
 
-class Handed(NamedTuple):
+class DeferredLayout(NamedTuple):
     """What I leaves for W.
 
     Attributes:
@@ -66,7 +66,7 @@ class Handed(NamedTuple):
 
     roles: Sequence[Role]
     read_at: Sequence[int]
-    known: HandOver
+    known: BoundaryLayout
 
 
 class SplitFunctions:
@@ -114,7 +114,7 @@ class SplitFunctions:
         self._taken = [*(Role(Kind.TANGENT, name) for name in self.tangent_specs), *saved]
         self._taken += self._read
         self._read_state = [role.name for role in self._read]
-        self._saves = HandOver(
+        self._saves = BoundaryLayout(
             tuple([role.name for role in (*saved, *self._read)]),
             self._constants_of([] if backward is None else [backward]),
             self._exposed,
@@ -128,7 +128,7 @@ class SplitFunctions:
         graphs, backend, taken = self._graphs, self._backend, self.capture.inputs
         compiled = compile_graph("forward", graphs.forward, backend)
         takers = graphs.backward, graphs.backward_input
-        hand_over(compiled.strides, *takers)
+        propagate_strides(compiled.strides, *takers)
         # What the backward may write over.
         donated = donatable(graphs.forward.graph) if backend.compiles else set()
         donate(donated, *takers)
@@ -219,7 +219,7 @@ class SplitFunctions:
         variant._taken = [role for role in self._taken if role not in gone]
         variant._suffix = f"_without_{len(self._specialized) + 1}"
         # Before it is copied for other sizes, which share them.
-        variant._input, variant._weight, variant._unsplit  # noqa: B018
+        variant._input, variant._weight, variant._fused  # noqa: B018
         return variant
 
     @property
@@ -236,7 +236,7 @@ class SplitFunctions:
         return {name: TensorSpec.of(value).at(self._size) for name, value in traced.items()}
 
     @staticmethod
-    def probe_sample(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    def sentinel_parameters(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parameters that a split graph has edges to in autograd's graph though it gives them
         no gradients, so that a backward that asks for them is noticed: each costs the engine a
         visit.
@@ -311,11 +311,11 @@ class SplitFunctions:
     def _graph_of(self, call: str) -> GradientGraph:
         if call == "backward_input":
             return self._input
-        weights = call == "backward_weight" or self._passes_on
-        return self._weight if weights else self._unsplit
+        weights = call == "backward_weight" or self._defers_whole_backward
+        return self._weight if weights else self._fused
 
     @cached_property
-    def _handed(self) -> Handed:
+    def _deferred_layout(self) -> DeferredLayout:
         weight = self._module("backward_weight")
         graph = self._module("backward_input").graph
         deferred, own = outputs(graph, Kind.DEFERRED), private(graph, Kind.DEFERRED, self._own)
@@ -323,20 +323,22 @@ class SplitFunctions:
         roles = [*(role for role, _ in deferred), *read]
         names = tuple([role.name for role in roles])
         exposed = [at for at, (role, _) in enumerate(deferred) if role not in own]
-        known = HandOver(names, self._constants_of([weight]), exposed, late=True)
-        return Handed(roles, positions(read, self._read), known)
+        known = BoundaryLayout(names, self._constants_of([weight]), exposed, late=True)
+        return DeferredLayout(roles, positions(read, self._read), known)
 
     @cached_property
     def _input(self) -> GradientGraph:
         """I: takes tangents, what F saved, and the state that the backward reads; its other results
         are gradients of the module's inputs and then what is deferred.
         """
-        deferred = self._handed.roles[: len(self._handed.roles) - len(self._handed.read_at)]
+        deferred = self._deferred_layout.roles[
+            : len(self._deferred_layout.roles) - len(self._deferred_layout.read_at)
+        ]
         others, late = [*self._wanted, *deferred], self._module("backward_weight")
         return self._graph("backward_input", self._taken, self.early_parameters, others, [late])
 
     @cached_property
-    def _passes_on(self) -> bool:
+    def _defers_whole_backward(self) -> bool:
         """Whether I only passes on what it takes, so that W is the whole backward: no input needs a
         gradient, and either nobody waits for I, see ``Memory``, or there is but one product with
         data.
@@ -346,10 +348,10 @@ class SplitFunctions:
     @cached_property
     def _weight(self) -> GradientGraph:
         """W."""
-        return self._graph("backward_weight", self._handed.roles, self.late_parameters)
+        return self._graph("backward_weight", self._deferred_layout.roles, self.late_parameters)
 
     @cached_property
-    def _unsplit(self) -> GradientGraph:
+    def _fused(self) -> GradientGraph:
         """B: takes the arguments of I; its other results are gradients of the module's inputs."""
         return self._graph("backward", self._taken, self.parameter_names, self._wanted)
 
@@ -392,23 +394,23 @@ class SplitFunctions:
         return self._specs({name: v for name, v in values.items() if isinstance(v, Tensor)})
 
     @cached_property
-    def lent(self) -> list[tuple[int, int | None]]:
+    def caller_memory(self) -> list[tuple[int, int | None]]:
         """Places of deferred tensors in the caller's memory, each with the place of the input that
         it lies in, or None for one in an incoming gradient.
         """
-        lenders = lent(self._graphs)
+        lenders = lender_roles(self._graphs)
         if not lenders:
             return []
         places = {name: at for at, name in enumerate(self.capture.inputs)}
-        roles = enumerate(self._handed.roles)
+        roles = enumerate(self._deferred_layout.roles)
         found = [(at, lenders[role]) for at, role in roles if role in lenders]
         return [(at, places.get(r.name) if r.kind is Kind.INPUT else None) for at, r in found]
 
     @cached_property
-    def handed_out(self) -> list[int]:
+    def visible_deferred(self) -> list[int]:
         """Places of deferred tensors that lie in outputs, or in gradients that come or go."""
-        inputs = {at for at, place in self.lent if place is not None}
-        return [at for at in self._handed.known.exposed if at not in inputs]
+        inputs = {at for at, place in self.caller_memory if place is not None}
+        return [at for at in self._deferred_layout.known.exposed if at not in inputs]
 
     @cached_property
     def borrowed(self) -> list[bool]:
@@ -463,7 +465,7 @@ class SplitFunctions:
             SplitError: a gradient does not fit its output, or a saved tensor was written
                 in place since the forward.
         """
-        read, (_, read_at, known) = saved.state, self._handed
+        read, (_, read_at, known) = saved.state, self._deferred_layout
         pool = self._backward_pool(saved.take(), output_grads)
         results, early = self._input.run(pool, gradients, dtype)
         count = len(self.capture.inputs)
@@ -505,11 +507,11 @@ class SplitFunctions:
         Raises:
             SplitError: as ``backward_input``.
         """
-        if self._passes_on:
+        if self._defers_whole_backward:
             grads, deferred, _ = self.backward_input(saved, output_grads)
             return grads, self.backward_weight(deferred, gradients, dtype)
         pool = self._backward_pool(saved.take(), output_grads)
-        return self._unsplit.run(pool, gradients, dtype)
+        return self._fused.run(pool, gradients, dtype)
 
     def _backward_pool(self, saved: list[Tensor], output_grads: list[Tensor | None]) -> list[Any]:
         """Arguments of I or B in the only list that refers to them, so that they can die inside."""

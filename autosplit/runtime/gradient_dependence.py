@@ -152,9 +152,13 @@ class GradientDependence:
         """
         graph = self._graphs.joint.graph
         wanted = [v for _, v in outputs(graph, Kind.INPUT_GRAD) if isinstance(v, fx.Node)]
-        urgent = ancestors(wanted)
+        input_grad_closure = ancestors(wanted)
         pairs = [(role.name, value) for role, value in outputs(graph, Kind.PARAMETER_GRAD)]
-        made = {name: _urgent(v, urgent) for name, v in pairs if isinstance(v, fx.Node)}
+        made = {
+            name: _inseparable_producer(v, input_grad_closure)
+            for name, v in pairs
+            if isinstance(v, fx.Node)
+        }
         return {name: str(node.target) for name, node in made.items() if node is not None}
 
     @cached_property
@@ -188,7 +192,9 @@ class GradientDependence:
         return gradient_sources(self._graphs.joint.graph, Kind.INPUT_GRAD)
 
 
-def _urgent(value: fx.Node, urgent: Collection[fx.Node]) -> fx.Node | None:
+def _inseparable_producer(
+    value: fx.Node, input_grad_closure: Collection[fx.Node]
+) -> fx.Node | None:
     """The operator that makes a value, where it is among these, or in a graph that they call,
     among what their results need.
     """
@@ -197,8 +203,8 @@ def _urgent(value: fx.Node, urgent: Collection[fx.Node]) -> fx.Node | None:
     called = subgraph_of(value) if value.target is operator.getitem else None
     if called is None:
         made = producer(value)
-        return made if made in urgent else None
+        return made if made in input_grad_closure else None
     call, place = value.args
     results = [each for _, each in outputs(called.module.graph)]
-    wanted = [results[item.args[1]] for item in call.users if item in urgent]  # type: ignore
-    return _urgent(results[place], ancestors(wanted))  # type: ignore[index]
+    wanted = [results[item.args[1]] for item in call.users if item in input_grad_closure]  # type: ignore
+    return _inseparable_producer(results[place], ancestors(wanted))  # type: ignore[index]

@@ -21,7 +21,7 @@ from autosplit.torch_internals.dtensor import local_tensor
 from autosplit.torch_internals.state import distinct_storage_bytes
 
 from .residuals import (
-    HandOver,
+    BoundaryLayout,
     PlacedStorage,
     Residuals,
     State,
@@ -31,7 +31,7 @@ from .residuals import (
 )
 
 
-class InFlightMicrobatch(NamedTuple):
+class MicrobatchState(NamedTuple):
     """State of one microbatch between two calls.
 
     Attributes:
@@ -60,7 +60,7 @@ class InFlightMicrobatches:
     def __init__(self, owner: str, before: str) -> None:
         self._owner = owner
         self._before = before
-        self._by_number: dict[int, InFlightMicrobatch] = {}
+        self._by_number: dict[int, MicrobatchState] = {}
 
     def __contains__(self, microbatch: int) -> bool:
         return microbatch in self._by_number
@@ -80,10 +80,10 @@ class InFlightMicrobatches:
         """Bytes of distinct storage that they hold."""
         return distinct_storage_bytes(self.tensors)
 
-    def put(self, microbatch: int, held: InFlightMicrobatch) -> None:
+    def put(self, microbatch: int, held: MicrobatchState) -> None:
         self._by_number[microbatch] = held
 
-    def take(self, microbatch: int) -> InFlightMicrobatch:
+    def take(self, microbatch: int) -> MicrobatchState:
         """Remove and return a microbatch's state.
 
         Raises:
@@ -98,7 +98,7 @@ class InFlightMicrobatches:
         del self._by_number[microbatch]
         return held
 
-    def get(self, microbatch: int) -> InFlightMicrobatch:
+    def get(self, microbatch: int) -> MicrobatchState:
         """A microbatch's state.
 
         Raises:
@@ -111,7 +111,7 @@ class InFlightMicrobatches:
             )
         return self._by_number[microbatch]
 
-    def others(self, microbatch: int) -> list[InFlightMicrobatch]:
+    def others(self, microbatch: int) -> list[MicrobatchState]:
         """The states of all microbatches but this one."""
         return [state for number, state in self._by_number.items() if number != microbatch]
 
@@ -119,7 +119,7 @@ class InFlightMicrobatches:
         self._by_number.clear()
 
 
-class PendingWeightGradients:
+class StageBackward:
     """Microbatches between I and W, and the sums that their gradients are added to.
 
     Args:
@@ -137,7 +137,7 @@ class PendingWeightGradients:
         self._owner = owner
 
     def input(
-        self, microbatch: int, held: InFlightMicrobatch, grads: list[Tensor | None]
+        self, microbatch: int, held: MicrobatchState, grads: list[Tensor | None]
     ) -> list[Tensor | None]:
         """I of a microbatch: gradients of its inputs; empties ``grads``, one for each output."""
         functions, saved, state, lent, _ = held
@@ -149,12 +149,10 @@ class PendingWeightGradients:
             sums.add(names, early, functions.dependence.borrowed, skipped)
         for at in idle:  # autograd knows no gradient from a gradient of zeros
             found[at] = None
-        self.in_flight.put(
-            microbatch, InFlightMicrobatch(functions, deferred, state, lent, skipped)
-        )
+        self.in_flight.put(microbatch, MicrobatchState(functions, deferred, state, lent, skipped))
         return found
 
-    def whole(self, held: InFlightMicrobatch, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def whole(self, held: MicrobatchState, grads: list[Tensor | None]) -> list[Tensor | None]:
         """B of a microbatch, likewise."""
         functions, saved, state, _, _ = held
         functions, (skipped, idle, _) = functions.for_gradients(grads)
@@ -240,7 +238,7 @@ class KeptInputs:
         steady = [name for name in functions.forward_state if name not in self._buffers]
         names = (*functions.capture.inputs, *steady)
         read = tuple([state[name] for name in steady])
-        known = HandOver(names, functions.forward_constants, range(len(inputs)))
+        known = BoundaryLayout(names, functions.forward_constants, range(len(inputs)))
         self._inputs = Residuals(known, list(inputs), read)
         self._generators = GeneratorStates.of([*inputs, *state.values()])
 
@@ -308,7 +306,7 @@ class HeldStorages:
         except SplitError as error:
             raise SplitError(f"{self._owner}: microbatch {microbatch}: {error}") from None
 
-    def _find(self, microbatch: int) -> tuple[InFlightMicrobatch, list[InFlightMicrobatch]]:
+    def _find(self, microbatch: int) -> tuple[MicrobatchState, list[MicrobatchState]]:
         """A microbatch's state and those of all others."""
         here, there = self._saved, self._deferred
         if microbatch not in here:
@@ -322,8 +320,8 @@ class HeldStorages:
 
     def _own(
         self,
-        microbatch: InFlightMicrobatch,
-        others: Iterable[InFlightMicrobatch],
+        microbatch: MicrobatchState,
+        others: Iterable[MicrobatchState],
         kept: Iterable[Tensor],
     ) -> Sequence[PlacedStorage]:
         """Storages that could be away for a while.
@@ -344,7 +342,7 @@ class HeldStorages:
                 del found[key]
         return tuple(found.values())
 
-    def _of_state(self, microbatch: InFlightMicrobatch) -> AbstractSet[StorageKey]:
+    def _of_state(self, microbatch: MicrobatchState) -> AbstractSet[StorageKey]:
         """Storages of what the microbatch reads besides; those of the last one asked for are known
         while they lie where they lay.
         """

@@ -213,7 +213,7 @@ class Constants(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class HandOver:
+class BoundaryLayout:
     """What is known of all that one graph leaves for the next: settled once, for every call.
 
     Attributes:
@@ -277,7 +277,9 @@ class Residuals:
         "state",
     )
 
-    def __init__(self, known: HandOver, tensors: list[Any], state: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, known: BoundaryLayout, tensors: list[Any], state: tuple[Tensor, ...]
+    ) -> None:
         """``state`` is what the next graph reads besides: parameters and buffers."""
         self._known, self._tensors, self.state = known, tensors, state
         # State and constants that must stay as they are.
@@ -299,12 +301,12 @@ class Residuals:
         """State and constants that the next graph, or one after it, reads."""
         return (*self.state, *self._known.constants.tensors)
 
-    def put_away(self) -> None:
+    def drop_tensors(self) -> None:
         """Release the tensors: autograd keeps them, packed by the user's hooks."""
         self._storages = None
         self._tensors = [v if isinstance(v, _NUMBERS) else None for v in self._tensors]
 
-    def bring_back(self, tensors: Iterable[Tensor]) -> None:
+    def restore_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Restore the tensors as the user's hooks unpacked them."""
         given = iter(tensors)
         back = [v if isinstance(v, _NUMBERS) else next(given) for v in self._tensors]
@@ -322,7 +324,7 @@ class Residuals:
         self._tensors = own(self._tensors, places)
         self._recount()
 
-    def own_held(self, places: Iterable[int]) -> None:
+    def copy_reachable(self, places: Iterable[int]) -> None:
         """Copy those of the tensors at these places that anybody else can reach, who may write into
         them where no version counter sees it: through NumPy, DLPack, ``.data``.
 

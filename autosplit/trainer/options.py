@@ -234,7 +234,11 @@ class TrainerOptions:
         """
         late = cut or self.schedule.weights != "2bp"
         given = self.stages.stage_factory
-        return SplitStage(**self.stages.of_stage, late_input=late) if given is None else given
+        return (
+            SplitStage(**self.stages.of_stage, defer_whole_backward=late)
+            if given is None
+            else given
+        )
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ class Timed(Stage):
         times: tuple[float, float, float],
         clock: Clock,
     ) -> None:
-        super().__init__(module, args, index=index, late_input=False)
+        super().__init__(module, args, index=index, defer_whole_backward=False)
         self.costs = Costs([times], [StageMemory(0.0, 0.0)])
         self.clock = clock
 

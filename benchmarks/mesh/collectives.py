@@ -132,7 +132,7 @@ class _Timed(fx.Interpreter):
 
 
 def _graphs(model: nn.Module, x: Tensor) -> tuple[fx.GraphModule, int]:
-    """The unsplit backward, and the FLOPs of all weight gradients."""
+    """The fused backward, and the FLOPs of all weight gradients."""
     graphs = autosplit.split(model, (x,), memory="fast").functions[0].graphs
     if graphs.backward is None:
         raise RuntimeError("nothing of the model is trained")

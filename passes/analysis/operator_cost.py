@@ -175,8 +175,8 @@ def weight_flops(graphs: SplitGraphs) -> tuple[int, int]:
     waiting, handed = _products(_gradients(graphs.backward_weight, ()))
     gradients = _gradients(graphs.backward_input, handed)
     results = outputs(graphs.backward_input.graph, Kind.INPUT_GRAD)
-    urgent = ancestors([value for _, value in results if isinstance(value, fx.Node)])
-    early = _products(gradients)[0] - urgent
+    input_grad_closure = ancestors([value for _, value in results if isinstance(value, fx.Node)])
+    early = _products(gradients)[0] - input_grad_closure
     return sum(map(flops, waiting)), sum(map(flops, early))
 
 

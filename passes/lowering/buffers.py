@@ -346,7 +346,7 @@ def is_donated(node: fx.Node) -> bool:
     return bool(node.meta.get(_DONATED))
 
 
-def lent(graphs: SplitGraphs) -> dict[Role, Role]:
+def lender_roles(graphs: SplitGraphs) -> dict[Role, Role]:
     """Maps each deferred role whose tensor shares storage with an input or a tangent to that role.
 
     Storage of the graphs, and that of parameters and buffers, is left out.

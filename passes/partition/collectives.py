@@ -8,7 +8,7 @@ it. Urgent operators keep the order of the graph, which does not depend on costs
 their collectives in the same order. Before an urgent wait, ready operators that are not urgent run,
 for as long as the collective is estimated to take. Results are equal bit for bit.
 
-The same schedule of the unsplit backward decides which weight gradients I computes instead of W:
+The same schedule of the fused backward decides which weight gradients I computes instead of W:
 those that fill a wait of I.
 """
 
@@ -27,7 +27,7 @@ from ..analysis.operators import is_start, is_wait, start_of
 from ..graph import Regions, SplitGraphs, ancestors, calls, is_size, output_node
 from ..memory_policy import CollectiveCosts
 from .reachability import Reachability
-from .regions import with_released
+from .regions import with_early_weight_grads
 
 # The fraction of an operator that must fit into the rest of a wait: for one that I computes instead
 # of W, and for one that I computes anyway. I has about as many fillers as its waits can take, so
@@ -38,7 +38,7 @@ _MOST = 0.5  # the fraction of a weight gradient's work that must fit into waits
 
 
 def overlap_collectives(program: SplitGraphs) -> bool:
-    """Reorder I, W and the unsplit backward; True if the order changed."""
+    """Reorder I, W and the fused backward; True if the order changed."""
     rooms = {"backward_input": _ROOM_OF_I, "backward_weight": 0.0, "backward": 0.0}
     graphs = [(m.graph, rooms[name]) for name, m in program.graphs().items() if name in rooms]
     costs = program.memory.collectives
@@ -74,7 +74,7 @@ def hide_collectives(
     needed: dict[fx.Node, set[fx.Node]] = defaultdict(set)
     for node in reach.weight_grads:
         root = storage_root(node)
-        if root in reach.releasable and node not in regions.released:
+        if root in reach.early_candidates and node not in regions.early_weight_grads:
             needed[root] |= ancestors([node]) & late
     nodes = [node for node in calls(graph) if node in regions.backward.runs]
     _, filling = schedule(nodes, costs, room=_ROOM)
@@ -85,7 +85,7 @@ def hide_collectives(
         if sum(map(duration, work & hiding)) >= _MOST * sum(map(duration, work)) > 0
     }
     wanted = [node for node in reach.weight_grads if storage_root(node) in more]
-    return with_released(graph, reach, regions, wanted) if wanted else regions
+    return with_early_weight_grads(graph, reach, regions, wanted) if wanted else regions
 
 
 def schedule(

@@ -41,7 +41,7 @@ def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regio
         PassError: the graph cannot be divided, or the budget cannot be met; names the least one.
     """
     division = Division(
-        graph, reach, recompute=memory.recompute > 0, release=memory.releases_weights
+        graph, reach, recompute=memory.recompute > 0, release=memory.allows_early_weight_grads
     )
     limit = memory.recompute * sum(map(duration, calls(graph)))
     rate = 0.0
@@ -52,7 +52,7 @@ def best_division(graph: fx.Graph, reach: Reachability, memory: Memory) -> Regio
             lambda price: (price.bytes + _ALL_WAIT * price.flops, price.time),
             lambda regions: recompute_time(regions, reach) <= limit,
         )
-    if not memory.releases_weights:
+    if not memory.allows_early_weight_grads:
         return regions if memory.recompute else division.cut()
 
     def at(charge: float) -> Regions:
@@ -88,7 +88,7 @@ def run_counts(regions: Regions, reach: Reachability) -> Counter[fx.Node]:
 
 def weight_work(reach: Reachability) -> set[fx.Node]:
     """Nodes that only weight gradients need, and that may all be deferred."""
-    return ancestors(reach.weight_grads) & reach.gradient - reach.urgent
+    return ancestors(reach.weight_grads) & reach.gradient - reach.input_grad_closure
 
 
 def waiting_share(regions: Regions, reach: Reachability) -> float:

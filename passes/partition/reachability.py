@@ -51,9 +51,9 @@ class Reachability:
     Attributes:
         forward: needed by the outputs of the forward, by its side effects and random operators.
         gradient: depends on the gradient of an output.
-        urgent: needed by what I must compute: reads of Python's state, and the input gradients, or
-            where no input needs one the chain of derivatives down to the earliest parameters, see
-            ``parameter_chain``.
+        input_grad_closure: needed by what I must compute: reads of Python's state, and the input
+            gradients, or where no input needs one the chain of derivatives down to the earliest
+            parameters, see ``parameter_chain``.
         recomputed: nodes of ``forward`` that the user wants recomputed and not saved.
         overwritten: what the forward overwrites when it is done.
         input_grads: the gradients that I returns.
@@ -62,19 +62,19 @@ class Reachability:
 
     forward: set[fx.Node]
     gradient: set[fx.Node]
-    urgent: set[fx.Node]
+    input_grad_closure: set[fx.Node]
     recomputed: set[fx.Node]
     overwritten: set[fx.Node]
     input_grads: list[fx.Node]
     weight_grads: list[fx.Node]
 
     @classmethod
-    def of(cls, graph: fx.Graph, *, late_input: bool = False) -> Reachability:
+    def of(cls, graph: fx.Graph, *, defer_whole_backward: bool = False) -> Reachability:
         """Look at a joint graph.
 
         Args:
             graph: the graph.
-            late_input: see ``Memory``.
+            defer_whole_backward: see ``Memory``.
 
         Raises:
             PassError: an output of the forward depends on an output's gradient.
@@ -91,13 +91,13 @@ class Reachability:
             raise PassError(f"forward values depend on output gradients: {names}")
         input_grads = _values(graph, Kind.INPUT_GRAD)
         weight_grads = _values(graph, Kind.PARAMETER_GRAD)
-        urgent = ancestors([*input_grads, *reads])
-        if not (input_grads or late_input):
-            urgent |= parameter_chain(graph, gradient, weight_grads)
+        input_grad_closure = ancestors([*input_grads, *reads])
+        if not (input_grads or defer_whole_backward):
+            input_grad_closure |= parameter_chain(graph, gradient, weight_grads)
         return cls(
             forward=forward,
             gradient=gradient,
-            urgent=urgent,
+            input_grad_closure=input_grad_closure,
             recomputed={node for node in forward if _is_inside_checkpoint(node, gradient)},
             overwritten=_overwritten(graph),
             input_grads=input_grads,
@@ -105,12 +105,14 @@ class Reachability:
         )
 
     @cached_property
-    def releasable(self) -> set[fx.Node]:
+    def early_candidates(self) -> set[fx.Node]:
         """What allocates the weight gradients that I may compute. Those that ranks reduce are not
         among them: which half of the backward runs a collective must not hang on what is estimated
         for one rank.
         """
-        reduced = descendants([n for n in self.gradient - self.urgent if is_exchange(n)])
+        reduced = descendants(
+            [n for n in self.gradient - self.input_grad_closure if is_exchange(n)]
+        )
         made = {storage_root(node) for node in self.weight_grads if node not in reduced}
         made = {node for node in made if node.op == "call_function"}
         return made & self.gradient

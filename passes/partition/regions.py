@@ -54,7 +54,7 @@ class Division:
         self._reach = reach
         self._recompute = recompute
         self._order = {node: index for index, node in enumerate(graph.nodes)}
-        self._releasable = reach.releasable if release else set()
+        self._early_candidates = reach.early_candidates if release else set()
         self._network = Network()
         self._in_first: set[fx.Node] = set()
         # Computed once: a set per node would take quadratic time.
@@ -81,9 +81,9 @@ class Division:
         first, second = self._cut_nodes(early, _first), self._cut_nodes(early, _second)
         reach = self._reach
         waiting, _ = walk(reach.weight_grads, second)
-        computed = self._releasable - waiting
-        released = {node for node in reach.weight_grads if storage_root(node) in computed}
-        return _regions(self._order, reach, (first, second), released, price)
+        computed = self._early_candidates - waiting
+        early_weight_grads = {node for node in reach.weight_grads if storage_root(node) in computed}
+        return _regions(self._order, reach, (first, second), early_weight_grads, price)
 
     def _cut_nodes(self, early: Collection[int], layer: Callable[[int], int]) -> set[fx.Node]:
         halves = ((node, layer(index)) for node, index in self._order.items())
@@ -121,7 +121,7 @@ class Division:
             index = self._order[node]
             half = _second(index)
             self._network.add(half, half + 1, self._price(node))
-            early = node in reach.urgent or node in self._settled
+            early = node in reach.input_grad_closure or node in self._settled
             self._tie(node, _second, early=early)
             if node not in reach.gradient:
                 self._add_to_first_layer(node)
@@ -130,7 +130,7 @@ class Division:
                 continue
             if node not in reach.gradient and node not in reach.recomputed:
                 self._network.add(_first(index), half, self._price_recompute(node))
-            if not reach.urgent or not is_cheap(node):
+            if not reach.input_grad_closure or not is_cheap(node):
                 # The first layer decides whether it runs in F.
                 beyond = SINK if node in reach.gradient else _first(index)
                 self._network.add(half, beyond, self._price_early(node))
@@ -166,7 +166,7 @@ class Division:
             return True
         if layer is _first:
             return node in self._reach.forward and node not in self._reach.recomputed
-        return node in self._reach.urgent or node not in self._reach.gradient
+        return node in self._reach.input_grad_closure or node not in self._reach.gradient
 
     def _price(self, node: fx.Node) -> Price | None:
         """Price of carrying a node's value over a boundary; None if it cannot be carried.
@@ -179,12 +179,12 @@ class Division:
         if tensor_of(node) is None or is_under_way(node):
             return None
         root = storage_root(node)
-        free = self._reach.is_kept(root) or root in self._releasable
+        free = self._reach.is_kept(root) or root in self._early_candidates
         return Price((0 if free else storage_bytes(root)) + (node is not root))
 
     def _price_early(self, node: fx.Node) -> Price | None:
         """Price of running a node of W in I; None if it must be deferred."""
-        return Price(flops=self._spread(node, effort(node))) if self._releasable else None
+        return Price(flops=self._spread(node, effort(node))) if self._early_candidates else None
 
     def _spread(self, node: fx.Node, cost: float) -> float:
         """The cost, slightly less for nodes early in the graph. Equal layers can then be divided:
@@ -200,19 +200,21 @@ class Division:
         return None if time is None or is_random(node) else Price(time=self._spread(node, time))
 
 
-def with_released(
+def with_early_weight_grads(
     graph: fx.Graph, reach: Reachability, regions: Regions, more: Collection[fx.Node]
 ) -> Regions:
     """The same cut, with further weight gradients that I computes and returns."""
     order = {node: index for index, node in enumerate(graph.nodes)}
-    return _regions(order, reach, regions.cuts, regions.released.union(more), regions.price)
+    return _regions(
+        order, reach, regions.cuts, regions.early_weight_grads.union(more), regions.price
+    )
 
 
 def _regions(
     order: Mapping[fx.Node, int],
     reach: Reachability,
     cuts: tuple[set[fx.Node], set[fx.Node]],
-    released: set[fx.Node],
+    early_weight_grads: set[fx.Node],
     price: Price,
 ) -> Regions:
     # Every graph takes all symbolic sizes. Inductor needs them: from a boundary tensor whose shape
@@ -224,19 +226,19 @@ def _regions(
         return Region(runs, sorted(live_ins, key=order.__getitem__))
 
     first, second = cuts
-    weight = region([n for n in reach.weight_grads if n not in released], second)
+    weight = region([n for n in reach.weight_grads if n not in early_weight_grads], second)
     handed = [node for node in weight.live_ins if not reach.is_kept(node)]
-    early = [node for node in reach.weight_grads if node in released]
+    early = [node for node in reach.weight_grads if node in early_weight_grads]
     return Regions(
         backward=region([*reach.input_grads, *reach.weight_grads], first),
         input=region([*reach.input_grads, *early, *handed], first),
         weight=weight,
-        released=released,
+        early_weight_grads=early_weight_grads,
         price=price,
         kept={node for node in order if reach.is_kept(node)},
         cuts=cuts,
         gradient=reach.gradient,
-        urgent=reach.urgent,
+        input_grad_closure=reach.input_grad_closure,
     )
 
 

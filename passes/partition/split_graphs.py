@@ -167,7 +167,7 @@ def partition_forward_backward(program: SplitGraphs) -> bool:
     """
     graph = program.joint.graph
     _refuse_draws_in_backward(graph)
-    reach = Reachability.of(graph, late_input=program.memory.late_input)
+    reach = Reachability.of(graph, defer_whole_backward=program.memory.defer_whole_backward)
     saved = _fill_backward(program, reach) if inputs(graph, Kind.TANGENT) else []
     program.forward = extract(
         program.joint,
@@ -229,7 +229,7 @@ def split_backward(program: SplitGraphs) -> bool:
     saved = {node: Role(Kind.SAVED, node.name) for node in regions.saved}
     deferred = {node: Role(Kind.DEFERRED, node.name) for node in regions.deferred}
     results = outputs(graph, Kind.PARAMETER_GRAD)
-    released = [(role, value) for role, value in results if value in regions.released]
+    early = [(role, value) for role, value in results if value in regions.early_weight_grads]
     program.backward_input = extract(
         program.joint,
         "backward_input",
@@ -237,7 +237,7 @@ def split_backward(program: SplitGraphs) -> bool:
         compute=regions.input.runs,
         returns=[
             *outputs(graph, Kind.INPUT_GRAD),
-            *released,
+            *early,
             *((role, node) for node, role in deferred.items()),
         ],
         on_demand=regions.input.runs - regions.gradient,
@@ -247,7 +247,7 @@ def split_backward(program: SplitGraphs) -> bool:
         "backward_weight",
         carried=[(deferred.get(node) or role_of(node), node) for node in regions.weight.live_ins],
         compute=regions.weight.runs,
-        returns=[pair for pair in results if pair not in released],
-        on_demand=regions.weight.runs - (regions.gradient - regions.urgent),
+        returns=[pair for pair in results if pair not in early],
+        on_demand=regions.weight.runs - (regions.gradient - regions.input_grad_closure),
     )
     return True

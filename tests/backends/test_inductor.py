@@ -76,7 +76,7 @@ def test_where_i_is_late_w_and_b_are_compiled_once() -> None:
     model = images()
     exact = copy.deepcopy(model).double()
     batches = [torch.randn(2, 3, 6, 6) for _ in range(4)]
-    stage = Stage(model, [batches[0]], backend="inductor", late_input=True)
+    stage = Stage(model, [batches[0]], backend="inductor", defer_whole_backward=True)
     ((shape, _, _),) = stage.output_specs
     grad = torch.full(shape, 0.1)
     for microbatch, batch in enumerate(batches):

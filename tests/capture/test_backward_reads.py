@@ -147,7 +147,7 @@ class SplitRun:
 class StageRun:
     def __init__(self, model: nn.Module) -> None:
         example = torch.ones(3, 4, dtype=torch.float64)
-        self.stage, self.microbatch = Stage(model, [example], late_input=True), -1
+        self.stage, self.microbatch = Stage(model, [example], defer_whole_backward=True), -1
 
     def __call__(self, x: Tensor) -> Callable[[], Any]:
         self.microbatch = at = self.microbatch + 1

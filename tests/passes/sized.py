@@ -95,14 +95,14 @@ def least_held(graph: fx.Graph, *, recompute: bool) -> int:
 def _places(node: fx.Node, reach: Reachability, recompute: bool) -> Iterator[str]:
     """The sets of graphs that may run a node; "" for none."""
     recompute = recompute and is_cheap(node)
-    urgent, forward = node in reach.urgent, node in reach.forward
+    input_grad_closure, forward = node in reach.input_grad_closure, node in reach.forward
     for where in ("", "F", "I", "W", "FI", "FW", "IW", "FIW"):
         if (
             (len(where) <= 1 or recompute)
             and ("F" in where or not forward)
             and not ("F" in where and node in reach.gradient)
-            and (not urgent or where != "W" or forward)
-            and (is_cheap(node) or urgent or forward or where in ("", "F", "W"))
+            and (not input_grad_closure or where != "W" or forward)
+            and (is_cheap(node) or input_grad_closure or forward or where in ("", "F", "W"))
         ):
             yield where
 

@@ -34,7 +34,7 @@ def _away_and_back(stage: Stage, microbatch: int) -> int:
 
 
 def _equal_after_round_trips(name: str, run: str = "split") -> None:
-    options = {"late": {"late_input": True}, "lean": {"memory": "lean"}}
+    options = {"late": {"defer_whole_backward": True}, "lean": {"memory": "lean"}}
     twins = Twins(name, 2, **options.get(run, {}))
     stage, moved = twins.stage, 0
     twins.forward()

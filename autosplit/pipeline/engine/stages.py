@@ -145,7 +145,7 @@ class SplitStage:
     """Makes an ``autosplit.Stage`` with these options, which are its own.
 
     Where a stage's inputs need no gradient, no other stage waits for its I, which would put off the
-    forwards behind it: with ``late_input`` its W is the whole backward.
+    forwards behind it: with ``defer_whole_backward`` its W is the whole backward.
 
     Raises:
         SplitError: an unknown backend or memory setting (lists the known), or a
@@ -155,7 +155,7 @@ class SplitStage:
     backend: str = "eager"
     memory: str | int = "balanced"
     grad_dtype: torch.dtype | None = None
-    late_input: bool = True
+    defer_whole_backward: bool = True
     overlap: CollectiveCosts | None = None
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ class SplitStage:
     @property
     def split(self) -> SplitOptions:
         """How each stage is split."""
-        return SplitOptions(self.backend, self.memory, self.late_input, self.overlap)
+        return SplitOptions(self.backend, self.memory, self.defer_whole_backward, self.overlap)
 
     def __call__(self, module: nn.Module, args: list[Tensor], *, index: int) -> TrainableStage:
         """A stage for ``module(*args)``; see ``StageFactory``.

@@ -37,9 +37,9 @@ def test_weight_gradient_is_released_where_it_may_be_early() -> None:
     weight = b.costly(40, x, g)
     b.result(Kind.PARAMETER_GRAD, weight)
     free = b.cut(release=True, charge=0.0)
-    assert (free.deferred, free.released) == ([], {weight})
+    assert (free.deferred, free.early_weight_grads) == ([], {weight})
     dear = b.cut(release=True, charge=1000.0)
-    assert (dear.deferred, dear.released) == ([x, g], set())
+    assert (dear.deferred, dear.early_weight_grads) == ([x, g], set())
 
 
 @pytest.mark.parametrize("charge", [0.0, 0.01, 0.1, 0.3, 1.0, 3.0, 10.0])

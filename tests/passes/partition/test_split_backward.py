@@ -40,7 +40,7 @@ def test_floor_of_what_crosses() -> None:
 
 def test_all_is_deferred_where_nobody_waits_for_i() -> None:
     model, tokens = nn.Sequential(nn.Embedding(11, 8), nn.RMSNorm(8)), torch.randint(0, 11, (3, 5))
-    setting = memory_setting("balanced", late_input=True)
+    setting = memory_setting("balanced", defer_whole_backward=True)
     graphs = run(program_of(model, tokens).joint, memory=setting)
     assert ops(graphs.backward_input) == {}
     assert names_out(graphs.backward_input, Kind.INPUT_GRAD) == []
